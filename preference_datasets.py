@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain, combinations
+from typing import Any
 
 import numpy as np
 import tqdm
@@ -23,8 +22,8 @@ from dpo.data.collation import (
     padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
-from dpo.data.columns import N_INSPECTED, ColumnsError, find_columns
-from dpo.data.custom import get_custom, recognize
+from dpo.data.columns import N_INSPECTED, ColumnsError, recognize
+from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
@@ -37,16 +36,20 @@ from dpo.errors import InputError
 from dpo.settings.places import Source
 from dpo.settings.plan import Plan
 from dpo.settings.rows import store_rows
-
-if TYPE_CHECKING:
-    import datasets
+from dpo.system.pool import map_chunks
 
 ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it takes to start a worker
 
 
-def _progress(rows: Sequence, name: str, silent: bool) -> Iterable:
+def _read_rows(
+    source: Source, split: str, cache_dir: str | None, name: str, silent: bool
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the rows of a split, each with its place, and show how many there are."""
+    rows = load_rows(source, split, cache_dir)
+    places = iterate_places(rows, f"{source.path} ({split})")
     disable = True if silent else None  # with None, tqdm is silent unless stderr is a terminal
-    return tqdm.tqdm(rows, desc=f"Processing {name}", disable=disable)
+    for row, (_, where) in zip(tqdm.tqdm(rows, desc=f"Processing {name}", disable=disable), places, strict=True):
+        yield row, where
 
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
@@ -94,9 +97,7 @@ def get_hh(
     """
     data = PreferenceData(truncation_mode="keep_end")
     n_diverged = 0  # rows whose two dialogues have different prompts
-    rows = load_rows(source, split, cache_dir)
-    places = iterate_places(rows, f"{source.path} ({split})")
-    for row, (_, where) in zip(_progress(rows, "HH", silent), places, strict=True):
+    for row, where in _read_rows(source, split, cache_dir, "HH", silent):
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
         try:
             prompt = extract_anthropic_prompt(chosen)
@@ -121,9 +122,7 @@ def get_shp(
     """
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
-    rows = load_rows(source, split, cache_dir)
-    places = iterate_places(rows, f"{source.path} ({split})")
-    for row, (_, where) in zip(_progress(rows, "SHP", silent), places, strict=True):
+    for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
         responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
@@ -140,36 +139,17 @@ def get_shp(
     return data
 
 
-def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check a Stack Exchange row and convert its HTML to text."""
-    get_field(row, "question", where)
-    if not get_field(row, "answers", where, list):
-        raise InputError(f"{where}: answers is empty")
-    for answer in row["answers"]:
-        get_field(answer, "text", where)
-        get_field(answer, "pm_score", where, (int, float))
-    answers = [{**answer, "text": strip_html_tags(answer["text"])} for answer in row["answers"]]
-    return {**row, "question": strip_html_tags(row["question"]), "answers": answers}
-
-
-def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
-    """Apply `_strip_row` to all rows, in several processes if there are many.
-
-    `datasets` caches the result.
-    """
-    workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
-    if workers < 2:
-        return rows.map(_strip_row, fn_kwargs={"where": where})
-    import multiprocess  # `datasets` starts its workers with it
-
-    # forkserver: the workers must not inherit this process's GPU, threads or lock on its run directory
-    previous_method = multiprocess.get_start_method(allow_none=True)
-    multiprocess.set_start_method("forkserver", force=True)
-    multiprocess.set_forkserver_preload([__name__])
-    try:
-        return rows.map(_strip_row, num_proc=workers, fn_kwargs={"where": where})
-    finally:
-        multiprocess.set_start_method(previous_method, force=True)
+def _strip_rows(placed_rows: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
+    """Check Stack Exchange rows, each with its place, and convert their HTML to text."""
+    stripped = []
+    for row, where in placed_rows:
+        question, answers = get_field(row, "question", where), get_field(row, "answers", where, list)
+        if not answers:
+            raise InputError(f"{where}: answers is empty")
+        texts = [strip_html_tags(get_field(answer, "text", where)) for answer in answers]
+        scores = [get_field(answer, "pm_score", where, (int, float)) for answer in answers]
+        stripped.append({"question": strip_html_tags(question), "texts": texts, "scores": scores})
+    return stripped
 
 
 def get_se(
@@ -184,17 +164,15 @@ def get_se(
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = int(len(rows) * 0.01)
     row_indices = order[:n_test] if split == "test" else order[n_test:]
-    if not isinstance(rows, list):  # a datasets.Dataset from the Hub, ten million rows of HTML
-        stripped: Any = _strip_in_processes(rows.select(row_indices), source.path)
-    else:
-        stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in row_indices)
-
+    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)  # a Dataset
+    placed_rows = zip(selected, (f"record {i + 1} of {source.path}" for i in row_indices), strict=True)
     data = PreferenceData(truncation_mode="keep_start")
-    for row in _progress(stripped, "SE", silent):
-        responses = [" " + answer["text"] for answer in row["answers"]]
-        scores = [answer["pm_score"] for answer in row["answers"]]
+    for row in chain.from_iterable(
+        map_chunks(_strip_rows, placed_rows, len(row_indices), "Processing SE", ROWS_PER_WORKER, silent=silent)
+    ):
+        responses, scores = [" " + text for text in row["texts"]], row["scores"]
         pairs = []  # (better, worse)
-        for earlier, later in itertools.combinations(range(len(scores)), 2):
+        for earlier, later in combinations(range(len(scores)), 2):
             pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
         # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
@@ -248,7 +226,18 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins, chat, bad_records)
+        bad = BadRecords(skip=bad_records == "skip")
+        data = get_custom(
+            load_rows(source, split, cache_dir, bad),
+            source.path if source.has_no_splits else f"{source.path} ({split})",
+            tokenizer,
+            source.columns,
+            name=name,
+            trains_on=trains_on,
+            with_margins=with_margins,
+            chat=chat,
+            bad=bad,
+        )
     if source.has_no_splits and name != "se":  # se makes its own test split
         data = _hold_out(data, name, split, source)
     if not data:
@@ -259,36 +248,6 @@ def get_dataset(
         for note in data.notes:
             print(note)
     return data
-
-
-def _load_custom(
-    name: str,
-    split: str,
-    source: Source,
-    cache_dir: str | None,
-    tokenizer: Any,
-    trains_on: str,
-    with_margins: bool,
-    chat: str,
-    bad_records: str,
-) -> PreferenceData:
-    bad = BadRecords(skip=bad_records == "skip")
-    rows = load_rows(source, split, cache_dir, bad)
-    origin = source.path if source.has_no_splits else f"{source.path} ({split})"
-    try:
-        options = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
-        return get_custom(rows, origin, tokenizer, source.columns, chat=chat, bad=bad, **options)
-    except ColumnsError as error:
-        if split == "train" or source.has_no_splits:
-            raise
-        # the train split, loaded first, has the right columns: if the test split has others, say so
-        columns, train_columns = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
-        if columns.keys() == train_columns.keys():
-            raise
-        raise InputError(
-            f"{origin} has the columns {', '.join(columns)}, and the train split has {', '.join(train_columns)}: name "
-            f"the columns of both splits alike"
-        ) from error
 
 
 def check_columns(plan: Plan) -> None:
@@ -305,10 +264,16 @@ def check_columns(plan: Plan) -> None:
         for limit in (N_INSPECTED, None):
             rows = load_rows(source, "train", bad=bad, limit=limit)
             origin = source.path if source.has_no_splits else f"{source.path} (train)"
-            options = {"data_format": source.format, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
             try:
                 if rows:
-                    recognize(rows, origin, source.columns, name=name, **options)
+                    recognize(
+                        rows,
+                        source.columns,
+                        name=name,
+                        origin=origin,
+                        trains_on=trains_on,
+                        with_margins=plan.loss.needs_margins,
+                    )
                 break
             except ColumnsError:
                 if limit is None:

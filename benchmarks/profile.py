@@ -25,6 +25,7 @@ import torch
 
 import train
 from benchmarks.harness import compose, print_row
+from dpo.settings.plan import resolve
 from dpo.system.host import set_allocators
 from dpo.training.objective import Objective
 from dpo.training.optimization import OPTIMIZERS
@@ -126,7 +127,7 @@ def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
             for owner, name, phase in phases:
                 patches.enter_context(patch.object(owner, name, watch.time(phase, getattr(owner, name))))
             patches.enter_context(patch.object(Trainer, "train_step", measured_step))
-            train.work(0, 1, config)
+            train.work(0, 1, resolve(config))
     counted = watch.updates[1:]
     medians = {phase: median(update.get(phase, 0.0) for update in counted) for phase in PHASES}
     return {"phases": medians, "seconds": median(sum(update.values()) for update in counted), "kernels": kernels}
@@ -145,12 +146,9 @@ def profile_kernels(action: Callable[[], Any]) -> dict[str, Any]:
         by_name[event.key] += (event.self_device_time_total if ON_GPU else event.self_cpu_time_total) / 1e6
     by_kind: Counter[str] = Counter()
     for name, spent in by_name.items():
-        by_kind[find_kind(name)] += spent
+        kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower()))
+        by_kind[next(kinds, "rest")] += spent
     return {"seconds": seconds, "by kind": dict(by_kind.most_common()), "longest": dict(by_name.most_common(10))}
-
-
-def find_kind(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower())), "rest")
 
 
 def print_profile(profile: dict[str, Any]) -> None:

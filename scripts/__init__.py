@@ -1,3 +1,4 @@
+import argparse
 import sys
 
 from dpo.system.host import open_standard_streams, print_whatever_happens
@@ -5,3 +6,12 @@ from dpo.system.host import open_standard_streams, print_whatever_happens
 open_standard_streams()  # before a script imports modules that open files
 if sys.argv[0] == "-m":  # so while Python looks for the module of `python -m scripts.NAME`
     print_whatever_happens()
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Add the only option by which a script runs a model's Python code; no config can set it."""
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that comes with a model or tokenizer; a run's config.yaml cannot allow it",
+    )

@@ -83,16 +83,6 @@ def read_samples(stage: str, evaluation: int) -> list[tuple[str, str]]:
     return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == n_examples]
 
 
-def print_samples() -> None:
-    print("\nResponses to prompts that the model was not trained on:\n")
-    after_sft, after_dpo = read_samples("dpo", 0), read_samples("dpo", -1)
-    for (prompt, sft_response), (_, dpo_response) in zip(after_sft[:4], after_dpo[:4], strict=True):
-        question = prompt.split("Human:")[-1].split("Assistant:")[0]
-        print(f"  asked      {question.strip()}")
-        print(f"  after SFT  {sft_response.strip()}")
-        print(f"  after DPO  {dpo_response.strip()}\n")
-
-
 def print_table() -> None:
     losses, accuracies = (
         [f"{line[metric]:.{digits}f}" for line in read_lines(stage, "metrics.jsonl") if line["split"] == "eval"]
@@ -116,7 +106,6 @@ def print_table() -> None:
 def main() -> int:
     for stage in STAGES:
         run_stage(stage)
-    print_samples()
     print_table()
     from dpo.analysis.page import write_report  # matplotlib takes a second to import
 
@@ -126,7 +115,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"Checkpoints, metrics.jsonl and samples.txt of the runs are in {os.path.relpath(DEMO)}.")
-    print(f"\nNow open {os.path.relpath(page)} in a browser.")
+    print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
     return 0
 
 

@@ -26,64 +26,51 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 OPTIONAL = ("tensor-parallel", "setuptools")
 OK, PROBLEM = "ok", "problem"
-Finding = tuple[str, str, str]  # level, what was looked at, what was found
+Finding = tuple[str, str]  # level, and what was found
 
 
 def check_software() -> Iterator[Finding]:
-    """Compare installed packages with the tested ones."""
-    pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text("utf-8"), re.M)
-    versions = {}
-    for name, tested in pins:
-        if name in OPTIONAL:
-            continue
+    installed = []
+    for name, tested in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text("utf-8"), re.M):
         try:
-            versions[name] = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield PROBLEM, "software", f"{name} is not installed: pip install -r requirements.txt"
+            if name not in OPTIONAL:
+                yield PROBLEM, f"{name} is not installed: pip install -r requirements.txt"
             continue
-        if versions[name].split(".")[0] != tested.split(".")[0]:
-            yield "warning", "software", f"the tests ran with {name} {tested}, and {versions[name]} is installed"
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield OK, "software", f"python {platform.python_version()}, {listed}"
+        installed.append(f"{name} {version}")
+        if version.split(".")[0] != tested.split(".")[0]:
+            yield "warning", f"the tests ran with {name} {tested}, and {version} is installed"
+    yield OK, f"python {platform.python_version()}, {', '.join(installed)}"
 
 
 def check_host() -> Iterator[Finding]:
-    """Look at cores, memory and the free space for runs."""
     total, available = host_memory()
-    cores = len(os.sched_getaffinity(0))
-    level = OK if available >= 2e9 else PROBLEM
-    yield level, "host", f"{cores} CPU cores, {available / 1e9:.1f} of {total / 1e9:.1f} GB of memory available"
-    free = shutil.disk_usage(ROOT).free
-    level = OK if free >= 2e9 else PROBLEM
-    yield level, "disk", f"{free / 1e9:.1f} GB free here; local_dirs=[DIR] puts runs and caches elsewhere"
+    free, cores = shutil.disk_usage(ROOT).free, len(os.sched_getaffinity(0))
+    memory, disk = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory", f"{free / 1e9:.1f} GB of disk"
+    yield PROBLEM if min(available, free) < 2e9 else OK, f"{cores} CPU cores, {memory} and {disk} available"
 
 
 def check_devices() -> Iterator[Finding]:
-    """Look at GPUs, and sum a tensor over processes."""
     for name in ("describe_gpus", "sum_over_processes"):
-        code = f"from scripts.doctor import {name}; {name}()"
+        command = [sys.executable, "-c", f"from scripts import doctor; doctor.{name}()"]
         try:
-            child = subprocess.run(
-                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECS, check=False
-            )
+            child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
         except subprocess.TimeoutExpired:
-            yield PROBLEM, "devices", f"{name}: no answer within {LIMIT_SECS} s"
+            yield PROBLEM, f"{name}: no answer within {LIMIT_SECS} s"
             continue
-        for line in child.stdout.splitlines():
-            yield OK, "devices", line
+        yield from ((OK, line) for line in child.stdout.splitlines())
         if child.returncode:
             last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
-            yield PROBLEM, "devices", f"{name}: {redact(last_line[:300])}; NCCL_DEBUG=INFO shows more of NCCL"
+            yield PROBLEM, f"{name}: {redact(last_line[:300])}; NCCL_DEBUG=INFO shows more of NCCL"
 
 
 def describe_gpus() -> None:
-    """Print each GPU with its free memory, or why there is none."""
     import torch
 
     if not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        reason = "" if hidden is None else f", with CUDA_VISIBLE_DEVICES={hidden}"
-        print(f"no GPU{reason}; torch is built for {torch.version.cuda or 'the CPU'}; runs use the CPU")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        print(f"no GPU (CUDA_VISIBLE_DEVICES={visible}; torch is built for {torch.version.cuda or 'the CPU'})")
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         ones = torch.ones(512, 512, device=f"cuda:{i}")
@@ -118,11 +105,11 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
 
 def main() -> int:
     findings = [finding for check in (check_software, check_host, check_devices) for finding in check()]
-    for level, subject, text in findings:
-        print(f"{level:<8} {subject:<9} {text}")
-    problems = [finding for finding in findings if finding[0] == PROBLEM]
-    print(f"\n{len(problems)} problems")
-    return 1 if problems else 0
+    for level, text in findings:
+        print(f"{level:<8} {text}")
+    n_problems = sum(level == PROBLEM for level, _ in findings)
+    print(f"\n{n_problems} problems")
+    return 1 if n_problems else 0
 
 
 if __name__ == "__main__":

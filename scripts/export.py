@@ -19,7 +19,7 @@ from typing import get_args
 
 from dpo.errors import InputError, RunError
 from dpo.settings.keys import Dtype
-from scripts.trust import add_trust_option
+from scripts import add_trust_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Summary of a ledger: suspected label noise, lengths, drift.
+"""The hardest pairs of a ledger, and likely wrong labels.
 
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
@@ -13,16 +13,16 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.errors import InputError
-from scripts.trust import add_trust_option
+from dpo.numbers import count, figure, signed
+from scripts import add_trust_option
 
 if TYPE_CHECKING:
-    from dpo.analysis.ledger import LedgerSummary, Pair, Table
+    from dpo.analysis.ledger import LedgerSummary, Pair
     from dpo.analysis.runs import Run
 
 LONGEST_TEXT = 300  # characters
@@ -70,20 +70,52 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     return texts
 
 
-def make_lines(summary: LedgerSummary) -> list[str]:
+def make_lines(summary: LedgerSummary, note: str | None = None) -> list[str]:
     """Format a summary, without control characters that could change the terminal."""
-    lines = [str(summary)]
-    for pair_list in summary.lists():
-        lines += ["", f"{pair_list.title}: {pair_list.text}"]
-        for pair in pair_list.pairs:
-            lines.append(f"  {pair}, {pair.describe_margins()}")
-            for name, text in (pair.texts or {}).items():
-                lines.append(f"    {name:<9} {shorten(text, keep_end=name == 'prompt')}")
-    for table in summary.tables():
-        lines += ["", table.title, *align(table)]
-    if summary.note:
-        lines.append(summary.note)
+    visits, examples = count(summary.rows, "visit"), count(summary.examples, "example")
+    lines = [
+        f"{visits} of {examples}, of which {count(summary.truncated, 'is', 'are')} truncated.",
+        *("", f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were "
+        "seen at least twice had a margin never above 0.", *_list_pairs(summary.never_flipped)),
+        *("", f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} never ranked right, and wrong by at "
+        "least the median size of margins at that time.", *_list_pairs(summary.suspected_noise)),
+    ]  # fmt: skip
+    if note:
+        lines.append(note)
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+
+
+def _list_pairs(pairs: Sequence[Pair]) -> Iterator[str]:
+    for pair in pairs:
+        scores = "" if pair.scores is None else f"; scores: chosen {pair.scores[0]:.3g}, rejected {pair.scores[1]:.3g}"
+        yield (
+            f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
+            f"{signed(pair.first_margin)} at first, {signed(pair.last_margin)} at last; on average "
+            f"{figure(pair.relative_margin, 2)} times the median size of margins at that time{scores}"
+        )
+        for name, text in (pair.texts or {}).items():
+            yield f"    {name:<9} {shorten(text, keep_end=name == 'prompt')}"
+
+
+def add_texts(summary: LedgerSummary, run: Run, *, trust_remote_code: bool) -> tuple[LedgerSummary, str | None]:
+    """Put texts into the listed pairs, and say why some are missing."""
+    wanted = [pair for pair in (*summary.never_flipped, *summary.suspected_noise) if pair.texts is None]
+    texts: Mapping[str, Mapping[str, str]] = {}
+    try:
+        texts = find_texts(run, wanted, trust_remote_code=trust_remote_code) if wanted else {}
+    except (InputError, OSError) as error:
+        return summary, f"Texts are not shown: {error}"
+    examples = {pair.example for pair in wanted}
+    n_missing = len(examples - texts.keys())
+    note = f"The run's datasets have changed, and lack {n_missing} of these {count(len(examples), 'pair')}"
+    return replace_texts(summary, lambda pair: pair.texts or texts.get(pair.example)), note if n_missing else None
+
+
+def replace_texts(summary: LedgerSummary, find: Callable[[Pair], Mapping[str, str] | None]) -> LedgerSummary:
+    lists = {name: getattr(summary, name) for name in ("never_flipped", "suspected_noise")}
+    return dataclasses.replace(
+        summary, **{name: [dataclasses.replace(p, texts=find(p)) for p in pairs] for name, pairs in lists.items()}
+    )
 
 
 def shorten(text: str, *, keep_end: bool) -> str:
@@ -92,16 +124,6 @@ def shorten(text: str, *, keep_end: bool) -> str:
     if len(text) <= LONGEST_TEXT:
         return text
     return f"... {text[-LONGEST_TEXT:]}" if keep_end else f"{text[:LONGEST_TEXT]} ..."
-
-
-def align(table: Table) -> list[str]:
-    """Align a table's first column left, its others right."""
-    widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    lines = []
-    for name, *values in (table.columns, *table.rows):
-        cells = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
-        lines.append("  ".join(["", name.ljust(widths[0]), *cells]))
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,16 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:
         parser.error(f"{options.run} has no ledger.parquet: give the directory of a run with ledger=true")
     run = read_config(options.run)
-    summary = summarize(table, top=options.top)
+    summary, note = summarize(table, top=options.top), None
     if options.no_texts:
-        summary = summary.with_texts(lambda pair: None)
+        summary = replace_texts(summary, lambda pair: None)
     else:
-        summary = summary.find_texts(run, partial(find_texts, trust_remote_code=options.trust_remote_code))
-    summary = summary.explain_missing_pairs(run)
+        summary, note = add_texts(summary, run, trust_remote_code=options.trust_remote_code)
+    if not run.has_margins:
+        note = f"loss={run.loss} trains on {run.trains_on}: without pairs there are no margins to rank."
     if options.json:
-        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        print(json.dumps({**dataclasses.asdict(summary), "note": note}, indent=2))
     else:
-        print("\n".join(make_lines(summary)))
+        print("\n".join(make_lines(summary, note)))
     return 0
 
 

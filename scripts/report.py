@@ -8,22 +8,18 @@ The page of a run has a verdict, warnings, findings, curves, samples, settings, 
 a table of their results, the settings that differ, and their curves. Without --out it is in RUN/report or, for several
 runs, in report.
 
-The texts of a ledger's pairs are shown if their data is on this machine. Exit status: 0 written, 2 bad input. Changes
-nothing else, and uses no network.
+Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
-from scripts.trust import add_trust_option
 
 
 def list_runs(path: Path) -> list[Path]:
@@ -36,23 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
-    add_trust_option(parser)
     options = parser.parse_args(arguments)
 
     from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
-    from scripts.ledger import find_texts
 
     runs = [run for path in options.runs for run in list_runs(path.expanduser())]
-    if len(runs) == 1:
-        default_out = runs[0] / REPORT.parent
-        find_run_texts = partial(find_texts, trust_remote_code=options.trust_remote_code)
-    else:
-        default_out, find_run_texts = REPORT.parent, None
+    default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     out = default_out if options.out is None else options.out.expanduser()
     if options.out is not None and out.is_symlink():  # as it is named, it is followed, unlike one in the run
         out = out.resolve()
     try:
-        page = write_report(runs, out, find_texts=find_run_texts)
+        page = write_report(runs, out)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,5 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when the libraries are imported
     sys.exit(main())

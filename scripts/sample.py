@@ -37,10 +37,10 @@ from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.keys import read_key
 from dpo.system.host import set_allocators
-from scripts.trust import add_trust_option
+from scripts import add_trust_option
 
 if TYPE_CHECKING:
-    from dpo.models.answers import Sampling, Tokens
+    from dpo.models.answers import Sampling
     from dpo.models.side_by_side import Panel
 
 RESET = "/reset"
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--no-reference", action="store_true", help="show no answers of a reference, and no rewards")
     option("--beta", type=above_0, help="beta of the rewards, instead of the run's loss.beta")
     option("--file", type=Path, help="prompts, one JSON object per line")
-    option("--out", type=Path, help="file for the answers, one JSON object per line; it is overwritten")
+    option("--out", type=Path, help="new file for the answers, one JSON object per line")
     option("--batch-size", "--batch_size", type=at_least_1, default=8, help="prompts of --file at a time (default: 8)")
     option("--temperature", type=at_least_0, help="0: the most probable token; see above")
     option("--top-p", "--top_p", type=share, help="0.9: only the most probable 90 percent; see above")
@@ -113,54 +113,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(options: argparse.Namespace) -> None:
     """Load models, and answer prompts of a file or typed ones."""
     # a wrong file is refused before models are loaded
-    given_prompts, tools = ([], []) if options.file is None else read_prompts(options.file, options.out)
+    asked = [] if options.file is None else read_prompts(options.file, options.out)
 
     import transformers
 
-    from dpo.models.generation import DEFAULTS, Sampling, choose_sampling, describe_sampling
-    from dpo.models.side_by_side import Choices, load_panel
+    from dpo.models.answers import choose_sampling
+    from dpo.models.side_by_side import load_panel
     from dpo.system.arithmetic import set_up_torch
 
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    choices = Choices(
+    panel = load_panel(
+        options.paths,
         reference=options.reference,
         with_reference=not options.no_reference,
         beta=options.beta,
         form=options.format,
         model=options.model,
         trust_remote_code=options.trust_remote_code,
+        log=lambda line: print(line, file=sys.stderr),
     )
-    panel = load_panel(options.paths, choices, log=lambda line: print(line, file=sys.stderr))
-    chosen = choose_sampling(
-        panel.policies[0].model.generation_config,
-        {name: getattr(options, name) for name in DEFAULTS},
+    wanted = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    sampling = choose_sampling(
+        panel.sides[0].model,
+        panel.tokenizer,
+        wanted,
         chat=panel.form == CHAT,
+        max_new_tokens=options.max_new_tokens,
+        seed=(options.seed,),
     )
-    sampling = Sampling(options.max_new_tokens, seed=options.seed, **chosen)
-    form_note = (
-        f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)\n"
-        f"answers are drawn with {describe_sampling(chosen)} (--temperature, --top-p, --top-k)"
-    )
+    print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
+    print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
     if options.file is None:
-        converse(panel, sampling, form_note)
-        return
-    encoded = [
-        panel.encode(prompt, f"record {number} of {options.file}", sampling, prompt_tools)
-        for number, (prompt, prompt_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
-    ]
-    if options.batch_size > 1:
-        panel.check_batches(encoded, sampling)
-    print(form_note)
-    answer_file(panel, sampling, given_prompts, encoded, out=options.out, batch_size=options.batch_size)
+        converse(panel, sampling)
+    else:
+        answer_file(panel, sampling, asked, options)
 
 
 # --- a file of prompts ---------------------------------------------------------------------------------------------
 
 
-def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
-    """Read a file's prompts and the tools of each, or None.
+def read_prompts(file: Path, out: Path) -> list[tuple[Any, Any]]:
+    """Read a file's prompts, and the tools of each, or None.
 
     Raises InputError, also if the answers cannot be written to `out`.
     """
@@ -170,55 +165,51 @@ def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
 
     if not file.is_file():
         raise InputError(f"--file {file} is not a file")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"--out {out}: there is no directory {out.parent}")
-    if out.resolve() == file.resolve():
-        raise InputError(f"--out {out} is the file of prompts itself: give another")
-    if os.path.lexists(out):
-        raise InputError(f"--out {out} exists: give another file, or remove it")
-    rows = load_rows(Source(str(file)), "train")
-    prompts = [
-        get_field(row, "prompt", f"record {number} of {file}", (str, list)) for number, row in enumerate(rows, start=1)
-    ]
-    return prompts, [row.get("tools") for row in rows]
+    if os.path.lexists(out) or not out.absolute().parent.is_dir():
+        raise InputError(f"--out {out} exists already, or its directory does not: give another file")
+    rows = enumerate(load_rows(Source(str(file)), "train"), start=1)
+    return [(get_field(row, "prompt", f"record {n} of {file}", (str, list)), row.get("tools")) for n, row in rows]
 
 
-def answer_file(
-    panel: Panel, sampling: Sampling, given_prompts: list[Any], encoded: list[Tokens], *, out: Path, batch_size: int
-) -> None:
+def answer_file(panel: Panel, sampling: Sampling, asked: list[tuple[Any, Any]], options: argparse.Namespace) -> None:
     """Write the answers to each prompt, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
-    finite_rewards: dict[str, list[float]] = {}  # by model
-    with out.open("x", encoding="utf-8") as file:
-        for start in tqdm(range(0, len(encoded), batch_size), unit="batch", disable=None):
-            batch = encoded[start : start + batch_size]
-            numbers = range(start, start + len(batch))
-            answers_by_prompt = panel.answer(batch, numbers, sampling)
-            rewards_by_prompt = panel.rewards(batch, answers_by_prompt)
-            for number, answers, rewards in zip(numbers, answers_by_prompt, rewards_by_prompt, strict=True):
-                finite = {name: r for name, r in rewards.items() if r is not None and math.isfinite(r)}
-                for name, reward in finite.items():
-                    finite_rewards.setdefault(name, []).append(reward)
-                texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
-                texts.setdefault("reference", None)  # if there is no reference
-                json_rewards = {name: finite.get(name) for name in rewards}  # null for NaN, infinity and no reward
-                n_tokens = {"prompt": len(encoded[number])} | {name: len(a.tokens) for name, a in answers.items()}
-                line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": n_tokens}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    encoded = [
+        panel.encode(prompt, f"record {n} of {options.file}", sampling, tools)
+        for n, (prompt, tools) in enumerate(asked, start=1)
+    ]
+    finite: dict[str, list[float]] = {side.name: [] for side in panel.sides}  # rewards
+    with options.out.open("x", encoding="utf-8") as file:
+        for start in tqdm(range(0, len(encoded), options.batch_size), unit="batch", disable=None):
+            prompts = encoded[start : start + options.batch_size]
+            numbers = range(start, start + len(prompts))
+            lines: list[dict[str, Any]] = [
+                {"prompt": asked[n][0], "reference": None, "rewards": {}, "tokens": {"prompt": len(encoded[n])}}
+                for n in numbers
+            ]
+            for side in panel.sides:
+                answers = panel.answer(side, prompts, numbers, sampling)
+                for line, answer, reward in zip(lines, answers, panel.rewards(side, prompts, answers), strict=True):
+                    is_finite = reward is not None and math.isfinite(reward)
+                    finite[side.name] += [reward] if is_finite else []
+                    line[side.name] = answer.text
+                    line["rewards"][side.name] = reward if is_finite else None  # null for NaN and infinity too
+                    line["tokens"][side.name] = len(answer.tokens)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
-    means = ""
-    for name, model_rewards in finite_rewards.items():
-        means += f"; mean reward of the {name} {fmean(model_rewards):.4g}"
-        if len(model_rewards) < len(encoded):
-            means += f" over {len(model_rewards)} answers"
-    print(f"{count(len(encoded), 'prompt')} answered in {out}{means}")
+    means = [
+        f"; mean reward of the {name} {fmean(rewards):.4g} over {count(len(rewards), 'answer')}"
+        for name, rewards in finite.items()
+        if rewards
+    ]
+    print(f"{count(len(encoded), 'prompt')} answered in {options.out}{''.join(means)}")
 
 
 # --- prompts that are typed ----------------------------------------------------------------------------------------
 
 
-def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
+def converse(panel: Panel, sampling: Sampling) -> None:
     """Hold a conversation with each side, over typed or piped lines."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
@@ -226,7 +217,6 @@ def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
             import readline  # noqa: F401  (arrow keys in input())
         print("Type a prompt of one line, then Enter; --file takes prompts of several lines.")
         print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
-    print(form_note)
     if panel.form != RAW:
         print(f"each model continues its own conversation; {RESET} starts anew")
     histories: dict[str, list[Any]] = {side.name: [] for side in panel.sides}
@@ -261,31 +251,12 @@ def answer_all(
     for side in panel.sides:
         prompt = prompts[side.name]
         print(f"--- {side.name} ---", flush=True)
-        shown = Shown()
-        answer = panel.stream(side, prompt, number, sampling, shown.extend)
-        shown.extend(answer.text)  # streamed text may lack an incomplete last character
-        [reward] = panel.score_answers(side, [prompt], [answer])
+        [answer] = panel.answer(side, [prompt], [number], sampling, show=True)
+        [reward] = panel.rewards(side, [prompt], [answer])
         length = count(len(answer.tokens), "token")
-        print(f"\n({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
+        print(f"({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
         asked[side.name].append({"role": "assistant", "content": answer.text.strip()})
     return histories if panel.form == RAW else asked
-
-
-class Shown:
-    """A text that is printed while it grows."""
-
-    def __init__(self) -> None:
-        self.n_printed = 0
-
-    def extend(self, text: str) -> None:
-        """Print what is new; control characters could steer the terminal."""
-        text = text.strip()
-        new, self.n_printed = text[self.n_printed :], max(self.n_printed, len(text))
-        print(
-            "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in new),
-            end="",
-            flush=True,
-        )
 
 
 def iterate_typed(on_terminal: bool) -> Iterator[str]:

@@ -18,25 +18,18 @@ from pathlib import Path
 from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints
 
 
-def list_checkpoints(path: Path) -> list[Path]:
-    """List the checkpoint at a path, or all checkpoints of a run."""
-    path = path.expanduser().resolve()
-    if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
-        return [path]
-    return find_checkpoints(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.verify", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
     options = parser.parse_args(arguments)
     checkpoints: dict[Path, None] = {}  # without repetition, in order
-    for path in options.paths:
-        checkpoints_at_path = list_checkpoints(path)
-        if not checkpoints_at_path:
+    for path in (path.expanduser().resolve() for path in options.paths):
+        is_checkpoint = path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists())
+        found = [path] if is_checkpoint else find_checkpoints(path)
+        if not found:
             parser.error(f"{path} is neither a checkpoint nor a directory with a step-N")
-        checkpoints |= dict.fromkeys(checkpoints_at_path)
+        checkpoints |= dict.fromkeys(found)
     report = []
     for checkpoint in checkpoints:
         try:

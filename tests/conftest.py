@@ -80,9 +80,9 @@ def loaded_tiny_llama():
     import torch
     from support.runs import GOLDEN
 
-    from dpo.models.pretrained import load_model
+    from dpo.models.pretrained import Source, load_model
 
-    return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
+    return load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.fixture

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 
 import datasets
-import multiprocess
 import numpy as np
 import pytest
 from support.runs import write_rows
 
 import preference_datasets
-from dpo.data.collation import padded_batch
-from dpo.data.examples import iterate_examples, read_examples
-from dpo.data.schema import PreferenceData
-from dpo.data.table import Prompt, iterate_prompts
-from dpo.data.tokenization import TextEncoder
+from dpo.data.examples import iterate_examples
 from dpo.errors import InputError
+from dpo.system import pool
 from preference_datasets import extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
 
@@ -164,53 +159,17 @@ def test_a_repeated_se_question_keeps_its_last_row_in_the_order_of_the_shuffle(t
     assert len(entry["pairs"]) == 1
 
 
-@pytest.fixture
-def hub_rows(monkeypatch, tmp_path):
-    """Have the Hub give these rows, from a file, as `datasets` would; two CPUs are ours."""
-
-    def give(rows: list[dict]) -> dict[str, str]:
-        monkeypatch.setattr(
-            datasets,
-            "load_dataset",
-            lambda *arguments, **options: datasets.Dataset.from_json(
-                str(write_rows(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path / "cache")
-            ),
-        )
-        return {"se": "somebody/stack-exchange"}
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
-    return give
-
-
 @pytest.mark.slow
-def test_many_se_rows_are_stripped_in_processes_as_in_one(hub_rows, monkeypatch, tmp_path):
+def test_many_se_rows_are_stripped_in_processes_as_in_one(monkeypatch, tmp_path):
     rows = [se_row(f"q{i}", ("x", i), ("y", 3), ("z", 5)) for i in range(60)]
-    sources, used, mapping = hub_rows(rows), [], datasets.Dataset.map
-
-    def counted(self, *arguments, num_proc=None, **options):
-        used.append(num_proc)
-        return mapping(self, *arguments, num_proc=num_proc, **options)
-
-    monkeypatch.setattr(datasets.Dataset, "map", counted)
-    alone = get_dataset("se", "train", silent=True, dataset_sources=sources)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
+    monkeypatch.setattr(pool, "ITEMS_PER_CHUNK", 20)
+    alone = load("se", rows, tmp_path)
     monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
-    shutil.rmtree(tmp_path / "cache")  # with what was stripped
-    before = multiprocess.get_start_method(allow_none=True)
-    together = get_dataset("se", "train", silent=True, dataset_sources=sources)
-
-    assert used == [None, 2]  # not as many as would find work, but one for each CPU
-    assert list(together.items()) == list(alone.items())
-    assert len(alone) == 60
-    assert multiprocess.get_start_method(allow_none=True) == before
-
-
-@pytest.mark.slow
-def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
-    monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
-    rows = [se_row(f"q{i}", ("x", i), ("y", 3)) for i in range(40)]
+    assert load("se", rows, tmp_path) == alone
     rows[17]["answers"] = []
-    with pytest.raises(InputError, match="somebody/stack-exchange: answers is empty"):
-        get_dataset("se", "train", silent=True, dataset_sources=hub_rows(rows))
+    with pytest.raises(InputError, match=r"record 18 of .*: answers is empty"):
+        load("se", rows, tmp_path)
 
 
 # every dataset
@@ -233,13 +192,6 @@ def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, m
     assert message in str(error.value)
 
 
-def test_hub_rows_of_stack_exchange_are_checked_like_local_ones(monkeypatch):
-    rows = [{"question": "<p>q</p>", "answers": [{"text": "<p>a</p>"}]}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(rows))
-    with pytest.raises(InputError, match="pm_score"):
-        get_dataset("se", "train", silent=True, dataset_sources={"se": "somebody/stack-exchange"})
-
-
 def test_an_unknown_name_is_an_error_that_lists_the_choices():
     with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=DIR_FILE"):
         get_dataset("hhh", "train")
@@ -248,70 +200,37 @@ def test_an_unknown_name_is_an_error_that_lists_the_choices():
 # the order of examples
 
 
-def prompts_of(*sizes: int) -> list[Prompt]:
-    """Prompt number i has `sizes[i]` pairs: "i>j" over "i<j"."""
-    return [
-        Prompt(
-            text=f"{i}",
-            responses=[f"{i}{sign}{j}" for j in range(size) for sign in "><"],
-            examples=[{"chosen": 2 * j, "rejected": 2 * j + 1} for j in range(size)],
-            truncation_mode="keep_end",
-            rendered=False,
-            index_in_split=i,
-        )
-        for i, size in enumerate(sizes)
-    ]
+def order_of(*sizes: int, **changes) -> list[list[tuple[int, int]]]:
+    """The batches of examples; prompt number i has `sizes[i]` examples."""
+    options = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0, **changes}
+    return [*iterate_examples(sizes, **options)]
 
 
-def batches_of(prompts: list[Prompt], tokenizer, **changes) -> list[dict]:
-    options = {
-        "batch_size": 1,
-        "shuffle": True,
-        "n_epochs": 1,
-        "n_examples": None,
-        "seed": 0,
-    }
-    encode = TextEncoder(tokenizer)
-    batches = iterate_examples([len(prompt.examples) for prompt in prompts], **{**options, **changes})
-    lengths = {"max_length": 64, "max_prompt_length": 32}
-    return [padded_batch(read_examples(prompts, places), encode, **lengths) for places in batches]
-
-
-def order_of(prompts: list[Prompt], tokenizer, **options) -> list[list[str]]:
-    return [batch["chosen_response_only"] for batch in batches_of(prompts, tokenizer, **options)]
-
-
-def test_each_epoch_shuffles_what_the_last_one_left_with_seeds_drawn_at_once(tokenizer):
-    expected, left = [], [str(i) for i in range(8)]
+def test_each_epoch_shuffles_what_the_last_one_left_with_seeds_drawn_at_once():
+    expected, left = [], [*range(8)]
     for seed in np.random.RandomState(3).randint(0, 2**32, size=1000)[:3]:  # the reference draws them as an array
         random.Random(int(seed)).shuffle(left)
-        expected += left
+        expected += [[(i, 0)] for i in left]
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert order_of(*[1] * 8, seed=3, n_epochs=3) == expected
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
-    batches = batches_of(prompts_of(*[1] * 8), tokenizer, seed=3, n_epochs=3)
 
-    assert [batch["prompt"][0] for batch in batches] == expected
-
-
-def test_all_pairs_of_a_prompt_follow_each_other_in_their_order(tokenizer):
-    order = [chosen for (chosen,) in order_of(prompts_of(3, 1, 2), tokenizer, seed=1)]
-    for block in (["0>0", "0>1", "0>2"], ["1>0"], ["2>0", "2>1"]):
+def test_all_examples_of_a_prompt_follow_each_other_in_their_order():
+    order = [example for (example,) in order_of(3, 1, 2, seed=1)]
+    for block in ([(0, 0), (0, 1), (0, 2)], [(2, 0), (2, 1)]):
         start = order.index(block[0])
         assert order[start : start + len(block)] == block
 
 
-def test_the_seed_decides_the_order_and_without_shuffling_the_data_does(tokenizer):
-    prompts = prompts_of(*[1] * 8)
-    assert order_of(prompts, tokenizer, seed=5) == order_of(prompts, tokenizer, seed=5)
-    assert order_of(prompts, tokenizer, seed=5) != order_of(prompts, tokenizer, seed=6)
-    unshuffled = [[f"{i}>0"] for i in range(8)]
-    assert order_of(prompts, tokenizer, shuffle=False) == unshuffled
-    assert [prompt.text for prompt in prompts] == [str(i) for i in range(8)]  # the caller's list is left alone
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert order_of(1, 1, 1, shuffle=False) == [[(0, 0)], [(1, 0)], [(2, 0)]]
 
 
-def test_a_partial_last_batch_is_dropped_and_not_carried_over(tokenizer):
-    # 5 pairs, batches of 2: the fifth pair never comes
-    order = order_of(prompts_of(2, 2, 1), tokenizer, shuffle=False, batch_size=2, n_epochs=2)
-    assert order == [["0>0", "0>1"], ["1>0", "1>1"]] * 2
+def test_a_partial_last_batch_is_dropped_and_not_carried_over():
+    # 5 examples, batches of 2: the fifth never comes
+    order = order_of(2, 2, 1, shuffle=False, batch_size=2, n_epochs=2)
+    assert order == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -320,48 +239,36 @@ def test_a_partial_last_batch_is_dropped_and_not_carried_over(tokenizer):
         (1, 1),  # one batch always runs
         (4, 2),
         (5, 3),  # the example that the first epoch drops does not count: 2, 4, 6
-        (7, 4),
         (8, 4),
         (100, 6),  # three epochs end first
     ],
 )
-def test_batches_stop_once_n_examples_are_trained(tokenizer, n_examples, n_batches):
-    options = {"shuffle": False, "batch_size": 2, "n_epochs": 3, "n_examples": n_examples}
-    assert len(order_of(prompts_of(2, 2, 1), tokenizer, **options)) == n_batches
+def test_batches_stop_once_n_examples_are_trained(n_examples, n_batches):
+    assert len(order_of(2, 2, 1, shuffle=False, batch_size=2, n_epochs=3, n_examples=n_examples)) == n_batches
 
 
-def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes(tokenizer):
-    order = order_of(prompts_of(1, 1), tokenizer, shuffle=False, n_epochs=None, n_examples=5)
-    assert order == [["0>0"], ["1>0"], ["0>0"], ["1>0"], ["0>0"]]
+def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes():
+    assert order_of(1, 1, shuffle=False, n_epochs=None, n_examples=5) == [[(i, 0)] for i in (0, 1, 0, 1, 0)]
+
+
+# from names to batches
 
 
 def test_sft_takes_one_target_per_prompt_and_no_rejected_keys(tokenizer):
-    data = PreferenceData(truncation_mode="keep_end")
-    for number in range(2):
-        data.add_pair(f"{number}", f"{number} target", "worse")
-    targets = list(iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets"))
-    (batch,) = batches_of(targets, tokenizer, shuffle=False, batch_size=2)
-    assert batch["chosen_response_only"] == ["0 target", "1 target"]
-    assert not [key for key in batch if "rejected" in key]
-    (pairs,) = batches_of(prompts_of(1, 1), tokenizer, shuffle=False, batch_size=2)
-    assert set(pairs) - set(batch) == {
+    options = {"n_epochs": 1, "n_examples": 2, "batch_size": 2, "silent": True}
+    (targets,), (pairs,) = (
+        [*get_batch_iterator(["demo"], tokenizer, sft_mode=sft_mode, **options)] for sft_mode in (True, False)
+    )
+    assert not [key for key in targets if "rejected" in key]
+    assert {*pairs} - {*targets} == {
         "rejected",
         "rejected_response_only",
         "rejected_input_ids",
         "rejected_attention_mask",
         "rejected_labels",
     }
-
-
-def test_the_global_random_states_are_untouched(tokenizer):
-    random.seed(11)
-    np.random.seed(12)
-    before = random.getstate(), np.random.get_state()[1].tolist()
-    batches_of(prompts_of(1, 1, 1), tokenizer, n_epochs=2)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-
-
-# from names to batches
+    targets_of = {prompt: entry["sft_target"] for prompt, entry in get_dataset("demo", "train").items()}
+    assert targets["chosen_response_only"] == [targets_of[prompt] for prompt in targets["prompt"]]
 
 
 def test_in_a_mixture_hh_keeps_the_end_of_a_prompt_and_shp_its_start(tokenizer, tmp_path):

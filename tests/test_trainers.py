@@ -17,7 +17,6 @@ from support.gpu import HostReads
 from support.runs import GOLDEN, ROOT, compose, read_metrics, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.data.collation import collate_prompts
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, pad
 from dpo.training.metrics import Reduced
@@ -106,45 +105,28 @@ def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer)
     torch.testing.assert_close(flat_weights(trainer), before - gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_activation_checkpointing_computes_twice(make_trainer):
-    trainer, calls = make_trainer(*DPO, "activation_checkpointing=true"), []
-    trainer.policy.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    update(trainer)
-    assert len(calls) == 2
-
-
-def test_the_reference_model_stays_as_it_was(make_trainer, tiny_llama):
-    trainer = make_trainer(*DPO, *IN_PLAIN_SIGHT)
-    update(trainer)
-
-    for ours, original in zip(trainer.reference_model.parameters(), tiny_llama.parameters(), strict=True):
-        assert torch.equal(ours, original)
-        assert ours.grad is None
-    assert not trainer.reference_model.training
-
-
 def test_a_preference_loss_without_reference_model_is_refused(make_trainer, tiny_llama):
     trainer = make_trainer(*DPO)
     with pytest.raises(InputError, match="loss=dpo needs a reference model"):
-        BasicTrainer(tiny_llama, trainer.config, 0, trainer.run_dir, data=trainer.data)
+        BasicTrainer(tiny_llama, trainer.config, 0, trainer.run_dir)
 
 
-def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_place(make_trainer, tiny_llama):
+def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_place(
+    make_trainer, tiny_llama, monkeypatch
+):
     trainer, events = make_trainer(*DPO), []
-
-    class Placing(BasicTrainer):
-        def place(self, model, *, compute_dtype):
-            events.append("place")
-            return model
+    monkeypatch.setattr(
+        "dpo.training.setting_up.place", lambda plan, model, *_, **dtype: events.append("place") or model
+    )
 
     def load():
         events.append("load")
         return copy.deepcopy(tiny_llama)
 
-    ours = Placing(load, trainer.config, 0, trainer.run_dir, reference_model=load, data=trainer.data)
+    ours = BasicTrainer(load, trainer.config, 0, trainer.run_dir, reference_model=load)
 
     assert events == ["load", "place", "load", "place"]
-    assert ours.reference.digest == trainer.reference.digest
+    assert ours.objective.reference.digest == trainer.objective.reference.digest
     assert not ours.reference_model.training
 
 
@@ -266,19 +248,6 @@ def test_rewards_and_margins_of_a_batch_belong_together(make_trainer, data):
     assert not any(value.requires_grad for value in metrics.values())
 
 
-def test_samples_are_the_same_for_the_same_seed_and_number_of_examples(make_trainer):
-    trainer = make_trainer(*SFT, "max_length=36")
-
-    def texts() -> list[str]:
-        prompts = collate_prompts(trainer.eval_batches[0].examples, trainer.tokenizer)
-        return trainer.get_batch_samples(prompts)[0]
-
-    first = texts()
-    assert texts() == first
-    trainer.state.example_counter = 4
-    assert texts() != first
-
-
 # --- the reference -------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +330,7 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
     trainer.train_step(batch)
     for cached in (False, True):  # then the reference's log-probabilities of the batch are
         if not cached:
-            trainer.reference.logps.clear()
+            trainer.objective.reference.logps.clear()
         places = note_reads(monkeypatch)
         trainer.train_step(batch)
         monkeypatch.undo()
@@ -374,31 +343,6 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
             *(() if cached else ("dpo/training/reference.py:store",)),
             "dpo/reporting/anomalies.py:allows",
         }
-
-
-def test_a_reference_that_is_not_needed_any_more_is_freed_though_it_is_part_of_a_cycle(
-    make_trainer, tmp_path, monkeypatch
-):
-    emptied = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(weights() is None))
-    trainer = make_trainer(*DPO, "cache_reference_logps=all", f"local_dirs=[{tmp_path}]")
-    trainer.reference_model.cycle = [trainer.reference_model]  # as FSDP's hooks are
-    weights = weakref.ref(trainer.reference_model.lm_head.weight)
-    gc.disable()
-    try:
-        trainer.check_and_score_reference()
-        assert weights() is None
-        assert emptied == [True]  # after it was freed
-    finally:
-        gc.enable()
-
-
-def test_a_reference_that_is_given_without_need_is_sampled(make_trainer, tiny_llama):
-    trainer = make_trainer(*SFT, "max_length=36")
-    both = BasicTrainer(copy.deepcopy(tiny_llama), trainer.config, 0, trainer.run_dir, tiny_llama, data=trainer.data)
-    both.self_test()
-    assert (both.example_counter, both.batch_counter) == (0, 0)
-    assert all(sample.reference for sample in both.evaluator.samples(n_examples=0))
 
 
 def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
@@ -434,8 +378,9 @@ def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):
     context = trainer.objective.prepare(batch._replace(weights=[1.0, 1.0, 0.0, 1.0]))
     context.reference[2, 0] += 1000
     [microbatch] = batch.microbatches
-    indices, metrics = trainer._backward(microbatch, context)
-    losses = torch.zeros(4).index_copy(0, indices, metrics["loss/train"])
+    per_example, metrics = trainer.objective.losses(microbatch, context, split="train")
+    trainer.objective.weigh(per_example, microbatch, context).backward()
+    losses = torch.zeros(4).index_copy(0, microbatch.indices, metrics["loss/train"])
     assert losses.isfinite().tolist() == [True, True, False, True]
     assert trainer.clip_gradient().isfinite()
     mean = Reduced({"loss/train": losses}, {}).means(weights=context.weights.tolist())["loss/train"]
@@ -449,15 +394,7 @@ def test_the_host_runs_ahead_of_a_gpu_through_all_microbatches_with_ties_too(lay
     context = trainer.objective.prepare(batch)
     with HostReads() as reads:
         for microbatch in batch.microbatches:
-            trainer._backward(microbatch, context)
+            losses, _ = trainer.objective.losses(microbatch, context, split="train")
+            trainer.objective.weigh(losses, microbatch, context).backward()
         trainer.clip_gradient()
     assert reads.number == 0
-
-
-@pytest.mark.parametrize("loss", ["kto", "aot"])
-def test_a_statistic_goes_to_the_device_without_a_wait(loss, make_trainer, monkeypatch):
-    moved: list[torch.Tensor] = []
-    trainer = make_trainer(f"loss={loss}", "loss.beta=0.1", f"unpair={loss == 'kto'}", "gradient_accumulation_steps=2")
-    monkeypatch.setattr(trainer.objective, "_to_device", lambda values: moved.append(values) or values)
-    context = trainer.objective.prepare(next(trainer.train_iterator))
-    assert any(context.statistic is values for values in moved)

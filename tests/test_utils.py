@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import getpass
 import random
-import re
-import socket
 
 import numpy as np
 import pytest
@@ -15,19 +13,6 @@ import torch.distributed as dist
 import utils
 from dpo.errors import InputError
 from dpo.system.run_directory import get_cache_dir
-
-
-def test_directories_are_named_but_not_created(tmp_path):
-    present, absent, last = tmp_path / "present", tmp_path / "absent", tmp_path / "last"
-    present.mkdir()
-    user = getpass.getuser()
-
-    assert utils.get_local_dir([str(absent), str(present), str(last)]) == str(present / user)  # the first that exists
-    assert utils.get_local_dir([str(absent), str(last)]) == str(last / user)  # else the last
-    run = utils.get_local_run_dir("a/b", [str(absent), str(last)])
-
-    assert re.fullmatch(rf"{last}/{user}/a/b_\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{{6}}", run)
-    assert list(tmp_path.rglob("*")) == [present]
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])
@@ -82,20 +67,6 @@ def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama)
         InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.* are LlamaDecoderLayer; .*model.block_name=null"
     ):
         utils.get_block_class_from_model(tiny_llama, "GPT2Block")
-
-
-def test_formatted_dict_rounds_only_floats():
-    assert utils.formatted_dict({"loss": 0.69314718, "lr": 5e-7, "n": 123456789, "name": "x"}) == {
-        "loss": "0.69315",
-        "lr": "5e-07",
-        "n": 123456789,
-        "name": "x",
-    }
-
-
-def test_an_open_port_can_be_bound():
-    with socket.create_server(("localhost", utils.get_open_port())) as server:
-        assert server.getsockname()[1] > 0
 
 
 def test_gpu_memory_is_one_line_per_gpu_and_none_without(capsys):

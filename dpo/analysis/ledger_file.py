@@ -85,18 +85,17 @@ def append(stream: Path, columns: Mapping[str, Any]) -> None:
 
     `columns` has lists or tensors by name, None for a column without values.
     """
-    n_rows, schema = len(columns["example"]), make_schema(columns)
-    arrays = [_make_column(field, columns[field.name], n_rows) for field in schema]
+    n_rows, schema, arrays = len(columns["example"]), make_schema(columns), []
+    for field in schema:
+        values = columns[field.name]
+        if values is None:
+            arrays.append(pa.nulls(n_rows, field.type))
+            continue
+        if pa.types.is_floating(field.type) and not isinstance(values, list):  # a tensor
+            values = np.asarray(values, dtype=np.float64)
+        arrays.append(pa.array(values, field.type))
     with stream.open("ab") as file:
         file.write(pa.record_batch(arrays, schema=schema).serialize())
-
-
-def _make_column(field: pa.Field, values: Any, n_rows: int) -> pa.Array:
-    if values is None:
-        return pa.nulls(n_rows, field.type)
-    if pa.types.is_floating(field.type) and not isinstance(values, list):  # a tensor
-        values = np.asarray(values, dtype=np.float64)
-    return pa.array(values, field.type)
 
 
 def write_parquet(stream: Path, target: Path) -> int:

@@ -1,32 +1,65 @@
-"""Numbers derived from a run: intervals, its start, margins, cost."""
+"""Numbers derived from a run: intervals, errors, collapse."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
 
 import numpy as np
 
-from dpo.analysis.runs import Run, first_tenth, number
+from dpo.analysis.runs import Run, number
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
-UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
 BEYOND_CHANCE = 3.0  # standard errors, for small samples and the best of some evaluations too
+UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
+COLLAPSED = ((50, 3.0), (16, 5.0))  # last updates, and the multiple of the start's loss that is too high
+
+# --- intervals --------------------------------------------------------------------------------------------------------
 
 
-def wilson_interval(share: float, n: float) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a share measured on n examples.
+def find_zero(rises: Callable[[float], float]) -> float:
+    """Find where a rising function on [0, 1] crosses 0."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+    return round(low, 6)
 
-    It is valid also for small n and near 0 and 1.
+
+def share_interval(share: float, n: float) -> tuple[float, float]:
+    """Compute Clopper and Pearson's exact 95 % interval of a share of n examples.
+
+    n is rounded, as weighted examples count as fewer.
     """
-    share = min(max(share, 0.0), 1.0)
-    middle = share + Z_95**2 / (2 * n)
-    half_width = Z_95 * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
-    scale = 1 + Z_95**2 / n
-    return (middle - half_width) / scale, (middle + half_width) / scale
+    n_whole = max(round(n), 1)
+    right = round(min(max(share, 0.0), 1.0) * n_whole)
+    k = np.arange(1, n_whole + 1)
+    log_ways = np.concatenate([[0.0], np.cumsum(np.log((n_whole + 1 - k) / k))])  # log of n over k, for k = 0 to n
+
+    def tail(p: float, first: int) -> float:
+        """Probability that `first` or more examples are right."""
+        k = np.arange(first, n_whole + 1)
+        return float(np.exp(log_ways[first:] + k * math.log(p) + (n_whole - k) * math.log1p(-p)).sum())
+
+    low = find_zero(lambda p: tail(p, right) - 0.025) if right else 0.0
+    return low, (find_zero(lambda p: tail(p, right + 1) - 0.975) if right < n_whole else 1.0)
+
+
+def auc_interval(auc: float, n_chosen: float, n_rejected: float) -> tuple[float, float]:
+    """Compute the 95 % interval of an AUC by Newcombe's method 5.
+
+    It has the AUCs from which the observed one is 1.96 of their standard errors away, with the variance of Hanley and
+    McNeil for numbers of responses that are about equal. It is valid near 0 and 1, where theirs has no width.
+    """
+
+    def deviate(theta: float) -> float:
+        others = (n_chosen + n_rejected) / 2 - 1
+        factor = 1 + max(others, 0) * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+        return (theta - auc) / math.sqrt(theta * (1 - theta) * factor / (n_chosen * n_rejected))
+
+    return find_zero(lambda theta: deviate(theta) + Z_95), find_zero(lambda theta: deviate(theta) - Z_95)
 
 
 def mean_error(values: np.ndarray) -> float:
@@ -42,9 +75,7 @@ def mean_error(values: np.ndarray) -> float:
     return math.sqrt(sum_of_squares / (n - 1) / n * (1 + correlation) / (1 - correlation))
 
 
-def binomial_tail(heads: int, tosses: int) -> float:
-    """Probability of at least `heads` heads in `tosses` of a fair coin."""
-    return sum(math.comb(tosses, k) for k in range(heads, tosses + 1)) / 2**tosses
+# --- evaluations ------------------------------------------------------------------------------------------------------
 
 
 def n_evaluated(run: Run, what: str = "examples") -> float:
@@ -64,143 +95,18 @@ def n_effective(run: Run) -> float:
     return n_evaluated(run) * (effective / available if effective > 0 and available > 0 else 1)
 
 
-def evaluation_loss_error(run: Run) -> float:
-    """Standard error of `loss/eval`; infinite with fewer than 20 updates.
+# --- collapse ---------------------------------------------------------------------------------------------------------
 
-    The standard deviation of an example's loss is estimated from the mean losses of training batches, in the tenth of
-    the run where it is largest: towards the end, training examples may be learned, and their losses nearly equal.
+
+def is_collapsed(start_loss: float, start_margin: float, losses: Sequence[float], margins: Sequence[float]) -> bool:
+    """Return whether the last updates' losses are far above the start's.
+
+    Half of the last losses are above a multiple of the start's, which counts as at least 0.5, while the mean margin,
+    which grows in nearly all runs, is not above the start's. Without pairs `margins` are NaN, and do not count.
     """
-    losses = run.train.points("loss/train")[1]
-    if len(losses) < 20:
-        return math.inf
-    batch_size = max(1.0, number(run.setting("batch_size", 1)))
-    batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
-    example_deviation = batch_deviation * math.sqrt(batch_size)
-    return example_deviation / math.sqrt(n_effective(run))
-
-
-def find_start_loss(run: Run) -> float:
-    """Loss of the untrained policy; NaN if it was not logged.
-
-    It is that of an evaluation before the first update, of the first update or, without a reference, of the first ten.
-    """
-    if len(run.eval) and run.eval.updates[0] == 0 and math.isfinite(run.eval["loss/eval"][0]):
-        return float(run.eval["loss/eval"][0])
-    n = 1 if run.has_reference else UPDATES_AT_START
-    is_logged = len(run.train) >= n and run.train.updates[n - 1] == n  # a log may begin later
-    return float(run.train["loss/train"][:n].mean()) if is_logged else math.nan
-
-
-def multiply_start_loss(loss: float, factor: float) -> float:
-    """Multiply a start's loss, whose size counts as at least 0.5.
-
-    A multiple of a loss near 0 would be near 0 too. The result is above a negative loss as well.
-    """
-    return loss + (factor - 1) * max(abs(loss), 0.5)
-
-
-def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean of a training metric over the updates just before `examples`.
-
-    The mean is over as many updates as a tenth of the run or, if no update is that early, over the first tenth.
-    """
-    examples_trained, values = run.train.points(name)
-    tenth = max(10, len(values) // 10)
-    nearest = values[examples_trained <= examples][-tenth:]
-    if not len(nearest):
-        nearest = first_tenth(values)
-    return float(nearest.mean()) if len(nearest) else math.nan
-
-
-def pair_samples(run: Run) -> tuple[list[tuple[str, str]], str]:
-    """Pair the policy's newest samples with others of the same prompts.
-
-    The others are the reference's or, without a reference, the policy's earliest; the text says whose.
-    """
-    earliest, newest = run.samples_at(0), run.samples_at(-1)
-    pairs = [(new["policy"], new["reference"]) for new in newest if new["reference"] is not None]
-    if pairs or earliest == newest:
-        return pairs, "the reference's"
-    both = zip(newest, earliest, strict=False)
-    return [(new["policy"], old["policy"]) for new, old in both if new["prompt"] == old["prompt"]], "its first"
-
-
-def is_broken(text: str) -> bool:
-    """Return whether a text is empty or repeats itself.
-
-    English compresses to half its size, a repeated sentence to a fifth.
-    """
-    content = text.strip().encode("utf-8", "replace")
-    return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
-
-
-def n_answered(run: Run, name: str) -> float:
-    """Number of prompts behind `run.tail` of a metric of drawn answers.
-
-    Prompts with a pair from the datasets do not count. The answers to one prompt count as one: they may be alike.
-    """
-    share_drawn = 1 - number(run.setting("online.mix_offline", 0))
-    return len(run.ends(name)[1]) * number(run.setting("batch_size", 1)) * share_drawn
-
-
-class Cost(NamedTuple):
-    """Time, tokens and devices of a run; NaN where unknown."""
-
-    updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
-    elapsed_secs: float  # from start to end or until now, without pauses between; NaN if the run crashed
-    tokens: float
-    devices: float
-    kind: str  # GPU or CPU
-
-    @property
-    def secs(self) -> float:
-        """Elapsed time or, if that is unknown, time in updates."""
-        return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
-
-    @property
-    def updates_alone(self) -> bool:
-        """Return whether `secs` is the time in updates alone."""
-        return not self.elapsed_secs >= self.updating_secs  # also if the elapsed time is NaN
-
-    @property
-    def device_hours(self) -> float:
-        return self.secs * self.devices / 3600
-
-
-def measure_cost(run: Run) -> Cost:
-    gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
-    if isinstance(gpus, list) and gpus:
-        kind = "GPU"
-        devices = processes if processes > 1 else float(len(gpus))  # a single process uses all GPUs that it sees
-    else:
-        kind = "CPU"
-        devices = number(run.env.get("cpus"))
-    started = _parse_time(run.env.get("started"))
-    ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
-    elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
-    elapsed += number(run.env.get("seconds_before", 0))  # before the last resume
-    seconds = _update_seconds(run)
-    tokens = seconds * run.train["tokens_per_second"]
-    return Cost(_sum_known(seconds), elapsed, _sum_known(tokens), devices, kind)
-
-
-def _sum_known(values: np.ndarray) -> float:
-    """Sum the values that are numbers; NaN if there are none."""
-    return float(np.nansum(values)) if np.isfinite(values).any() else math.nan
-
-
-def _update_seconds(run: Run) -> np.ndarray:
-    """Seconds that each update took, (updates,); NaN where unknown."""
-    examples = np.diff(run.train.examples, prepend=0.0)
-    speed = run.train["examples_per_second"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(speed > 0, examples / speed, np.nan)
-
-
-def _parse_time(text: Any) -> datetime | None:
-    """Parse a time with its zone; None for anything else."""
-    try:
-        time = datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return time if time.tzinfo else None
+    for n, factor in COLLAPSED:
+        limit = start_loss + (factor - 1) * max(abs(start_loss), 0.5)
+        grown = fmean(margins[-n:]) > start_margin if len(margins) >= n else True
+        if len(losses) >= n and median(losses[-n:]) > limit and not grown:
+            return True
+    return False

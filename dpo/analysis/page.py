@@ -7,47 +7,42 @@ scripts and requests, because samples and settings come from models and users. T
 from __future__ import annotations
 
 import base64
+import json
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
-from dpo.analysis.measures import Cost, measure_cost
+from dpo.analysis.measures import EVAL_ACCURACY
 from dpo.analysis.rules import WARNING, find_all
-from dpo.analysis.runs import Run, read_runs
+from dpo.analysis.runs import Run, number, rank_answers, read_runs
+from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
-from dpo.numbers import shortened
+from dpo.losses import LOSSES
+from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
+from dpo.settings.files import dotted, load_defaults
 from dpo.system.plain_files import make_directory, replacing
+from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
-if TYPE_CHECKING:
-    from dpo.analysis.ledger import FindTexts, LedgerSummary
-
-PARTS_OF_ONE_RUN = ("about", "verdict", "findings", "samples", "drawn", "ledger", "all_settings", "machine")
-FIRST_SAMPLES = 4  # shown before the reader asks for more
-LEDGER_PAIRS = 5  # pairs in each list
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
+ABSENT = "\N{EN DASH}"
+FIRST_SAMPLES, MOST_SAMPLES = 4, 32  # shown before the reader asks for more; in all
+MOST_DRAWN = 4  # prompts
 
 
-def write_report(
-    runs: Sequence[Path],
-    out: Path,
-    *,
-    find_texts: FindTexts | None = None,
-    ended: bool = False,
-) -> Path:
+def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
     """Write the report of some run directories into `out`.
 
-    Returns the page's path.
-
-    `find_texts` finds the texts of a ledger's pairs. `ended` says that the runs have ended, though they may still hold
-    their locks.
+    Returns the page's path. `ended` says that the runs have ended, though they may still hold their locks.
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written or has other files of these names.
     """
@@ -58,11 +53,12 @@ def write_report(
         pictures = list(draw_all(contents))
         files = {f"{picture.name}.png": picture.png for picture in pictures}
         taken = [name for name in (page.name, *files) if os.path.lexists(out / name)]
-        if taken and not _is_report(page):
+        is_ours = page.is_file() and TITLE_END in page.read_bytes()
+        if taken and not is_ours:
             raise InputError(f"{out} has {', '.join(taken)}, not of a report: give another directory with --out")
-        html = render(contents, pictures, find_texts)
+        html = render(contents, pictures).encode("utf-8", "replace")
         # the page first, as it says whose the other files are
-        for name, content in {page.name: html.encode("utf-8", "replace"), **files}.items():
+        for name, content in {page.name: html, **files}.items():
             with replacing(out / name) as unfinished:
                 unfinished.write_bytes(content)
     except OSError as error:
@@ -70,74 +66,256 @@ def write_report(
     return page
 
 
-def _is_report(page: Path) -> bool:
-    """Return whether a file is a page of `render`."""
-    return page.is_file() and TITLE_END in page.read_bytes()
-
-
-def render(
-    runs: Sequence[Run],
-    pictures: Sequence[Picture],
-    find_texts: FindTexts | None = None,
-) -> str:
+def render(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
     """Render the page of a run, or of several compared, as HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["svg_uri"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-    jinja.filters["shortened"] = shortened
     costs = [measure_cost(run) for run in runs]
-    tiles = [
-        {tile.label: tile for tile in summary.make_tiles(run, cost)} for run, cost in zip(runs, costs, strict=True)
-    ]
-    context = dict.fromkeys(PARTS_OF_ONE_RUN) | {
+    results = [list_results(run, cost) for run, cost in zip(runs, costs, strict=True)]
+    context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "runs": runs,
         "several": len(runs) > 1,
         "run_colors": [f"--plot-{i % len(LIGHT.colors)}" for i in range(len(runs))],  # of the curves, as CSS variables
-        "tiles": tiles,
-        "columns": dict.fromkeys(label for tiles_of_run in tiles for label in tiles_of_run),
+        "results": results,
+        "columns": dict.fromkeys(label for result in results for label in result),
         "colors": COLORS,
         "pictures": pictures,
-        "n_first": FIRST_SAMPLES,
-        "settings": summary.setting_rows(runs) if any(run.config for run in runs) else None,
+        "settings": list_settings(runs) if any(run.config for run in runs) else None,
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
     if len(runs) == 1:
-        context |= _describe_run(runs[0], costs[0], find_texts)
+        [run], findings = runs, find_all(runs[0])
+        n_warnings = len(run.warnings) + sum(finding.level == WARNING for finding in findings)
+        warnings = f"{count(n_warnings, 'warning') if n_warnings else 'No warnings'}."
+        context |= {
+            "about": describe_run(run),
+            "verdict": f"{describe_result(run)} {run.state.text.capitalize()}. {warnings}".strip(),
+            "findings": findings,
+            "cards": [*collect_drawn(run), *collect_samples(run)],
+            "n_first": FIRST_SAMPLES,
+            "all_settings": [(name, [_as_text(value)]) for name, value in dotted(run.config)],
+            "machine": [(name, [value]) for name, value in describe_machine(run, costs[0]).items() if value],
+        }
     return jinja.get_template("page.html.jinja").render(context)
 
 
-def _describe_run(run: Run, cost: Cost, find_texts: FindTexts | None) -> dict[str, Any]:
-    """Make what only the page of a single run has."""
-    findings = find_all(run)
-    n_warnings = len(run.warnings) + sum(finding.level == WARNING for finding in findings)
+def describe_run(run: Run) -> str:
+    """Loss, adapter, model and data in a line."""
+    beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
+    facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
+    adapter = str(run.setting("lora.name") or "none")
+    if adapter != "none":
+        reference = f", reference {run.setting('lora.reference')}" if run.has_reference else ""
+        facts.append(f"lora={adapter} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}")
+    if run.online:
+        facts.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
+    if model:
+        facts.append(f"model {model}")
+    if isinstance(datasets, list) and datasets:
+        facts.append(f"data {', '.join(map(str, datasets))}")
+    return " \N{MIDDLE DOT} ".join(facts)
+
+
+# --- results and cost -------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Time, tokens and devices of a run; NaN where unknown."""
+
+    updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
+    elapsed_secs: float  # from start to end or until now, without pauses between; NaN if the run crashed
+    tokens: float
+    devices: float
+    kind: str  # GPU or CPU
+
+    @property
+    def updates_alone(self) -> bool:
+        """Return whether the time in updates alone is known."""
+        return not self.elapsed_secs >= self.updating_secs  # also if the elapsed time is NaN
+
+    @property
+    def secs(self) -> float:
+        return self.updating_secs if self.updates_alone else self.elapsed_secs
+
+    @property
+    def device_hours(self) -> float:
+        return self.secs * self.devices / 3600
+
+
+def measure_cost(run: Run) -> Cost:
+    gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
+    kind, devices = "CPU", number(run.env.get("cpus"))
+    if isinstance(gpus, list) and gpus:
+        kind = "GPU"
+        devices = processes if processes > 1 else float(len(gpus))  # a single process uses all GPUs that it sees
+    started = _parse_time(run.env.get("started"))
+    ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
+    elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
+    elapsed += number(run.env.get("seconds_before", 0))  # before the last resume
+    examples, speed = np.diff(run.train.examples, prepend=0.0), run.train["examples_per_second"]
+    seconds = np.divide(examples, speed, out=np.full_like(speed, np.nan), where=speed > 0)  # of each update
+    updating, tokens = (
+        float(np.nansum(values)) if np.isfinite(values).any() else math.nan
+        for values in (seconds, seconds * run.train["tokens_per_second"])
+    )
+    return Cost(updating, elapsed, tokens, devices, kind)
+
+
+def _parse_time(text: Any) -> datetime | None:
+    """Parse a time with its zone; None for anything else."""
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo else None
+
+
+def list_results(run: Run, cost: Cost) -> dict[str, tuple[str, str]]:
+    """List the numbers that readers look for first, each with a detail, by what it is."""
+    held_out = {
+        "Held-out score": ("online_eval/score", +1, figure),
+        "Win rate": ("online_eval/win_rate", +1, percent),
+        "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
+        "Held-out margin": ("rewards_eval/margins", +1, signed),
+        "Held-out loss": ("loss/eval", -1, figure),
+    }
+    results = {}
+    for label, (name, sign, form) in held_out.items():
+        examples, values = run.eval.points(name)
+        if len(values):
+            best = int((sign * values).argmax())
+            results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
+    for label, name in (("Score of answers", "online/score"), ("KL to the reference", "online/kl")):
+        if math.isfinite(run.tail("train", name)):
+            results[label] = figure(run.tail("train", name)), f"now, {figure(run.train.first(name))} at first"
+    total, per_epoch = run.total_updates, run.count("epoch")
+    detail = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
+    if per_epoch > 0:  # false for NaN
+        detail += f", {figure(run.examples / per_epoch)} epochs"
+    results["Examples"] = f"{run.examples:,}", detail
+    if cost.secs > 0:
+        results["Time"] = duration(cost.secs), "in updates alone" if cost.updates_alone else ""
+    if math.isfinite(cost.device_hours):
+        results[f"{cost.kind}-hours"] = hours(cost.device_hours), count(cost.devices, cost.kind)
+    return results
+
+
+def describe_machine(run: Run, cost: Cost) -> dict[str, str]:
+    """Describe hardware, versions, time and cost; "" where unknown."""
+    env, gpus = run.env, run.env.get("gpus")
+    devices = f"{figure(cost.devices)} CPU cores, no GPU" if math.isfinite(cost.devices) else ""
+    if isinstance(gpus, list) and gpus:
+        devices = ", ".join(f"{n} \N{MULTIPLICATION SIGN} {name}" for name, n in Counter(map(str, gpus)).items())
+    packages = env.get("packages")
+    packages = packages if isinstance(packages, Mapping) else {}
+    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
+    commit = str(env.get("git_commit") or "")[:12]
+    n_trainable, n_parameters = run.parameters
+    memory = run.train.last("memory/peak_gb")
     return {
-        "about": summary.describe_run(run),
-        "verdict": summary.give_verdict(run, n_warnings),
-        "findings": findings,
-        "samples": summary.collect_samples(run),
-        "drawn": summary.collect_drawn(run),
-        "ledger": summarize_ledger(run, find_texts),
-        "all_settings": summary.all_settings(run),
-        "machine": summary.machine_rows(run, cost),
+        "devices": devices,
+        "processes": _as_text(env.get("processes", "")),
+        "time from start to end or now, without pauses": _duration_or_nothing(cost.elapsed_secs),
+        "time in updates": _duration_or_nothing(cost.updating_secs),
+        "tokens": large(cost.tokens) if math.isfinite(cost.tokens) else "",
+        "trainable parameters": f"{large(n_trainable)} of {large(n_parameters)}" if n_parameters > 0 else "",
+        "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
+        "versions": ", ".join([f"Python {env.get('python')}", *versions]) if "python" in env else "",
+        "platform": _as_text(env.get("platform") or ""),
+        "git commit": f"{commit}{', with uncommitted changes' if env.get('git_uncommitted_changes') else ''}",
+        "started (the last time)": _as_text(env.get("started") or ""),
+        "directory": redact(str(run.path)),
     }
 
 
-def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
-    """Summarize a run's ledger, with texts if `find_texts` is given.
+def _duration_or_nothing(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else ""
 
-    None without a ledger.
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """A text of a model."""
+
+    label: str
+    role: str  # policy or reference; for drawn answers chosen, rejected or other
+    text: str
+
+
+class Card(NamedTuple):
+    """A prompt and the texts written after it."""
+
+    prompt: str
+    texts: list[Text]
+    added: str = ""  # what a chat template put before or between the turns
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], texts: list[Text]) -> Card:
+        prompt = shortened(str(record.get("turns") or record["prompt"]))
+        # no blank lines between the turns of a dialogue
+        return cls(re.sub(r"\n\s*\n", "\n", prompt), texts, str(record.get("added") or ""))
+
+
+def collect_samples(run: Run) -> list[Card]:
+    """Collect a run's newest samples.
+
+    Beside each is the reference's or, without a reference, the policy's earliest sample.
     """
-    if run.ledger is None:
-        return None
-    from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
 
-    ledger = summarize(run.ledger, top=LEDGER_PAIRS).explain_missing_pairs(run)
-    if find_texts is not None:
-        ledger = ledger.find_texts(run, find_texts)
-    # drawn pairs, which have scores, have their texts in the ledger; all others need texts from the datasets
-    texts_from_data = [pair.texts for pair in ledger.listed if pair.scores is None]
-    if texts_from_data and not any(texts_from_data):
-        command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-        ledger = replace(ledger, note=f"{ledger.note}; {command}" if ledger.note else command)
-    return ledger
+    def make_text(sample: Mapping[str, Any], model: str, role: str) -> Text:
+        n_examples = sample["examples"]
+        when = f" after {count(n_examples, 'example')}" if n_examples else " before training"
+        cut_off = ", cut off" if sample.get(f"{model}_ended") is False else ""
+        label = f"{model.capitalize()}{when if model == 'policy' else ''}{cut_off}"
+        return Text(label, role, shortened(sample[model]))
+
+    earliest, newest = run.samples_at(0), run.samples_at(-1)
+    cards = []
+    for i, sample in enumerate(newest[:MOST_SAMPLES]):
+        texts = [make_text(sample, "policy", "policy")]
+        if sample["reference"] is not None:
+            texts.append(make_text(sample, "reference", "reference"))
+        elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == sample["prompt"]:
+            texts.append(make_text(earliest[i], "policy", "reference"))
+        cards.append(Card.of(sample, texts))
+    return cards
+
+
+def collect_drawn(run: Run) -> list[Card]:
+    """Collect some prompts with the answers that the last update of an online run drew."""
+    newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
+    cards = []
+    for record in newest[:MOST_DRAWN]:
+        texts = []
+        for rank, answer in rank_answers(record):
+            label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
+            role = {"best": "chosen", "worst": "rejected"}.get(rank, rank.partition(", ")[2] or "other")
+            texts.append(Text(label + ("" if answer["ended"] else ", cut off"), role, shortened(answer["text"])))
+        cards.append(Card.of(record, texts))
+    return cards
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """List settings that differ: between runs, or one run's from the defaults."""
+    columns = [dict(dotted(run.config)) for run in runs]
+    compared = columns
+    if len(runs) == 1:
+        defaults = load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)
+        compared = [*columns, dict(dotted(defaults))]
+    missing = object()  # unlike any setting
+    first, *others = compared
+    return [
+        (name, [_as_text(column[name]) if name in column else ABSENT for column in columns])
+        for name in dict.fromkeys(name for column in columns for name in column)  # each once, in order
+        if any(column.get(name, missing) != first.get(name, missing) for column in others)
+    ]

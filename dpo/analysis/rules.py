@@ -7,6 +7,7 @@ end; docs/metrics.md has it in words.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -16,18 +17,12 @@ import numpy as np
 from dpo.analysis.measures import (
     BEYOND_CHANCE,
     EVAL_ACCURACY,
-    binomial_tail,
-    evaluation_loss_error,
-    find_start_loss,
-    is_broken,
+    UPDATES_AT_START,
+    is_collapsed,
     mean_error,
-    mean_near,
-    multiply_start_loss,
-    n_answered,
     n_effective,
     n_evaluated,
-    pair_samples,
-    wilson_interval,
+    share_interval,
 )
 from dpo.analysis.runs import Run, number
 from dpo.analysis.verdict import SMALL_CHANGE, compare_answers, find_changes_per_token
@@ -35,7 +30,6 @@ from dpo.data.asking import DATASETS_IN_HH_FORMAT
 from dpo.numbers import count, figure, percent, signed
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
-USEFUL = 0.55  # below this accuracy nothing useful was learned
 FEWEST_UPDATES = 20  # fewer say too little
 
 # kinds of data (`Run.kind`)
@@ -43,7 +37,6 @@ ONLINE = frozenset({"online"})
 PAIRS = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
 FIXED = PAIRS | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
 ANY = FIXED | ONLINE
-
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -56,28 +49,28 @@ def skipped_updates(run: Run) -> str | None:
             skipped.append(update)
     if run.state.word == "aborted":
         skipped.append(run.nonfinite[-1])
-    if not skipped:
-        return None
     shown = ", ".join(f"{update:,.0f}" for update in skipped[:6]) + (", ..." if len(skipped) > 6 else "")
-    return f"{len(skipped):,} of {count(run.updates, 'update')}: {shown}"
+    return f"{len(skipped):,} of {count(run.updates, 'update')}: {shown}" if skipped else None
 
 
-def diverged(run: Run) -> str | None:
-    """A training loss that is now twice that of the start."""
-    start, losses = find_start_loss(run), run.ends("loss/train")[1]
+def collapsed(run: Run) -> str | None:
+    """What the terminal warns of while a run trains, in the last updates; here for losses without pairs too."""
+    losses, margins = (run.train[name] for name in ("loss/train", "rewards_train/margins"))
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
-    if len(losses) < 10 or run.setting("loss.wpo"):
+    if not len(losses) or run.setting("loss.wpo"):
         return None
-    if losses.mean() - BEYOND_CHANCE * mean_error(losses) > multiply_start_loss(start, 2):
-        return f"loss/train {figure(losses.mean())} over the last {len(losses)} updates, {figure(start)} at the start"
-    return None
+    at_start = slice(1 if run.has_reference else UPDATES_AT_START)
+    start, start_margin = float(losses[at_start].mean()), float(margins[at_start].mean())
+    if len(run.eval) and run.eval.updates[0] == 0:
+        start, start_margin = (float(run.eval[name][0]) for name in ("loss/eval", "rewards_eval/margins"))
+    finite = np.isfinite(losses)
+    if not is_collapsed(start, start_margin, losses[finite].tolist(), margins[finite].tolist()):
+        return None
+    return f"loss/train {figure(run.tail('train', 'loss/train'))} now, {figure(start)} at the start"
 
 
 def chosen_falls(run: Run) -> str | None:
-    """Chosen responses that lost more than the margin grew, or much.
-
-    That is a tenth of a nat a token, or half a nat.
-    """
+    """Chosen responses that lost more than the margin grew, and a tenth of a nat a token, or half a nat."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or run.objective is None or not run.objective.margin_only:
         return None
@@ -94,28 +87,33 @@ def no_better_than_chance(run: Run) -> str | None:
     accuracy = run.eval.last(EVAL_ACCURACY)
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
         return None
-    low, high = wilson_interval(accuracy, n_effective(run))
-    if high >= USEFUL:
-        return None
+    low, high = share_interval(accuracy, n_effective(run))
     interval = f"95 % interval {figure(low)} to {figure(high)}"
-    return f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n_evaluated(run), 'pair')}, {interval}"
+    shown = f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n_evaluated(run), 'pair')}, {interval}"
+    return shown if high < 0.55 else None  # nothing useful was learned
 
 
 def overfitted(run: Run) -> str | None:
     """A held-out loss that rose while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
-    if len(losses) < 2 or run.updates < FEWEST_UPDATES:
+    trained, train_losses = run.train.points("loss/train")
+    if len(losses) < 2 or len(train_losses) < FEWEST_UPDATES:
         return None
-    best = int(losses.argmin())
-    # as if both evaluations had other examples
-    tolerated = max(0.05 * abs(losses[best]), 0.005, BEYOND_CHANCE * math.sqrt(2) * evaluation_loss_error(run))
-    train_before, train_after = (mean_near(run, "loss/train", at) for at in (examples[best], examples[-1]))
-    if losses[-1] - losses[best] > tolerated and train_after < train_before:
-        return (
-            f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at the "
-            f"last; loss/train {figure(train_before)}, then {figure(train_after)}"
-        )
-    return None
+    best, tenth = int(losses.argmin()), max(10, len(train_losses) // 10)
+    # of an example's loss, from the tenth of the run where batches differ most: later they may be learned by heart
+    deviation = max(float(part.std(ddof=1)) for part in np.array_split(train_losses, 10))
+    deviation *= math.sqrt(max(1.0, number(run.setting("batch_size", 1))))
+    error = deviation * math.sqrt(2 / n_effective(run))  # as if both evaluations had other examples
+    until_best = train_losses[trained <= examples[best]]
+    before = float((until_best[-tenth:] if len(until_best) else train_losses[:tenth]).mean())
+    after = float(train_losses[-tenth:].mean())
+    rise = losses[-1] - losses[best]
+    if rise <= max(0.05 * abs(losses[best]), 0.005, BEYOND_CHANCE * error) or after >= before:
+        return None
+    return (
+        f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at the last; "
+        f"loss/train {figure(before)}, then {figure(after)}"
+    )
 
 
 def best_is_earlier(run: Run) -> str | None:
@@ -136,15 +134,12 @@ def without_effect(run: Run) -> str | None:
     peak, largest = number(run.setting("lr")), float(np.max(run.train.points("lr")[1], initial=0))
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if 0 < largest < 0.999 * peak and not is_scaled:
-        return (
-            f"lr {largest:.3g} at most, of {peak:.3g}; warmup_steps {figure(run.warmup_steps)}, "
-            f"{count(run.updates, 'update')}"
-        )
+        n_updates = count(run.updates, "update")
+        return f"lr {largest:.3g} at most, of {peak:.3g}; warmup_steps {figure(run.warmup_steps)}, {n_updates}"
     changes, _ = find_changes_per_token(run)
     n_differ, _ = compare_answers(run)
-    if n_differ == 0 and changes and max(map(abs, changes.values())) < SMALL_CHANGE:
-        return describe_changes(changes)
-    return None
+    has_effect = n_differ > 0 or max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE
+    return None if has_effect else describe_changes(changes)
 
 
 def clipped(run: Run) -> str | None:
@@ -158,6 +153,28 @@ def clipped(run: Run) -> str | None:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
+def pair_samples(run: Run) -> tuple[list[tuple[str, str]], str]:
+    """Pair the policy's newest samples with others of the same prompts.
+
+    The others are the reference's or, without a reference, the policy's earliest; the text says whose.
+    """
+    earliest, newest = run.samples_at(0), run.samples_at(-1)
+    pairs = [(new["policy"], new["reference"]) for new in newest if new["reference"] is not None]
+    if pairs or earliest == newest:
+        return pairs, "the reference's"
+    both = zip(newest, earliest, strict=False)
+    return [(new["policy"], old["policy"]) for new, old in both if new["prompt"] == old["prompt"]], "its first"
+
+
+def is_broken(text: str) -> bool:
+    """Return whether a text is empty or repeats itself.
+
+    English compresses to half its size, a repeated sentence to a fifth.
+    """
+    content = text.strip().encode("utf-8", "replace")
+    return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
+
+
 def broken_samples(run: Run) -> str | None:
     """More broken samples than of the reference, by a sign test."""
     broken = [is_broken(sample["policy"]) for sample in run.samples_at(-1)]
@@ -165,10 +182,10 @@ def broken_samples(run: Run) -> str | None:
         return None
     pairs, whose = pair_samples(run)
     both = [(is_broken(policy), is_broken(other)) for policy, other in pairs]
-    alone, others_alone = both.count((True, False)), both.count((False, True))
-    if not pairs:
-        alone = sum(broken)
-    if not all(broken) and binomial_tail(alone, alone + others_alone) > 0.05:
+    alone, others_alone = both.count((True, False)) if pairs else sum(broken), both.count((False, True))
+    n = alone + others_alone
+    # the chance of as many heads or more in n tosses of a coin
+    if not all(broken) and sum(math.comb(n, k) for k in range(alone, n + 1)) / 2**n > 0.05:
         return None
     compared = f", {whose} {sum(other for _, other in both)} of {len(both)}" if both else ""
     return f"{sum(broken)} of {count(len(broken), 'sample')}{compared}"
@@ -194,8 +211,7 @@ def sample_lengths(run: Run) -> str | None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 CUT = {"truncated_prompts": "tokenized", "truncated_responses": "tokenized", "identical_pairs": "tokenized"}
-LEAKED = dict.fromkeys(("prompts_in_train", "first_turns_in_train", "prompts_like_train"), "prompts")
-LEAKED["answers_in_train"] = "examples"
+LEAKED = {"prompts_like_train": "prompts", "answers_in_train": "examples"}
 FAULTS = dict.fromkeys(("contradictory_pairs", "contradictory_labels", "empty_responses", "joined_words"), "examples")
 
 
@@ -210,7 +226,6 @@ def list_counts(run: Run, split: str, totals: Mapping[str, str]) -> str | None:
 
 
 def leaks(run: Run) -> str | None:
-    """Held-out data that is in the training data, of one's own."""
     # whoever uses published splits, or the demo, can do nothing about what they share
     datasets = run.setting("datasets")
     is_published = isinstance(datasets, list) and DATASETS_IN_HH_FORMAT.issuperset(map(str, datasets))
@@ -244,10 +259,7 @@ def uneven_weights(run: Run) -> str | None:
 
 
 def answers_no_better(run: Run) -> str | None:
-    """Answers that lose to the reference's, or whose scores do not rise.
-
-    A useful rise is a tenth of the distance between the best and the worst answer.
-    """
+    """Answers that lose to the reference's, or whose scores do not rise by a tenth of best minus worst."""
     rate, error = (run.eval.last(f"online_eval/win_rate{suffix}") for suffix in ("", "_se"))
     n = n_evaluated(run, "prompts")
     if n >= 8 and rate + BEYOND_CHANCE * error < 0.5:  # the error of a few prompts is too uncertain
@@ -257,15 +269,26 @@ def answers_no_better(run: Run) -> str | None:
         return None
     change, bound = last.mean() - first.mean(), BEYOND_CHANCE * math.hypot(mean_error(first), mean_error(last))
     gap = run.tail("train", "online/score_best") - run.tail("train", "online/score_worst")
-    if change < -bound or change + bound < 0.1 * gap:
-        between = f"{signed(change - bound)} to {signed(change + bound)}"
-        return f"online/score {figure(first.mean())} at first, {figure(last.mean())} now, a change of {between}"
-    return None
+    if change >= -bound and change + bound >= 0.1 * gap:
+        return None
+    between = f"{signed(change - bound)} to {signed(change + bound)}"
+    return f"online/score {figure(first.mean())} at first, {figure(last.mean())} now, a change of {between}"
+
+
+def interval_now(run: Run, name: str) -> tuple[float, float]:
+    """The interval of a share of the last updates' answers; (nan, nan) without any.
+
+    Prompts with a pair from the datasets do not count. The answers to one prompt count as one: they may be alike.
+    """
+    share_drawn = 1 - number(run.setting("online.mix_offline", 0))
+    n = len(run.ends(name)[1]) * number(run.setting("batch_size", 1)) * share_drawn
+    return share_interval(run.tail("train", name), n) if n > 0 else (math.nan, math.nan)
 
 
 def ties(run: Run) -> str | None:
-    share, n = run.tail("train", "online/ties"), n_answered(run, "online/ties")
-    return f"online/ties {figure(share)}" if n > 0 and wilson_interval(share, n)[0] > 0.5 else None
+    return (
+        f"online/ties {figure(run.tail('train', 'online/ties'))}" if interval_now(run, "online/ties")[0] > 0.5 else None
+    )
 
 
 def scores_with_length(run: Run) -> str | None:
@@ -283,10 +306,10 @@ def scores_with_length(run: Run) -> str | None:
 
 
 def unfinished_answers(run: Run) -> str | None:
-    share, n = run.tail("train", "online/eos"), n_answered(run, "online/eos")
-    if n > 0 and wilson_interval(share, n)[1] < 0.9:
-        return f"online/eos {figure(share)} end within online.max_new_tokens={run.setting('online.max_new_tokens')}"
-    return None
+    if not interval_now(run, "online/eos")[1] < 0.9:
+        return None
+    share = figure(run.tail("train", "online/eos"))
+    return f"online/eos {share} end within online.max_new_tokens={run.setting('online.max_new_tokens')}"
 
 
 def far_from_reference(run: Run) -> str | None:
@@ -303,7 +326,7 @@ class Finding(NamedTuple):
     level: str  # WARNING or NOTE
     title: str
     value: str  # the numbers it is about
-    text: str  # what they mean, and what to do
+    text: str  # what to do
 
 
 class Rule(NamedTuple):
@@ -319,74 +342,61 @@ class Rule(NamedTuple):
 RULES = (  # in the order of the page
     Rule(
         WARNING, "Loss or gradient was not a number", skipped_updates,
-        "These updates changed no weights. Look at their examples in nonfinite-UPDATE; if they are sound, lower lr, or "
-        "use bfloat16 in place of float16.",
+        "Look at the examples in nonfinite-UPDATE; if they are sound, lower lr, or use bfloat16 in place of float16.",
     ),
     Rule(
-        WARNING, "The run has diverged", diverged,
-        "By its own loss the policy is worse than before training, and seldom recovers: start again with a tenth of "
-        "lr, more warmup_steps or a larger batch_size.",
+        WARNING, "The run has collapsed", collapsed,
+        "It seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size.",
     ),
     Rule(
         WARNING, "Chosen responses become much less likely", chosen_falls,
-        "The loss sees only the difference of both sides, and nothing holds chosen responses up: their probability "
-        "goes to other texts. Read the samples, and try a larger loss.beta, a smaller lr, fewer epochs, or "
-        "loss.sft_weight, loss=dpop or loss=apo_zero.",
-        PAIRS,
+        "The loss sees only the difference, so nothing holds them up. Read the samples; try a larger loss.beta, a "
+        "smaller lr, fewer epochs, or loss.sft_weight, loss=dpop or loss=apo_zero.", PAIRS,
     ),
     Rule(
         WARNING, "Held-out pairs are ranked no better than by chance", no_better_than_chance,
-        "No useful preference was learned that carries over. If training pairs are ranked right, more data is needed; "
-        "if not, a larger lr or more updates, unless the preferences are noise.",
-        PAIRS,
+        "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates, unless the "
+        "preferences are noise.", PAIRS,
     ),
     Rule(
         WARNING, "The held-out loss rises while the training loss falls", overfitted,
-        "From its lowest value on, the policy learned its training examples rather than what they have in common. Take "
-        "the checkpoint of that evaluation, or train for fewer epochs; if only the ranking matters, go by accuracy.",
+        "Take the checkpoint of the lowest value, or train for fewer epochs; if ranking is all, go by accuracy.",
         FIXED,
     ),
     Rule(
         WARNING, "The learning rate had little effect", without_effect,
-        "Raise lr, shorten warmup_steps, or train for more updates. Skipped updates do not count for the warm-up.",
+        "Raise lr, shorten warmup_steps, or train for more updates.",
     ),
     Rule(
         WARNING, "Samples are empty or repeat themselves", broken_samples,
         "Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. If samples were "
-        "so before training, look at the prompts, and at the model that the run began with.",
+        "so before training, look at the prompts and at the model that the run began with.",
     ),
     Rule(
         WARNING, "Samples have changed in length", sample_lengths,
-        "Summed log-probabilities can be won by length. Read the samples: if they say the same in more words, or break "
-        "off, balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
-        PAIRS | ONLINE,
+        "If they say the same in more words, or break off, balance the lengths of the pairs, raise loss.beta, or try "
+        "loss=simpo or loss=dpo_norm.", PAIRS | ONLINE,
     ),
     Rule(
         WARNING, "Training examples are cut", partial(list_counts, split="train", totals=CUT),
-        "A cut response has lost its end, so the policy does not learn to stop, and identical sides teach nothing: "
-        "raise max_length and max_prompt_length, or choose truncation.",
+        "The policy does not learn how they end: raise max_length and max_prompt_length, or choose truncation.",
     ),
     Rule(
-        WARNING, "Held-out prompts or answers are in the training data",
-        leaks,
-        "Held-out numbers are too good. Put what belongs together into one split, or give a test file of its own.",
+        WARNING, "Held-out prompts or answers are in the training data", leaks,
+        "Held-out numbers are too good: put what belongs together into one split, or give a test file of its own.",
     ),
     Rule(
         WARNING, "The answers have not become better", answers_no_better,
-        "By its scorer the policy learned nothing or lost. If scores fell, use a smaller lr or a larger loss.beta; if "
-        "they stay, a larger lr, a smaller loss.beta or more updates, unless most pairs are ties.",
-        ONLINE,
+        "If scores fell, use a smaller lr or a larger loss.beta; if they stay, a larger lr, a smaller loss.beta or "
+        "more updates, unless most pairs are ties.", ONLINE,
     ),
     Rule(
         WARNING, "Most prompts give a tie", ties,
-        "The best and the worst answer have one score, so there is nothing to learn: see whether the scorer is "
-        "constant, and raise online.temperature or online.n_samples.",
-        ONLINE,
+        "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE,
     ),
     Rule(
         WARNING, "Scores and lengths grow together", scores_with_length,
-        "The scorer may reward length, and the policy exploit it. Read what was drawn: if answers only say the same in "
-        "more words, correct the scorer, lower online.max_new_tokens or raise loss.beta.",
+        "If answers say the same in more words, correct the scorer, lower online.max_new_tokens or raise loss.beta.",
         ONLINE,
     ),
     Rule(
@@ -395,13 +405,11 @@ RULES = (  # in the order of the page
     ),
     Rule(
         NOTE, "Nearly all gradients are clipped", clipped,
-        "Every clipped gradient has the same norm, whatever its size. If that is not meant, raise max_grad_norm; with "
-        "SGD, which then takes larger steps, lower lr too.",
+        "If that is not meant, raise max_grad_norm; with SGD, which then takes larger steps, lower lr too.",
     ),
     Rule(
         NOTE, "Length predicts the preference in the data", length_in_data,
-        "A policy can rank such pairs right by learning a length: compare the lengths of its samples.",
-        PAIRS,
+        "A policy can rank such pairs right by learning a length: compare the lengths of its samples.", PAIRS,
     ),
     Rule(
         NOTE, "Some examples contradict each other or are faulty", partial(list_counts, split="train", totals=FAULTS),
@@ -415,13 +423,11 @@ RULES = (  # in the order of the page
     Rule(
         NOTE, "Drawn answers are cut off", unfinished_answers,
         "The policy does not learn where to stop: raise online.max_new_tokens, set online.missing_eos_penalty, or "
-        "start from a model that SFT taught to end its answers.",
-        ONLINE,
+        "begin with SFT.", ONLINE,
     ),
     Rule(
         NOTE, "The policy has gone far from the reference", far_from_reference,
-        "Long answers reach that easily, but a policy so far away often exploits errors of the scorer: read what was "
-        "drawn, and consider a larger loss.beta, a smaller lr or fewer updates.",
+        "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
         ONLINE,
     ),
 )  # fmt: skip

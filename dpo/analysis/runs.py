@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count
 from dpo.settings.choices import HELD_OUT_SCORE
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
-from dpo.system.run_directory import PARQUET, RUN_LOG, STREAM, is_locked
+from dpo.system.run_directory import RUN_LOG, is_locked
 
 MARKS_OF_A_RUN = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of these files
 WARNS = "warning: "  # how a warning on the terminal begins
@@ -36,16 +36,6 @@ def number(value: Any) -> float:
     """A number as a float; NaN for anything else, or if huge."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST_NUMBER else math.nan
-
-
-def first_tenth(values: np.ndarray) -> np.ndarray:
-    """The first tenth of the values, at least 10."""
-    return values[: max(10, len(values) // 10)]
-
-
-def last_tenth(values: np.ndarray) -> np.ndarray:
-    """The last tenth of the values, at least 10."""
-    return values[-max(10, len(values) // 10) :]
 
 
 class Log:
@@ -96,7 +86,7 @@ NOTHING = State("empty", "nothing was logged")
 
 @dataclass
 class Run:
-    """Content of a run's directory, without secrets in settings and environment."""
+    """Content of a run's directory, without secrets in settings and environment; what its loss is, if known."""
 
     path: Path
     name: str
@@ -112,7 +102,6 @@ class Run:
     saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
-    ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
 
@@ -135,15 +124,8 @@ class Run:
         return trainable, number(_get_nested(self.env, "parameters.total", None))
 
     @property
-    def has_pairs(self) -> bool:
-        """Return whether chosen and rejected responses were compared."""
-        has_rewards = any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
-        return has_rewards and self.has_margins
-
-    @property
     def loss(self) -> str:
-        """Name of the loss, guessed from metrics if settings are lost."""
-        return str(self.setting("loss.name") or ("dpo" if self.has_pairs else "sft"))
+        return str(self.setting("loss.name") or "unknown")
 
     @property
     def objective(self) -> Loss | None:
@@ -157,22 +139,19 @@ class Run:
 
     @property
     def best_metric(self) -> tuple[str, int] | None:
-        """The metric that ranks checkpoints, and +1 (higher is better) or -1.
-
-        None if the loss is unknown.
-        """
+        """The metric that ranks checkpoints, and +1 (higher is better) or -1."""
         if HELD_OUT_SCORE in self.eval.names:
             return HELD_OUT_SCORE, +1
         return None if self.objective is None else self.objective.best
 
     @property
     def has_margins(self) -> bool:
-        """Return whether examples have chosen and rejected responses; True if unknown."""
+        """Return whether examples have two sides; True if unknown."""
         return self.objective is None or self.objective.has_margins
 
     @property
     def trains_on(self) -> str | None:
-        """A key of TRAINS_ON; None if the loss is unknown."""
+        """A key of TRAINS_ON."""
         return None if self.objective is None else self.objective.trains_on
 
     @property
@@ -187,20 +166,16 @@ class Run:
 
     @property
     def online(self) -> bool:
-        """Return whether pairs were drawn from the policy."""
         return self.setting("online.name") == "online" or "online/score" in self.train.names
 
     @property
     def kind(self) -> str:
-        """The kind of the run's data: `online`, or a key of TRAINS_ON."""
-        if self.online:
-            return "online"
-        guess = "pairs" if self.has_pairs else "targets"
-        return self.trains_on or guess
+        """The kind of the run's data: `online`, or a key of TRAINS_ON; pairs if unknown."""
+        return "online" if self.online else self.trains_on or "pairs"
 
     @property
     def warmup_steps(self) -> float:
-        """The updates of the warm-up; null fits the run."""
+        """The updates of the warm-up, which null fits to the run."""
         steps = number(self.setting("warmup_steps", 0))
         return min(150, (self.total_updates or 0) // 10) if math.isnan(steps) else steps
 
@@ -215,14 +190,15 @@ class Run:
 
     @property
     def total_updates(self) -> int | None:
-        """Number of updates that the preflight counted; None if unknown."""
+        """Number of updates that the preflight counted."""
         total = self.count("updates")
         return int(total) if total > 0 else None
 
     def ends(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The first and last tenth of a training metric's values."""
+        """The first and last tenth of a training metric's values, at least ten."""
         _, values = self.train.points(name)
-        return first_tenth(values), last_tenth(values)
+        tenth = max(10, len(values) // 10)
+        return values[:tenth], values[-tenth:]
 
     def tail(self, split: str, name: str) -> float:
         """A metric's last evaluation, or mean over the last tenth of updates."""
@@ -236,20 +212,6 @@ class Run:
         return [sample for sample in self.samples if sample["examples"] == self.samples[index]["examples"]]
 
 
-def read_run(path: Path, *, ended: bool = False) -> Run:
-    """Read a run's directory.
-
-    `ended` says that the run has ended although its process still holds the lock, as when it makes its last report.
-
-    Raises InputError if the path is not a run's directory.
-    """
-    try:
-        _check_is_run(path)
-        return _read(path, ended=ended)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-
-
 def read_config(path: Path) -> Run:
     """Read the config of a run, and nothing else."""
     run = Run(path.resolve(), path.resolve().name)
@@ -257,7 +219,15 @@ def read_config(path: Path) -> Run:
     return run
 
 
-def _read(path: Path, *, ended: bool) -> Run:
+@explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
+def read_run(path: Path, *, ended: bool = False) -> Run:
+    """Read a run's directory.
+
+    `ended` says that the run has ended although its process still holds the lock, as when it makes its last report.
+
+    Raises InputError if the path is not a run's directory.
+    """
+    _check_is_run(path)
     run = read_config(path)
     run.env = redact(_read_mapping(run, "env.json"))
     run.preflight = _read_mapping(run, "preflight.json")
@@ -270,9 +240,11 @@ def _read(path: Path, *, ended: bool) -> Run:
     if (run.path / "answers.jsonl").exists():
         run.answers = _read_lines(run, "answers.jsonl", lambda line: _has(line, ["examples"], prompt=str, answer=str))
     run.warnings = _read_warnings(run)
-    run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
-    run.nonfinite, run.saved = _find_numbers(folders, "nonfinite-"), _find_numbers(folders, "step-")
+    run.nonfinite, run.saved = (
+        sorted(int(name.removeprefix(prefix)) for name in folders if re.fullmatch(rf"{prefix}\d+", name))
+        for prefix in ("nonfinite-", "step-")
+    )
     best_folder = (run.path / "BEST").resolve().name
     # the link may lead nowhere, or to a checkpoint that was deleted
     run.best = next((n for n in run.saved if f"step-{n}" == best_folder), None)
@@ -282,33 +254,17 @@ def _read(path: Path, *, ended: bool) -> Run:
     return run
 
 
-def _find_numbers(names: Sequence[str], prefix: str) -> list[int]:
-    """Find the names PREFIX + NUMBER; return their numbers, sorted."""
-    return sorted(int(name.removeprefix(prefix)) for name in names if re.fullmatch(rf"{prefix}\d+", name))
-
-
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
-    """Read each run once, under a unique name.
-
-    If two names are equal, all runs are called by their directories' names or, if two of these are equal too, by their
-    paths.
-    """
-    run_by_path = {run.path: run for run in (read_run(path, ended=ended) for path in paths)}
-    runs = list(run_by_path.values())
-    for names in ([run.name for run in runs], [run.path.name for run in runs], [str(run.path) for run in runs]):
-        if len(set(names)) == len(runs):
-            for run, name in zip(runs, names, strict=True):
-                run.name = redact(name)
-            break
+    """Read each run once, under a unique name: if two are equal, all are called by their paths."""
+    runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = redact(str(run.path))
     return runs
 
 
 def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
-    """Find the state of a run.
-
-    `locked`: a process holds its lock. `ended`: the caller knows that the run ended in order, though its process may
-    still hold the lock.
-    """
+    """Find the state of a run; `ended`: the caller knows that it ended in order."""
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     # the last evaluation comes after all updates
@@ -397,23 +353,12 @@ def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[d
 
 def _read_warnings(run: Run) -> dict[str, int]:
     """Read the warnings in `log.txt`; empty without one."""
-    path = run.path / RUN_LOG
-    if not path.exists():  # as in runs of older code
-        return {}
-    with _noting_problems(run, RUN_LOG):
-        check_readable(path)
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return Counter(line.removeprefix(WARNS) for line in lines if line.startswith(WARNS))
-    return {}
-
-
-def _read_ledger(run: Run) -> Any:
-    if not any((run.path / name).exists() for name in (STREAM, PARQUET)):
-        return None  # most runs have none, and need no pyarrow
-    from dpo.analysis.ledger_file import read_ledger
-
-    with _noting_problems(run, "the ledger"):
-        return read_ledger(run.path) or None  # a table without rows is false
+    path, lines = run.path / RUN_LOG, []
+    if path.exists():  # unlike in runs of older code
+        with _noting_problems(run, RUN_LOG):
+            check_readable(path)
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return Counter(line.removeprefix(WARNS) for line in lines if line.startswith(WARNS))
 
 
 def _has(value: Any, numbers: Sequence[str] = (), **types: Any) -> bool:

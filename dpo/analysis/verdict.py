@@ -6,10 +6,10 @@ The run's terminal ends with it, and its report begins with it. docs/metrics.md 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from pathlib import Path
 
-from dpo.analysis.measures import EVAL_ACCURACY, Z_95, n_effective, n_evaluated, wilson_interval
-from dpo.analysis.runs import Run, number
+from dpo.analysis.measures import EVAL_ACCURACY, auc_interval, n_effective, n_evaluated, share_interval
+from dpo.analysis.runs import Run, number, read_run
 from dpo.numbers import count, figure, percent, signed
 
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
@@ -110,7 +110,7 @@ def _describe_scores(run: Run) -> str:
         if math.isfinite(win_rate):
             n = n_evaluated(run, "prompts")
             shown = f", with a win rate of {percent(win_rate)} against the reference"
-            text += shown + _judge(exact_interval(win_rate, n), n, count(n, "prompt"))
+            text += shown + _judge(share_interval(win_rate, n), n, count(n, "prompt"))
         text += "."
     return text
 
@@ -142,7 +142,7 @@ def _describe_accuracy(run: Run, accuracy: float) -> str:
     """Say what the accuracy of pairs, or of pairs in lists, proves."""
     n_examples, n = n_evaluated(run), n_effective(run)
     n *= _measure_independence(run)  # pairs of one prompt are alike, so that a prompt counts once
-    interval = exact_interval(accuracy, n)
+    interval = share_interval(accuracy, n)
     examples, values = run.eval.points(EVAL_ACCURACY)
     if run.trains_on == "lists":
         counted = count(n_examples, "list")
@@ -193,43 +193,7 @@ def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
     return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
 
 
-def _find_zero(rises: Callable[[float], float]) -> float:
-    """Find where a rising function on [0, 1] crosses 0."""
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
-    return round(low, 6)
-
-
-def exact_interval(share: float, n: float) -> tuple[float, float]:
-    """Compute Clopper and Pearson's 95 % interval, or Wilson's of many.
-
-    Wilson's is too narrow for a few pairs that are all ranked right.
-    """
-    n_whole = round(n)
-    if n_whole > 300 or n_whole < 1:
-        return wilson_interval(share, max(n, 1))
-    right = round(share * n_whole)
-
-    def tail(p: float, first: int) -> float:
-        """Probability that `first` or more pairs are right."""
-        return sum(math.comb(n_whole, k) * p**k * (1 - p) ** (n_whole - k) for k in range(first, n_whole + 1))
-
-    low = _find_zero(lambda p: tail(p, right) - 0.025) if right else 0.0
-    return low, (_find_zero(lambda p: tail(p, right + 1) - 0.975) if right < n_whole else 1.0)
-
-
-def auc_interval(auc: float, n_chosen: float, n_rejected: float) -> tuple[float, float]:
-    """Compute the 95 % interval of an AUC by Newcombe's method 5.
-
-    It has the AUCs from which the observed one is 1.96 of their standard errors away, with the variance of Hanley and
-    McNeil for numbers of responses that are about equal. It is valid near 0 and 1, where theirs has no width.
-    """
-
-    def deviate(theta: float) -> float:
-        others = (n_chosen + n_rejected) / 2 - 1
-        factor = 1 + max(others, 0) * ((1 - theta) / (2 - theta) + theta / (1 + theta))
-        return (theta - auc) / math.sqrt(theta * (1 - theta) * factor / (n_chosen * n_rejected))
-
-    return _find_zero(lambda theta: deviate(theta) + Z_95), _find_zero(lambda theta: deviate(theta) - Z_95)
+def print_result(run_dir: Path) -> None:
+    """Print where a complete run is, and the verdict on it."""
+    print(f"run directory: {run_dir}")
+    print(describe_result(read_run(run_dir, ended=True)), flush=True)

@@ -3,27 +3,28 @@
 A checkpoint is a directory `step-N`, where N is the number of examples trained on. It has a file `NAME.pt` for each
 part of a run (`dpo.checkpoint.parts`), among them `policy.pt`, `optimizer.pt` and `scheduler.pt` as in the reference
 code, and files in other formats, such as PEFT's. Each `.pt` has only data, no pickled objects: `{"step_idx": N,
-"state": state_dict, "metrics": means or None}`. `manifest.json` lists the files, with the size and SHA-256 of each and
-of its blocks, and facts with which a resumed run is compared.
+"state": state_dict, "metrics": means or None}`. `manifest.json` lists the files, with the size and SHA-256 of each, and
+facts with which a resumed run is compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpo.checkpoint.checksums import HashedFile, find_wrong, split_into_blocks
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.system.plain_files import check_link, check_readable, read_json, remove, replacing
 
@@ -39,22 +40,33 @@ class DamagedCheckpoint(InputError):
     """A directory that is not a complete checkpoint; the message says why."""
 
 
+class HashedFile(io.BufferedWriter):
+    """A new file, written by appending as `torch.save` does, which need not be read again for its checksum."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        return super().write(data)
+
+    def sync(self) -> dict[str, Any]:
+        """Bring the complete file to the disk; return its checksum and size."""
+        self.flush()
+        os.fsync(self.fileno())
+        return {"sha256": self._sha256.hexdigest(), "bytes": self.tell()}
+
+
 def write_checkpoint(
-    directory: Path,
-    states: Iterable[tuple[str, Any]],
-    *,
-    step_idx: int,
-    metrics: Mapping | None,
-    facts: Mapping,
-    progress: Callable[[], None] = lambda: None,
+    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
     """Write a checkpoint, complete or not at all.
 
     Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and then the manifest, into a
-    temporary directory that is renamed at the end. Each file is synced before the manifest is written, and each state
-    is freed before the next is requested. `progress` is called after every block of a file. Raises RunError if writing
-    fails; then no partial checkpoint remains, and an earlier checkpoint at the same step is kept. A directory that the
-    run (`facts["run"]`) did not write is not replaced.
+    temporary directory that is renamed at the end. Each state is freed before the next is requested. Raises RunError if
+    writing fails; then an earlier checkpoint at the same step is kept. A directory that the run (`facts["run"]`) did
+    not write is not replaced.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
@@ -66,27 +78,27 @@ def write_checkpoint(
         with _explaining(directory):
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
-        files, blocks = {}, {}
+        files = {}
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
             file_name = name if isinstance(state, bytes) else f"{name}.pt"
-            with _explaining(directory), HashedFile(temporary / file_name, progress) as file:
+            with _explaining(directory), HashedFile(temporary / file_name) as file:
                 if isinstance(state, bytes):
                     file.write(state)
                 else:
                     torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-                files[file_name], blocks[file_name] = file.sync()
+                files[file_name] = file.sync()
             del state
         with _explaining(directory):
-            manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
+            manifest = {"examples": step_idx, "files": files, **facts}
             with HashedFile(temporary / MANIFEST) as file:
                 file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
                 file.sync()
-            sync_directory(temporary)
+            sync(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
                 directory.rename(former)
             temporary.rename(directory)
-            sync_directory(directory.parent)
+            sync(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
@@ -110,9 +122,9 @@ def hash_manifest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
-def sync_directory(directory: Path) -> None:
-    """Sync a directory's entries to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -124,7 +136,7 @@ def point(link: Path, target: Path) -> None:
     check_link(link)  # raises if `link` is a directory, as in a copy of a run that was made by following links
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
-    sync_directory(link.parent)
+    sync(link.parent)
 
 
 def parse_step(directory: Path) -> int:
@@ -159,10 +171,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while saving.
-
-    Restores a checkpoint that the run was about to replace.
-    """
+    """Clean up after a run that was killed while saving; restore a checkpoint that it was about to replace."""
     for former in run_dir.glob(f".step-*.{FORMER}"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
         if not os.path.lexists(directory):
@@ -173,34 +182,28 @@ def tidy(run_dir: Path) -> None:
             remove(leftover)
 
 
-def check_complete(
-    directory: Path, progress: Callable[[], None] = lambda: None, *, only: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Verify every byte of a checkpoint; return its manifest.
-
-    `progress` is called after every block. `only` has the names of the files to verify; None: all. Raises
-    DamagedCheckpoint if the checkpoint is not intact.
-    """
-    blocks = []
+def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Verify every byte of a checkpoint, or of the files `only`; return its manifest, or raise DamagedCheckpoint."""
     try:
         manifest = _read_manifest(directory)
-        for name, file_facts in manifest["files"].items():
-            if only is not None and name not in only:
-                continue
-            path, n_bytes = directory / name, file_facts["bytes"]
-            check_readable(path)
-            size = path.stat().st_size
-            if size != n_bytes:
-                raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {n_bytes})")
-            blocks += split_into_blocks(path, n_bytes, manifest["blocks"][name])
-        wrong_block = find_wrong(blocks, progress)
-        if wrong_block:
-            raise DamagedCheckpoint(f"{wrong_block.path}: checksum mismatch")
+        files = {directory / name: facts for name, facts in manifest["files"].items() if only is None or name in only}
+        with ThreadPoolExecutor(thread_name_prefix="verify") as threads:
+            list(threads.map(_check_file, files.keys(), files.values()))  # a list, to get what a thread raises
     except DamagedCheckpoint:
         raise
     except (OSError, *WRONG_FORM) as error:
         raise DamagedCheckpoint(f"{directory} cannot be read ({error})") from error
     return manifest
+
+
+def _check_file(path: Path, facts: Mapping[str, Any]) -> None:
+    check_readable(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != facts["bytes"]:
+            raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {facts['bytes']})")
+        if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+            raise DamagedCheckpoint(f"{path}: checksum mismatch")
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
@@ -219,16 +222,15 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> Any:
-    """Read the `state` in a checkpoint's file, as `read_file` does."""
+    """Read the `state` in a checkpoint's file."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """Read a checkpoint's file: a mapping with `state`.
 
-    Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint for any other file, such as one
-    with pickled objects.
+    Tensors are memory-mapped, so the caller must copy those that it keeps: the file may be deleted. Raises
+    DamagedCheckpoint for any other file, such as one with pickled objects.
     """
     try:
         check_readable(path)

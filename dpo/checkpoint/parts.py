@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,10 +25,7 @@ class Stateful(Protocol):
 
 
 class Part:
-    """The whole state of `source`, in a file NAME.pt.
-
-    Every process must call `gather` and `restore`; rank 0 has the file.
-    """
+    """The whole state of `source`, in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
     n_bytes = 0  # size of a copy of the state; 0 if it is small
 
@@ -37,10 +33,7 @@ class Part:
         self.name, self.source = name, source
 
     def gather(self, *, copy: bool) -> Any:
-        """The whole state, on rank 0.
-
-        With `copy`, returns a copy, which does not change while training continues.
-        """
+        """The whole state, on rank 0; a copy does not change while training continues."""
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
@@ -66,10 +59,7 @@ def _is_alike(own: Any, saved: Any) -> bool:
 
 
 class ModelPart(Part):
-    """A model's weights.
-
-    `restore` does nothing: the weights were read before the model was distributed (`dpo.models.loading`).
-    """
+    """A model's weights, which were read before the model was distributed (`dpo.models.loading`)."""
 
     @property
     def n_bytes(self) -> int:
@@ -91,26 +81,20 @@ class OptimizerPart(Part):
         return sum(tensor.nbytes for state in self.source.state.values() for tensor in state.values())
 
     def restore(self, file: Path) -> None:
-        """Load this process's shards; raise DamagedCheckpoint for a misfit."""
         state = None
         if is_rank_0():
             state = read_state(file)
             misfit = find_misfit(self.source, state)
             if misfit:
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
-            own_groups = self.source.state_dict()["param_groups"]
             # an older torch may have written the file: options missing there keep this optimizer's values
-            pairs_of_groups = zip(own_groups, state["param_groups"], strict=True)
-            groups = [own_group | dict(saved_group) for own_group, saved_group in pairs_of_groups]
-            state = {**state, "param_groups": groups}
+            pairs_of_groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
+            state = {**state, "param_groups": [own_group | dict(group) for own_group, group in pairs_of_groups]}
         load_optimizer(self.source, state, self.mesh)
 
 
 class RandomPart(Part):
-    """The random states of all processes.
-
-    A run with another number of processes continues without them.
-    """
+    """The random states of all processes; another number of processes continues without them."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__("random", None)
@@ -147,10 +131,7 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, and states without their own file.
-
-    They are saved as the part `trainer`. The states come from the callbacks (with the lengths of their log files), the
-    saver (what BEST is), the loss (a running average), the scorer, and the cached reference log-probabilities.
+    """The counters of a run, and states without their own file: together the part `trainer`.
 
     Frozen weights (the reference's, or without a reference the base under an adapter) are not saved. The checkpoint has
     their digest, and a resumed run refuses other weights. `base_digest` is the digest of the base on rank 0; None
@@ -197,47 +178,24 @@ class RunState:
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
     """The reason why a state does not fit this optimizer, or None."""
-    own_ids, saved_ids = _list_parameter_ids(optimizer.state_dict()), _list_parameter_ids(state)
-    n_own, n_saved = sum(len(ids) for ids in own_ids), sum(len(ids) for ids in saved_ids)
+    n_own, n_saved = (
+        sum(len(group["params"]) for group in groups["param_groups"]) for groups in (optimizer.state_dict(), state)
+    )
     if n_saved != n_own:
         return f"it has {n_saved} parameters, not {n_own}"
-    if own_ids != saved_ids:
-        return "its parameters are in other groups"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # the package `tensor_parallel` gives an optimizer several slices of a parameter, so shapes cannot be compared
-    has_slices = len(parameters) != n_own
+    if len(parameters) != n_own:  # the package `tensor_parallel` gives an optimizer several slices of a parameter
+        return None
     for parameter_id, values in state["state"].items():
-        shape = None if has_slices else parameters[parameter_id].shape
-        ndim = 2 if shape is None else len(shape)
-        keys = _list_state_keys(type(optimizer), ndim)
-        if set(values) != keys:
-            return f"parameter {parameter_id}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
+        shape = parameters[parameter_id].shape
         for key, value in values.items():
-            if shape is not None and isinstance(value, torch.Tensor) and not _broadcasts_to(value.shape, shape):
+            if isinstance(value, torch.Tensor) and not _broadcasts_to(value.shape, shape):
                 return f"parameter {parameter_id}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
     return None
 
 
-def _list_parameter_ids(state_dict: Mapping[str, Any]) -> list[list[int]]:
-    """The ids by which an optimizer's state dict names parameters, by group."""
-    return [list(group["params"]) for group in state_dict["param_groups"]]
-
-
-@cache
-def _list_state_keys(optimizer_class: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer's state, found by making a step."""
-    parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = optimizer_class([parameter], lr=1.0)
-    optimizer.step()
-    return set(optimizer.state[parameter])
-
-
 def _broadcasts_to(shape: torch.Size, parameter_shape: torch.Size) -> bool:
-    """Return whether a shape broadcasts to a parameter's.
-
-    Adafactor's row and column statistics have smaller shapes than the parameter.
-    """
+    """Return whether a shape broadcasts to a parameter's, as Adafactor's statistics of rows and columns do."""
     # broadcasting aligns shapes at the last dimension
     sizes = zip(reversed(shape), reversed(parameter_shape), strict=False)
     return len(shape) <= len(parameter_shape) and all(size in (1, full_size) for size, full_size in sizes)

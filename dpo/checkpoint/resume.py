@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from dpo.checkpoint.checksums import BLOCK, HashedFile
 from dpo.checkpoint.files import (
     MANIFEST,
     STEP,
@@ -22,13 +22,13 @@ from dpo.checkpoint.files import (
     parse_step,
     point,
     read_state,
-    sync_directory,
+    sync,
     tidy,
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.settings.files import dotted, load_defaults
-from dpo.settings.keys import KEYS, Resume
+from dpo.settings.keys import KEYS, REMOVED, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
@@ -36,13 +36,16 @@ from dpo.system.run_directory import (
     LOCK,
     ORIGIN,
     check_free,
-    check_unlocked,
     create_run_dir,
+    explain_lock,
     is_lock,
+    is_locked,
+    leaving_nothing_if_refused,
     lock_run_dir,
     read_record,
+    write_record,
 )
-from dpo.system.waiting import report_progress
+from dpo.system.waiting import sending_heartbeats
 
 FACTS: dict[str, Any] = {  # facts about the run in a manifest, with their types
     **{"updates": int, "evaluated": bool, "best_at": int | None, "config": dict, "model": dict},
@@ -86,6 +89,12 @@ class Run(NamedTuple):
         # samples are drawn after the checkpoint is saved, so it cannot tell whether they were
         return is_evaluated and not (manifest.get("samples_due") and self._lacks_samples(manifest["examples"]))
 
+    def record(self, plan: Plan) -> None:
+        """Write the config, and facts about this start of the run, into its directory."""
+        saved_at = None if self.checkpoint is None else (self.checkpoint / MANIFEST).stat().st_mtime
+        facts = {"processes": plan.dims.world_size, "run": self.id, "continues_from": saved_at}
+        write_record(self.directory, plan.nested_values(), **facts)
+
     def _lacks_samples(self, n_examples: int) -> bool:
         """Return whether the last line of samples.jsonl is no sample after `n_examples`."""
         log = self.directory / "samples.jsonl"
@@ -97,57 +106,58 @@ class Run(NamedTuple):
 
 
 def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from.
-
-    Raises the InputErrors of `open_run`, and writes nothing.
-    """
+    """The checkpoint that `open_run` would continue from, or its InputError; writes nothing."""
     run_dir = _resolve(plan.run.local_run_dir)
-    if is_lock(run_dir / LOCK):
-        check_unlocked(run_dir)
-    if plan.run.resume is None:
-        check_free(run_dir, logs)
-        return None
+    if is_lock(run_dir / LOCK) and is_locked(run_dir):
+        raise explain_lock(run_dir)
     source = _find_source(plan, run_dir)
-    if source.is_own_run:
-        if not _is_known(run_dir):
-            check_free(run_dir, logs)
-        return _find_own_resume_point(source.path, plan)
-    if not _began_with(run_dir, source.resume_point):
+    if not source.began_here:
         check_free(run_dir, logs)
-    return source.resume_point
+    return _find_resume_point(source.own, plan) if source.own else source.other
 
 
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
-    """Create or reopen a run's directory, and find its resume point.
+    """Create or reopen a run's directory, locked, and find its resume point.
 
-    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`. Raises
-    InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config does
-    not fit the checkpoint.
+    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`.
     """
-    if plan.run.resume is None:
-        return _open_directory(plan, logs, continued=False)
-    run_dir = _resolve(plan.run.local_run_dir)
-    source = _find_source(plan, run_dir)
-    if source.is_own_run:
-        run = _open_directory(plan, logs, continued=_is_known(run_dir))
-        tidy(run.directory)
-        resume_point = _find_own_resume_point(source.path, plan)
+    with sending_heartbeats():  # to the other ranks, which wait
+        source = _find_source(plan, _resolve(plan.run.local_run_dir))
+        run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=source.began_here)
+        run = Run(run_dir, lock_run_dir(run_dir))
+        if source.own:
+            tidy(run_dir)
+            resume_point = _find_resume_point(source.own, plan)
+            if resume_point is None:
+                _move_logs_aside(run_dir, logs)
+            else:
+                _move_damaged_aside(run_dir, newer_than=resume_point.path)
+        else:
+            resume_point = source.other
+            if resume_point is not None:
+                _copy_checkpoint(resume_point, run_dir, logs)
         if resume_point is None:
-            _move_logs_aside(run.directory, logs)
             return run
-        _move_damaged_aside(run.directory, newer_than=resume_point.path)
-    else:
-        resume_point = source.resume_point
-        run = _open_directory(plan, logs, continued=_began_with(run_dir, resume_point))
-        _copy_checkpoint(resume_point, run.directory, logs)
-    print(f"continuing from {resume_point.path}")
-    resume_point = resume_point._replace(path=run.directory.resolve() / resume_point.path.name)
-    # set the links again, as a run may be killed between saving and setting them
-    point(run.directory / "LATEST", resume_point.path)
-    best = run.directory / f"step-{resume_point.manifest['best_at']}"
-    if best.exists():
-        point(run.directory / "BEST", best)
-    return run._replace(resume_point=resume_point)
+        print(f"continuing from {resume_point.path}")
+        resume_point = resume_point._replace(path=run_dir.resolve() / resume_point.path.name)
+        # set the links again, as a run may be killed between saving and setting them
+        point(run_dir / "LATEST", resume_point.path)
+        best = run_dir / f"step-{resume_point.manifest['best_at']}"
+        if best.exists():
+            point(run_dir / "BEST", best)
+        return run._replace(resume_point=resume_point)
+
+
+@contextmanager
+def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
+    """Context in an open run, whose lock is released at its end, as a caller in Python may start another run.
+
+    A new directory is removed if the run is refused before it writes there.
+    """
+    with leaving_nothing_if_refused(Path(plan.run.local_run_dir)):
+        run = open_run(plan, logs)
+        with run.lock:
+            yield run
 
 
 def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
@@ -164,30 +174,35 @@ def _move_damaged_aside(run_dir: Path, *, newer_than: Path) -> None:
             move_aside(checkpoint, f"damaged-{checkpoint.name}")
 
 
-def _open_directory(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
-    run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=continued)
-    return Run(run_dir, lock_run_dir(run_dir))
-
-
 class ResumeSource(NamedTuple):
-    """The run or checkpoint that `resume` names."""
+    """What a run continues from: at most one of `own` and `other`."""
 
-    path: Path  # a run's directory, or one checkpoint
-    is_own_run: bool  # whether `path` is in `local_run_dir`; if not, its checkpoint is copied there
-    resume_point: ResumePoint | None = None  # another run's; the own run's is found once the directory is locked
+    began_here: bool = False  # whether the directory is known to be this run's
+    own: Path | None = None  # the run's directory or a checkpoint in it, which is searched once the directory is locked
+    other: ResumePoint | None = None  # another run's checkpoint, which is copied
 
 
 def _find_source(plan: Plan, run_dir: Path) -> ResumeSource:
-    """The source that a plan with `resume` names."""
-    resume = plan.run.resume
-    assert resume is not None
-    path = run_dir if resume == "auto" else _resolve(os.path.expanduser(resume))
+    if plan.run.resume is None:
+        return ResumeSource()
+    path = run_dir if plan.run.resume == "auto" else _resolve(os.path.expanduser(plan.run.resume))
     if path == run_dir or (_is_checkpoint(path) and path.parent == run_dir):
-        return ResumeSource(path, is_own_run=True)
-    resume_point = _find_resume_point(path, plan)
-    if _began_with(run_dir, resume_point) and find_checkpoints(run_dir):  # the same command ran before, and saved here
-        return ResumeSource(run_dir, is_own_run=True)
-    return ResumeSource(path, is_own_run=False, resume_point=resume_point)
+        checkpoints = find_checkpoints(run_dir)
+        if path != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(path):
+            raise InputError(
+                f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give "
+                f"another local_run_dir, to which checkpoint and logs are copied"
+            )
+        is_known = checkpoints or (run_dir / ORIGIN).exists() or read_record(run_dir)
+        return ResumeSource(bool(is_known), own=path)
+    other = _find_resume_point(path, plan)
+    assert other is not None  # only `resume=auto` may find nothing
+    origin = run_dir / ORIGIN
+    check_writable(origin)
+    began_here = origin.exists() and origin.read_bytes() == other.manifest["sha256"].encode()
+    if began_here and find_checkpoints(run_dir):  # the same command ran before, and saved here
+        return ResumeSource(began_here, own=run_dir)
+    return ResumeSource(began_here, other=other)
 
 
 def _resolve(path: str) -> Path:
@@ -200,10 +215,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the checkpoint at `path`.
+    """A run's newest complete checkpoint, or the checkpoint at `path`; None if `resume=auto` finds none at all.
 
-    None if `resume=auto` finds no checkpoint at all. In all other cases, raises InputError if none is complete, or if
-    the config does not fit the checkpoint.
+    Raises InputError if none is complete, or if the config does not fit the checkpoint.
     """
     candidates = [path] if _is_checkpoint(path) else find_checkpoints(path)
     reasons = ""
@@ -227,43 +241,13 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 
 def _verify(checkpoint: Path) -> dict[str, Any]:
     """Verify that a checkpoint can be resumed; return its manifest."""
-    manifest = check_complete(checkpoint, report_progress)
+    manifest = check_complete(checkpoint)
     if odd := sorted(name for name, kind in FACTS.items() if not isinstance(manifest.get(name, ...), kind)):
         raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(odd)}, or has them in another form")
     for name in manifest["files"]:
         if name.endswith(".pt"):
             read_state(checkpoint / name)  # raises for a file of another form; reads no tensors, which are mapped
-            report_progress()
     return manifest
-
-
-def _find_own_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
-    """Find the resume point in the run's own directory.
-
-    Refuses any checkpoint but the newest, as continuing an older one there would overwrite later ones.
-    """
-    resume_point = _find_resume_point(path, plan)
-    if resume_point is None or not _is_checkpoint(path):
-        return resume_point
-    newest, *_ = find_checkpoints(resume_point.path.parent)
-    if newest != resume_point.path:
-        raise InputError(
-            f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({newest.name}); give another "
-            f"local_run_dir, to which checkpoint and logs are copied"
-        )
-    return resume_point
-
-
-def _is_known(run_dir: Path) -> bool:
-    """Return whether a directory is known to be a run's."""
-    return bool(read_record(run_dir) or (run_dir / ORIGIN).exists() or find_checkpoints(run_dir))
-
-
-def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:
-    """Return whether the directory's run began with this checkpoint."""
-    origin = run_dir / ORIGIN
-    check_writable(origin)
-    return origin.exists() and origin.read_bytes() == resume_point.manifest["sha256"].encode()
 
 
 def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
@@ -279,7 +263,9 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
     saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
     for key, saved_value in saved.items():
-        if config.get(key) != saved_value:
+        if key in REMOVED:
+            print(f"{key}={saved_value} of {where} is ignored: it was removed after {REMOVED[key]}")
+        elif config.get(key) != saved_value:
             rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:
@@ -296,19 +282,20 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if resume_point is None:
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)
-    since = f"has changed since {resume_point.path}"
     changes = _list_changes(saved["model"], current["model"])
-    if saved["data"] != current["data"]:
-        problem = f"the training data {since}, so the remaining examples are unknown"
-    elif saved.get("test_data", current["test_data"]) != current["test_data"]:
-        problem = f"the test data {since}, so its evaluations cannot be compared with the earlier ones"
-    elif saved["tokens"] != current["tokens"]:
-        problem = f"the tokenizer {since}: it encodes the same texts differently"
-    elif changes:
-        problem = f"the model's config.json {since}: {', '.join(changes)}"
-    else:
-        return
-    raise InputError(f"{problem}; restore what has changed, or start a new run with model.archive={resume_point.path}")
+    since = f"has changed since {resume_point.path}"
+    problems = {  # each with whether it is there
+        f"the training data {since}, so the remaining examples are unknown": saved["data"] != current["data"],
+        f"the test data {since}, so its evaluations cannot be compared with the earlier ones": (
+            saved.get("test_data", current["test_data"]) != current["test_data"]
+        ),
+        f"the tokenizer {since}: it encodes the same texts differently": saved["tokens"] != current["tokens"],
+        f"the model's config.json {since}: {', '.join(changes)}": changes,
+    }
+    if problem := next((sentence for sentence, is_there in problems.items() if is_there), None):
+        raise InputError(
+            f"{problem}; restore what has changed, or start a new run with model.archive={resume_point.path}"
+        )
 
 
 def _list_changes(saved_model: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
@@ -359,12 +346,10 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
                 os.link(checkpoint / name, copy / name)  # a link suffices, as the file never changes
             except OSError:  # on another file system
                 _copy_file(checkpoint / name, copy / name)
-        sync_directory(copy)
-    sync_directory(run_dir)
+        sync(copy)
+    sync(run_dir)
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file and sync the copy to the disk."""
-    with source.open("rb") as file, HashedFile(target, report_progress) as copy:
-        shutil.copyfileobj(file, copy, BLOCK)
-        copy.sync()
+    shutil.copyfile(source, target)
+    sync(target)

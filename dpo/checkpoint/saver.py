@@ -15,14 +15,13 @@ from dpo.errors import explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
-from dpo.system.waiting import meet_rank_0, report_progress
+from dpo.system.waiting import meet_rank_0, sending_heartbeats
 
 
 class Checkpoints:
-    """The saver of a run's checkpoints.
+    """Saves a run's states, gathered on rank 0, which writes them in the background if a copy fits in memory.
 
-    A state is gathered on rank 0, which writes it in the background if a copy of it fits in memory. BEST is the best of
-    evaluations of the same `n_evaluated` examples.
+    BEST is the best of evaluations of the same `n_evaluated` examples.
     """
 
     def __init__(
@@ -47,16 +46,18 @@ class Checkpoints:
         facts: Callable[[], Mapping],
         elsewhere: Path | None = None,
     ) -> None:
-        """Save the parts; every process must call `save`.
+        """Save the parts to `step-N`, LATEST and, if of the highest quality so far, BEST; every process must call it.
 
-        Saves to `step-N` and makes LATEST point to it, and BEST too if its quality is the highest so far. With
-        `elsewhere`, saves to that directory instead and changes no link.
+        With `elsewhere`, saves to that directory instead and changes no link.
         """
         self.wait()  # for the previous save, so that at most one copy of the state is in memory
         links = []
         if not elsewhere:
-            is_best = self._record_quality(step_idx, quality)
-            links = ["LATEST", "BEST"] if is_best else ["LATEST"]
+            links = ["LATEST"]
+            self.latest = math.nan if quality is None else quality
+            if self.latest > self.best:  # false for NaN
+                self.best, self.best_at = self.latest, step_idx
+                links = ["LATEST", "BEST"]
         n_bytes = sum(part.n_bytes for part in parts)
         # beside the copy, as much memory again must remain for training, which goes on meanwhile
         in_background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
@@ -75,19 +76,8 @@ class Checkpoints:
         else:
             write(states)  # takes one part at a time from the generator, so that only one is in memory
 
-    def _record_quality(self, step_idx: int, quality: float | None) -> bool:
-        """Record a new checkpoint's quality; return whether it is the best."""
-        self.latest = math.nan if quality is None else quality
-        is_best = self.latest > self.best  # false for NaN
-        if is_best:
-            self.best, self.best_at = self.latest, step_idx
-        return is_best
-
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the name and state of each part, then its further files.
-
-        The states are whole on rank 0 alone; the other processes only take part in gathering.
-        """
+        """Yield the name and state of each part, whole on rank 0 alone, then its further files."""
         for part in parts:
             self._wait_for_rank_0()  # it may still be writing the previous part
             state = part.gather(copy=copy)
@@ -101,31 +91,31 @@ class Checkpoints:
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, progress=report_progress, **content)
-        for link in links:
-            point(self.run_dir / link, directory)
-        if self.keep is not None:
-            prune(self.run_dir, self.keep, self.run)
+        with sending_heartbeats():
+            write_checkpoint(directory, states, **content)
+            for link in links:
+                point(self.run_dir / link, directory)
+            if self.keep is not None:
+                prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Continue with the parts as they were saved.
-
-        Every process must call it. Raises DamagedCheckpoint if a file does not hold the state of its part.
-        """
+        """Continue with the parts as they were saved; every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
-            with explaining_library(partial(_explain_misfit, file)):
+
+            def explain(error: Exception, file: Path = file) -> DamagedCheckpoint:
+                reason = f"{type(error).__name__} {one_sentence(error)}"
+                return DamagedCheckpoint(f"{file} does not hold the state of a run: {reason}")
+
+            with explaining_library(explain):
                 part.restore(file)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()` if its BEST is in this run's directory.
-
-        A run that continues in a new directory has only the checkpoint that it continues from.
-        """
+        """Restore a `state_dict()` if its BEST is in this run's directory, which may be a new one."""
         if state["n_evaluated"] != self.n_evaluated:
             evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"
             self.log(f"BEST is chosen anew from now on, as {evaluated}: their means cannot be compared")
@@ -149,7 +139,3 @@ class Checkpoints:
         self.wait()
         self._wait_for_rank_0()
         self.mesh.any(False)  # a barrier
-
-
-def _explain_misfit(file: Path, error: Exception) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{file} does not hold the state of a run: {type(error).__name__} {one_sentence(error)}")

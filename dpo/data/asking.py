@@ -9,9 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
-
 from dpo.data.schema import ASSISTANT, SURROGATE, Messages, check_unicode, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
@@ -131,26 +128,17 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
         raise InputError(f"{where}: the prompt has no messages")
     if prompt_format == RAW:
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
-    if prompt_format == HH:
-        return render_dialogue(messages, where)
+    if prompt_format == HH:  # up to where the next answer begins
+        speakers = {"user": HUMAN, "assistant": ASSISTANT}
+        if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
+            raise InputError(f"{where}: a dialogue of Human and Assistant has no role {', '.join(unknown)}")
+        return "".join(f"{speakers[m['role']]} {m['content'].strip()}" for m in messages) + ASSISTANT
     check_texts(messages, "a message", where)
     messages, schemas = escape_texts(messages, tokenizer), escape_texts(schemas, tokenizer)
     try:
         return render_open(tokenizer, messages, tools=schemas or None, continued=is_prefilled(messages))
     except TemplateRejects as error:
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
-
-
-def render_dialogue(messages: Messages, where: str) -> str:
-    """Render messages as a dialogue in HH's format.
-
-    The dialogue ends where the next answer begins.
-    """
-    speakers = {"user": HUMAN, "assistant": ASSISTANT}
-    if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
-        raise InputError(f"{where}: a dialogue of Human and Assistant has no role {', '.join(unknown)}")
-    turns = (f"{speakers[message['role']]} {message['content'].strip()}" for message in messages)
-    return "".join(turns) + ASSISTANT
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
@@ -161,24 +149,13 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
     """
     try:
         try:
-            return _render(tokenizer, messages, **options)
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except TypeError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
     except Exception as error:  # a template is a program, which may raise anything
         raise TemplateRejects(one_sentence(error)) from error
-
-
-def _render(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    method = getattr(tokenizer.apply_chat_template, "__func__", None)
-    is_usual = method is PreTrainedTokenizerBase.apply_chat_template  # a model's own code may have another
-    if options.get("tools") or not (is_usual and all(message.keys() == {"role", "content"} for message in messages)):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    # the same in half the time, as texts need not be copied
-    template = _compile_jinja_template(tokenizer.get_chat_template())
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False, **options}
-    return template.render(tokenizer.special_tokens_map | given)
 
 
 def is_prefilled(prompt: Messages) -> bool:

@@ -11,10 +11,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
-from dpo.data.schema import name_pairs
+from dpo.data.schema import TruncationMode, name_pairs
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
@@ -46,23 +45,19 @@ def make_rows(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[dict[str, Any]]:
     """Tokenize and truncate examples; make the rows of a `PaddedBatch`, before padding."""
+    rows = []
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
-    return [_make_row(example, token_ids) for example, token_ids in zip(examples, encoded, strict=True)]
-
-
-def _make_row(example: TextExample, encoded: Example) -> dict[str, Any]:
-    prompt, prompt_ids = unescape(example.prompt.text), encoded.prompt
-    element: dict[str, Any] = {"prompt": prompt}
-    texts = {role: unescape(text) for role, text in example.texts.items()}
-    for (role, text), (response_ids, cuts) in zip(texts.items(), encoded.cut_responses, strict=True):
-        element[role] = prompt + text
-        element[f"{role}_response_only"] = text
-        element[f"{role}_input_ids"] = [*prompt_ids, *response_ids]
-        element[f"{role}_attention_mask"] = [1] * (len(prompt_ids) + len(response_ids))
-        element[f"{role}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + make_labels(response_ids, cuts)
-    element["prompt_input_ids"] = list(prompt_ids)
-    element["prompt_attention_mask"] = [1] * len(prompt_ids)
-    return element
+    for example, ids in zip(examples, encoded, strict=True):
+        prompt, n_prompt = unescape(example.prompt.text), len(ids.prompt)
+        row: dict[str, Any] = {"prompt": prompt}
+        for (role, text), (response, cuts) in zip(example.texts.items(), ids.cut_responses, strict=True):
+            row[role] = prompt + unescape(text)
+            row[f"{role}_response_only"] = unescape(text)
+            row[f"{role}_input_ids"] = [*ids.prompt, *response]
+            row[f"{role}_attention_mask"] = [1] * (n_prompt + len(response))
+            row[f"{role}_labels"] = [IGNORE_INDEX] * n_prompt + make_labels(response, cuts)
+        rows.append(row | {"prompt_input_ids": [*ids.prompt], "prompt_attention_mask": [1] * n_prompt})
+    return rows
 
 
 def tokenize_batch_element(
@@ -74,11 +69,10 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Tokenize one pair; the reference code has this function too.
+    """Tokenize one pair as the reference code's function does: a row of a `PaddedBatch`, with lists for tensors.
 
-    Returns a row of a `PaddedBatch`, with lists for tensors. Prompt and responses are tokenized separately, without
-    special tokens. EOS is appended to each response, and prompt tokens are labelled -100. Raises InputError if a text
-    contains EOS or the truncation mode is unknown.
+    Prompt and responses are tokenized separately, without special tokens. EOS is appended to each response, and prompt
+    tokens are labelled -100. Raises InputError if a text contains EOS or the truncation mode is unknown.
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
@@ -123,20 +117,14 @@ def padded_batch(
 
 
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Pad the prompts of examples on the left, for generation.
-
-    Returns `prompt_input_ids` and `prompt_attention_mask`, each (prompts, tokens).
-    """
-    elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
-    batch: Any = collate(elements, find_pad_token(tokenizer))
+    """Pad the prompts of examples on the left, for generation, to ids and masks of shape (prompts, tokens)."""
+    rows = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
+    batch: Any = collate(rows, find_pad_token(tokenizer))
     return batch
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
-    """Pad rows of token lists to int64 tensors on the CPU.
-
-    Texts are collected in lists.
-    """
+    """Pad rows of token lists to int64 tensors on the CPU; texts are collected in lists."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}
     for key in rows[0]:
@@ -154,10 +142,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """Find the id of the pad token, or else of EOS.
-
-    Raises InputError for a tokenizer with neither.
-    """
+    """Find the id of the pad token, or else of EOS."""
     if tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
     if tokenizer.eos_token_id is None:
@@ -166,7 +151,7 @@ def find_pad_token(tokenizer: Any) -> int:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """Make a collating function; the reference code has this function too."""
+    """The reference code's function of this name."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 
@@ -187,13 +172,9 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad a tensor at the end of `dim` up to `length`.
-
-    A tensor that is long enough is returned unchanged.
-    """
-    missing = length - tensor.size(dim)
-    if missing <= 0:
-        return tensor
+    """Pad a tensor at the end of `dim` up to `length`; a tensor that is long enough is returned unchanged."""
     shape = list(tensor.shape)
-    shape[dim] = missing
+    shape[dim] = length - shape[dim]
+    if shape[dim] <= 0:
+        return tensor
     return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)

@@ -7,13 +7,13 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, Tokens, append_eos, unescape
-from dpo.data.truncation import truncate
+from dpo.data.tokenization import TextEncoder, Tokens, unescape
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -29,6 +29,10 @@ class TextExample(NamedTuple):
     example_index: int  # among the prompt's examples
     texts: dict[str, str]  # of the responses, by role
     pieces: list[list[str]]  # of the same responses: see `split_at_cuts`
+
+    @classmethod
+    def of(cls, prompt: Prompt, index: int) -> TextExample:
+        return cls(prompt, index, prompt.texts(index), prompt.pieces(index))
 
 
 class Example(NamedTuple):
@@ -60,8 +64,6 @@ class Example(NamedTuple):
         Each token is predicted from those before it, so without a prompt a response's first token has no score.
         """
         n_unscored = 0 if self.prompt else 1
-        if not self.cuts:
-            return tuple(len(response) - n_unscored for response in self.responses)
         return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
@@ -84,10 +86,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    """Digest of an example's prompt and its responses by role.
-
-    The digest does not depend on where the example is in the data.
-    """
+    """Digest of an example's prompt and its responses by role, wherever the example is in the data."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")
@@ -96,11 +95,7 @@ def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
 
 
 def list_examples(prompt: Prompt) -> list[TextExample]:
-    return [_read_example(prompt, index) for index in range(len(prompt.examples))]
-
-
-def _read_example(prompt: Prompt, index: int) -> TextExample:
-    return TextExample(prompt, index, prompt.texts(index), prompt.pieces(index))
+    return [TextExample.of(prompt, index) for index in range(len(prompt.examples))]
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
@@ -110,7 +105,7 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
         # examples of a prompt come one after another, so each prompt is decoded once
         if prompt is None or prompt.index_in_split != prompt_index:
             prompt = prompts[prompt_index]
-        examples.append(_read_example(prompt, example_index))
+        examples.append(TextExample.of(prompt, example_index))
     return examples
 
 
@@ -129,7 +124,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         other = next((candidate for candidate in later if candidate.text != prompt.text), None)
         if other is None:
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
-        other_example = _read_example(other, example.example_index % len(other.examples))
+        other_example = TextExample.of(other, example.example_index % len(other.examples))
         # `rendered` allows EOS inside texts: the other prompt's responses may need that, even if this prompt does not
         both = {"rendered": prompt.rendered or other.rendered, "apart": prompt.apart and other.apart}
         prompt = prompt._replace(**both)
@@ -188,58 +183,10 @@ def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Token
     ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
     others = [example for example in examples if not example.prompt.apart]
     whole = iter(encode.encode_whole([(e.prompt.text, e.pieces, e.prompt.all_pieces()) for e in others]))
-    shortened = list(dict.fromkeys(filter(None, (example.prompt.shortened for example in others))))
-    short = dict(zip(shortened, encode.encode_whole([(text, [], []) for text in shortened]), strict=True))
-    tokens = []
-    for prompt, _, _, pieces in examples:
-        if prompt.apart:
-            tokens.append(Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]))
-        elif prompt.shortened is not None:
-            tokens.append(next(whole)._replace(shortened=short[prompt.shortened].prompt))
-        else:
-            tokens.append(next(whole))
-    return tokens
-
-
-class Truncated(NamedTuple):
-    """Token ids after truncation; uncut responses end with EOS."""
-
-    prompt: list[int]
-    responses: list[list[int]]
-    prompt_is_cut: bool
-    responses_are_cut: bool
-
-
-def truncate_example(
-    example: TextExample,
-    tokens: Tokens,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    max_prompt_length: int,
-    new_tokens: int | None = None,
-) -> Truncated:
-    """Append EOS, and truncate the prompt and the responses together.
-
-    With `new_tokens`, an answer of so many tokens takes the place of the responses. Raises InputError for a text that
-    contains EOS.
-    """
-    prompt = example.prompt
-    untruncated, responses = append_eos(
-        prompt.text, example.pieces, tokens, tokenizer, rendered=prompt.rendered, apart=prompt.apart
-    )
-    if new_tokens is not None:
-        responses = [[0] * new_tokens]  # only its length matters
-    prompt_ids, cut_responses = truncate(
-        untruncated,
-        responses,
-        prompt.truncation_mode,
-        max_length,
-        max_prompt_length,
-        shortened=tokens.shortened,
-        as_reference=prompt.apart,
-    )
-    return Truncated(prompt_ids, cut_responses, prompt_ids != untruncated, cut_responses != responses)
+    return [
+        Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]) if prompt.apart else next(whole)
+        for prompt, _, _, pieces in examples
+    ]
 
 
 def encode_examples(
@@ -250,10 +197,9 @@ def encode_examples(
     Raises InputError for a text that contains EOS.
     """
     encoded, limits = [], {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    for example, tokens in zip(examples, tokenize(examples, encode), strict=True):
-        prompt, example_index, texts, pieces = example
+    for (prompt, example_index, texts, pieces), tokens in zip(examples, tokenize(examples, encode), strict=True):
         prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
-            example, tokens, encode.tokenizer, **limits
+            prompt, pieces, tokens, encode, **limits
         )
         encoded.append(
             Example(

@@ -6,22 +6,25 @@ import hashlib
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
+from dpo.data.examples import TextExample, list_examples, tokenize
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
-from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import (
     FOLDER,
+    ROWS_PER_BATCH,
     SPLITS,
+    Prompt,
     PromptTable,
     explaining_table,
     find_or_build,
@@ -50,7 +53,7 @@ class TrainingData:
     train: PromptTable
     test: PromptTable
     report: Preflight
-    digest: str = ""  # of the texts of `train`, in order
+    digest: str = ""  # of the examples of `train`, in order
     test_digest: str = ""
 
     @property
@@ -60,9 +63,8 @@ class TrainingData:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of texts, token ids before truncation, and how they are truncated."""
-        digests = (self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest)
-        return *digests, self.report.train.truncation_digest, self.report.test.truncation_digest
+        """Digests of examples and how they are truncated, and of token ids before truncation."""
+        return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
 
     @classmethod
     def open(
@@ -125,10 +127,8 @@ def build_table(
     Raises InputError for unusable data.
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
-    counters: dict[str, SplitCounter] = {}
     held_out: dict[str, PreferenceData] = {}
     trains_on = "prompts" if options.online else options.trains_on
-    limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
     for split in SPLITS:
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         prompts = iterate_prompts(
@@ -150,11 +150,12 @@ def build_table(
             chat=options.chat,
             **({} if options.bad_records == "refuse" else {"bad_records": options.bad_records}),
         )
-        prompts = fit_prompts(prompts, encode, limits, counter.count_example)
+        if options.truncation == "drop":
+            prompts = _drop_long(prompts, counter, options.max_length, options.new_tokens)
+        elif options.truncation != "auto":
+            mode: Any = options.truncation
+            prompts = (prompt._replace(truncation_mode=mode) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
-        counters[split] = counter
-        if split == "test":
-            counter.count_in_train(counters["train"])
         report = counter.count_tokens(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
         )
@@ -165,14 +166,32 @@ def build_table(
         digests[split] = counter.digest.hexdigest()[:32]
         counted = "prompts" if options.online else "examples"
         if not reports[split][counted]:
-            left_out = (
-                f" but {reports[split]['too_long']:,} that are too long: raise max_length, or choose truncation=auto"
-            )
-            raise InputError(
-                f"the {split} split of {', '.join(options.names)} has no {counted}"
-                f"{left_out if reports[split]['too_long'] else ''}"
-            )
+            n = reports[split]["too_long"]
+            too_long = f" but {n:,} that are too long: raise max_length, or choose truncation=auto" if n else ""
+            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}{too_long}")
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
+
+
+def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, max_length: int, new_tokens: int) -> Iterator[Prompt]:
+    """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
+    remaining = iter(prompts)
+    while batch := list(islice(remaining, ROWS_PER_BATCH)):
+        examples = [each for prompt in batch for each in list_examples(prompt) or [TextExample(prompt, 0, {}, [])]]
+        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
+        for (prompt, index, *_), tokens in zip(examples, tokenize(examples, counter.encode), strict=True):
+            longest = max([new_tokens, *(sum(map(len, pieces)) + 1 for pieces in tokens.responses)])
+            is_long = len(tokens.prompt) + longest > max_length
+            counter.count_example("too_long", is_long, prompt, index)
+            if not is_long:
+                kept[prompt.index_in_split].append(index)
+        for prompt in batch:
+            indices = kept[prompt.index_in_split]
+            if prompt.examples and indices:
+                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
+                chosen = {name: all_ and [all_[i] for i in indices] for name, all_ in by_example.items()}
+                prompt = prompt._replace(**chosen)
+            if indices:
+                yield prompt
 
 
 def list_code(loader: Path) -> list[Path]:
@@ -237,17 +256,16 @@ def prepare_data(
     train_report = facts["reports"]["train"]
     n_examples = train_report["prompts"] if options.online else train_report["examples"]
     if n_examples < batch_size:
+        fix = "add data"
+        if largest := n_examples - n_examples % batch_parts:
+            fix = f"set batch_size={largest} or add data"
+        elif batch_parts > 1:
+            fix += f"; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
         raise InputError(
             f"the train split of {', '.join(options.names)} has {count(n_examples, 'example')}, too few for one batch "
-            f"of batch_size={batch_size}: {_suggest_batch_size(n_examples, batch_parts)}"
+            f"of batch_size={batch_size}: {fix}"
         )
     return table, facts
-
-
-def _suggest_batch_size(n_examples: int, batch_parts: int) -> str:
-    if n_examples < batch_parts:
-        return f"add data; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
-    return f"set batch_size={n_examples - n_examples % batch_parts} or add data"
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
@@ -309,8 +327,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
-    kinds = ("", "token ids of the ", "truncation of the ")
-    names = [f"{kind}{split} data" for kind in kinds for split in ("training", "test")]
+    names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))
     check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
@@ -319,15 +336,16 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
         )
     if not silent:
-        print(data.report.describe(plan.data.batch_size), flush=True)
-        formats = data.report.train.prompt_formats
-        for warning in find_chat_warnings(tokenizer, formats) + find_bos_warnings(tokenizer, data.train[0].text):
-            print(f"warning: {warning}", flush=True)
-        # whoever uses published splits, or the demo, can do nothing about what they share
-        has_own_data = not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets)
-        leaks = data.report.test.find_leaks() if has_own_data else []
-        for warning in find_weight_warnings(data.report.train, plan.loss.options) + leaks:
-            print(f"warning: {warning}", flush=True)
+        report, own_leaks = data.report, []
+        if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
+            own_leaks = report.test.find_leaks()
+        warnings = [
+            *find_chat_warnings(tokenizer, report.train.prompt_formats),
+            *find_bos_warnings(tokenizer, data.train[0].text),
+            *find_weight_warnings(report.train, plan.loss.options),
+            *own_leaks,
+        ]
+        print(report.describe(plan.data.batch_size), *(f"warning: {text}" for text in warnings), sep="\n", flush=True)
     return data
 
 
@@ -341,7 +359,7 @@ def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> No
                 f"prompt: give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the "
                 f"test split, so the file needs 20"
             )
-        if not plan.loss.takes_weights and report["largest_weight"] is not None:
+        if not plan.loss.takes_weights and report["effective_examples"] is not None:
             raise InputError(
                 f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
                 f"no weights: remove the column, or choose another loss, such as loss=dpo"
@@ -354,28 +372,19 @@ def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> lis
     All desirable examples together should weigh 1 to 4/3 times as much as all undesirable examples (arXiv 2402.01306,
     section 4). In data with weights, an example counts as its weight.
     """
-    weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
-    if report.desirable is None or not all(weights):  # there are no labels, or one kind has weight 0
+    desirable, undesirable = (options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable"))
+    if report.desirable is None or not (desirable and undesirable):  # there are no labels, or one kind has weight 0
         return []
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
         return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
-    if "desirable_weight" not in options:
+    sums = (report.desirable_weights or report.desirable, report.undesirable_weights or report.undesirable)
+    ratio = desirable * sums[0] / (undesirable * sums[1])
+    if "desirable_weight" not in options or 0.99 <= ratio <= 1.01 * 4 / 3:  # the advised weights are rounded
         return []
-    counts, measure = (report.desirable, report.undesirable), "number"
-    if report.desirable_weights and report.undesirable_weights:
-        counts, measure = (report.desirable_weights, report.undesirable_weights), "weight"
-    desirable, undesirable = (weight * n for weight, n in zip(weights, counts, strict=True))
-    if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
-        return []
-    if desirable < undesirable:
-        key, least, most = "loss.desirable_weight", undesirable / counts[0], 4 / 3 * undesirable / counts[0]
-    else:
-        key, least, most = "loss.undesirable_weight", 3 / 4 * desirable / counts[1], desirable / counts[1]
     return [
-        f"the desirable responses weigh {desirable / undesirable:.3g} times as much as the undesirable responses (the "
-        f"{measure} of each times loss.desirable_weight or loss.undesirable_weight), and the paper of KTO advises 1 to "
-        f"4/3: try {key} from {least:.3g} to {most:.3g}"
+        f"the desirable responses weigh {ratio:.3g} times as much as the undesirable responses, and the paper of KTO "
+        f"advises 1 to 4/3: try loss.desirable_weight from {desirable / ratio:.3g} to {4 / 3 * desirable / ratio:.3g}"
     ]
 
 

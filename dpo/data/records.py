@@ -1,24 +1,26 @@
-"""Records of custom data in one form, and their formats.
+"""Rows of custom data, read as records.
 
-A record has a prompt and its responses, all texts or all chat messages. `read_record` reads it by the fields that its
-row has. `recognize_format` names the format of a row, by its columns and the kind of their values.
+`read_record` reads a row by the fields that it has. Each form of records has a function of its own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from itertools import chain, cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpo.data.asking import HH, find_format, split_turns
 from dpo.data.schema import (
     ASSISTANT,
     LABEL_TYPES,
     Messages,
+    Record,
     get_field,
     is_sharegpt,
     read_message,
@@ -26,7 +28,7 @@ from dpo.data.schema import (
 )
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import FORMATS, NUMBER_FIELDS, SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
+from dpo.settings.choices import SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
 
 # the role of each speaker in ShareGPT's messages; messages from CALLERS become calls of the assistant
 SHAREGPT_ROLES = {
@@ -41,9 +43,6 @@ SHAREGPT_ROLES = {
 # roles of messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
 CALLERS = ("function_call", "tool_call")
 RESULTS = ("tool_response", "function")  # roles of a tool's results in ms-swift's and OpenAI's earlier data
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
-# marks in a text for items of such columns, as in <image>, <|image_pad|>, <start_of_image>, <image_soft_token>, [IMG]
-PLACEHOLDER = re.compile(r"<\|?[a-z_]*(?:image|video|audio|vision|img)[a-z_]*(?:_?\d+)?\|?>|\[IMG\]", re.IGNORECASE)
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = (
@@ -53,67 +52,51 @@ UNDESIRABLE = (
     "false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "thumbs down", "thumbs_down",
     "👎",
 )  # fmt: skip
-
 ANSWER_FIELDS = ("chosen", "rejected", "completion")  # each is one response to the prompt
-RESPONSE_FIELDS = ("messages", *ANSWER_FIELDS)
-NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that `get_custom` reads itself
-TEXT, MESSAGES, SHAREGPT = "text", "messages", "sharegpt"  # kinds of values
-
-
-class Record(NamedTuple):
-    """A prompt and its responses, all texts or all chat messages."""
-
-    prompt: Any  # a text, or Messages
-    responses: Sequence[Any]  # chosen and rejected, a target, or a ranked list; none for a prompt to answer
-    system: str = ""  # a system turn that the row has in a column of its own
-    input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
-    label: bool | None = None  # whether the one response is desirable
-    is_list: bool = False  # whether the responses are a ranked list, which may have only two
-    history: Sequence[Sequence[str]] = ()  # [question, answer] before an instruction; only with texts
-    tools: Any = None  # that a chat may call: a list of schemas, or such a list as JSON
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.prompt, list)
-
-    def join_prompt(self) -> Any:
-        """The prompt with its system turn, history and input."""
-        if isinstance(self.prompt, list):
-            system = [{"role": SYSTEM, "content": self.system}] if self.system else []
-            return system + self.prompt
-        return "\n\n".join(filter(None, (self.system, *chain(*self.history), self.prompt, self.input)))
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, name: str) -> Record:
-    """Read the record in a row.
+    """Read the record in a row; `used` maps fields to columns.
 
-    `used` maps fields to columns. Raises InputError, which says `where` the row is, if a field is wrong, or if prompt
-    and responses do not go together. `name` is the dataset's, for the message.
+    Raises InputError, which says `where` the row is, if a field is wrong, or if prompt and responses do not go
+    together. `name` is the dataset's, for the message.
     """
     if "messages" in used:
         prompt, responses = _read_conversation(row, used["messages"], where)
+    elif "responses" in used:
+        answers = _read_list(row, used["responses"], where)
+        prompt, responses = _join_answers(row, used["prompt"], answers, where)
     elif "prompt" in used:
-        prompt, responses = _read_prompt_with_answers(row, used, where)
+        answers = [(used[field], _read_value(row, used[field], where)) for field in ANSWER_FIELDS if field in used]
+        prompt, responses = _join_answers(row, used["prompt"], answers, where)
     else:
         prompt, responses = _read_whole_pair(row, used, where, name)
-    system = _read_optional(row, used, SYSTEM, where)
-    input_text = _read_optional(row, used, "input", where)
-    if input_text:
-        get_field(row, used["prompt"], where)  # raises for a prompt of messages, to which no input belongs
-    history = _read_history(row, used["history"], where) if "history" in used else ()
-    label = _read_label(row, used["label"], where) if "label" in used else None
-    tools = row.get(used[TOOLS]) if TOOLS in used else None
+    before, tools = _read_turns_before(row, used, where), ()
+    if "input" in used and row.get(used["input"]) not in (None, ""):
+        texts = (get_field(row, used[field], where) for field in ("prompt", "input"))
+        prompt = "\n\n".join(filter(None, texts))
     if isinstance(prompt, list):
         _check_chat(prompt, responses, where)
-        system = "" if prompt[0]["role"] == SYSTEM else system
-        if tools:  # those beside texts are not used, so they are not checked
+        if prompt[0]["role"] != SYSTEM:  # else the turn before it is left over
+            prompt, before = before + prompt, []
+        if TOOLS in used:  # those beside texts are not used, so they are not checked
             fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
-            tools = tools if read_tools(row, used[TOOLS], where, fix) else None
-    _check_media(row, used, [prompt, *responses, system, input_text, *history], where)
-    return Record(prompt, responses, system, input_text, label, "responses" in used, history, tools or None)
+            tools = read_tools(row, used[TOOLS], where, fix)
+    elif TOOLS in used:
+        tools = row.get(used[TOOLS]) or ()
+    return Record(
+        prompt,
+        responses,
+        label=_read_label(row, used["label"], where) if "label" in used else None,
+        scores=_read_scores(row, used, len(responses), where) if "responses" in used else None,
+        weight=_read_number(row, used["weight"], where, above_zero=True) if "weight" in used else None,
+        margin=_read_number(row, used["margin"], where) if "margin" in used else None,
+        before=before,
+        tools=tools,
+    )
+
+
+# --- forms of records ----------------------------------------------------------------------------------------------
 
 
 def _read_conversation(row: Mapping[str, Any], column: str, where: str) -> tuple[Messages, list[Any]]:
@@ -124,18 +107,15 @@ def _read_conversation(row: Mapping[str, Any], column: str, where: str) -> tuple
     return messages[:-1], [messages[-1:]]
 
 
-def _read_prompt_with_answers(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
-    """Read a prompt with its responses, if it has any.
+def _join_answers(
+    row: Mapping[str, Any], column: str, answers: Sequence[tuple[str, Any]], where: str
+) -> tuple[Any, list[Any]]:
+    """Read the prompt that goes with responses, each of which comes with its column.
 
     Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or, if the
     messages do not begin with the assistant's, the content of one with which all responses begin, as in UltraFeedback.
     """
-    column = used["prompt"]
     prompt = _read_value(row, column, where)
-    if "responses" in used:
-        answers = _read_list(row, used["responses"], where)
-    else:
-        answers = [(used[field], _read_value(row, used[field], where)) for field in ANSWER_FIELDS if field in used]
     values = [value for _, value in answers]
     if all(isinstance(value, str) for value in values):
         is_chat = isinstance(prompt, list)
@@ -146,7 +126,7 @@ def _read_prompt_with_answers(row: Mapping[str, Any], used: Mapping[str, str], w
     if prompt and all(messages and messages[0]["role"] == "assistant" for messages in values):
         return [{"role": "user", "content": prompt}], values
     shared, rests = _split_shared_messages(values)
-    if all(message.get("content") != prompt for message in shared):
+    if all(message["content"] != prompt for message in shared):
         raise InputError(
             f"{where}: the prompt is not the content of any message with which the responses begin: add such a "
             f"message, or give no column for the prompt"
@@ -157,7 +137,7 @@ def _read_prompt_with_answers(row: Mapping[str, Any], used: Mapping[str, str], w
 def _read_whole_pair(
     row: Mapping[str, Any], used: Mapping[str, str], where: str, name: str
 ) -> tuple[str | Messages, list[Any]]:
-    """Read a pair of which both begin with the prompt."""
+    """Read a pair of which both begin with the prompt, as in HH's data."""
     columns = [used[field] for field in WHOLE_PAIR_FIELDS]
     values = [_read_value(row, column, where) for column in columns]
     if all(isinstance(value, str) for value in values):
@@ -195,17 +175,37 @@ def _check_chat(prompt: Messages, responses: Sequence[Messages], where: str) -> 
         )
 
 
-def _check_media(row: Mapping[str, Any], used: Mapping[str, str], parts: Sequence[Any], where: str) -> None:
-    """Raise InputError for a placeholder of an image in a text."""
-    columns = [column for column in row if column.lower() in MEDIA and column not in used.values() and row[column]]
-    if columns and (placeholder := PLACEHOLDER.search(repr(parts))):
-        raise InputError(
-            f"{where}: a text has {placeholder[0]}, a placeholder for an item of {', '.join(columns)}, and only text "
-            f"is trained: remove the record"
-        )
+def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Split two texts with a common beginning into (prompt, chosen, rejected).
+
+    If they share an `\\n\\nAssistant:`, the prompt ends with the last shared one, as in HH. Otherwise the prompt is the
+    common beginning up to its last whitespace, so that no word is split and each response starts with a space.
+    """
+    shared = common_start(chosen, rejected)
+    marker_start = shared.rfind(ASSISTANT)
+    if marker_start >= 0:
+        prompt_length = marker_start + len(ASSISTANT)
+    else:
+        prompt_length = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+    return shared[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
 
 
-def make_chat(record: Record) -> Record:
+def common_start(*texts: str) -> str:
+    """The longest text with which all texts begin."""
+    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
+    n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
+    return first[:n]
+
+
+def _split_shared_messages(dialogues: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
+    """Split dialogues into shared first messages, and the rest of each, which is never empty."""
+    n = 0
+    while all(n < len(dialogue) - 1 and dialogue[n] == dialogues[0][n] for dialogue in dialogues):
+        n += 1
+    return dialogues[0][:n], [dialogue[n:] for dialogue in dialogues]
+
+
+def make_chat(record: Record, where: str) -> Record:
     """Make messages of the texts of a record.
 
     A response loses the one space that separates it from its prompt.
@@ -213,18 +213,13 @@ def make_chat(record: Record) -> Record:
     if find_format(record.prompt, rendered=False) == HH:
         turns = split_turns(record.prompt, "")[:-1]
     else:
-        texts = [*chain(*record.history), "\n\n".join(filter(None, (record.prompt, record.input)))]
-        turns = [
-            {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-        ]
-    system = [{"role": SYSTEM, "content": record.system}] if record.system else []
+        turns = [{"role": "user", "content": record.prompt}]
     answers = [text[1:] if re.match(r" \S", text) else text for text in record.responses]
     return record._replace(
-        prompt=system + turns,
+        prompt=[*record.before, *turns],
         responses=[[{"role": "assistant", "content": answer}] for answer in answers],
-        system="",
-        input="",
-        history=(),
+        before=(),
+        tools=read_tools({TOOLS: record.tools}, TOOLS, where),
     )
 
 
@@ -237,20 +232,15 @@ def is_empty(response: Any) -> bool:
     )
 
 
-def is_system_unused(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> bool:
-    """Return whether a chat has its own system turn beside the column."""
-    return record.is_chat and SYSTEM in used and bool(row.get(used[SYSTEM])) and not record.system
-
-
 def name_kind(is_chat: bool) -> str:
     return "chat messages" if is_chat else "text"
 
 
-def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[Any]:
-    """Read a text, or messages.
+# --- fields --------------------------------------------------------------------------------------------------------
 
-    Messages become `{role, content}`, whatever their format. Calls become a part of the assistant's message.
-    """
+
+def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messages:
+    """Read a text, or messages in our form, whatever their format."""
     value = get_field(row, column, where, (str, list, dict))
     if isinstance(value, str):
         if MESSAGES_AS_TEXT.match(value):
@@ -260,7 +250,7 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
         return value
     originals = value if isinstance(value, list) else [value]
     rename = _rename_sharegpt if any(map(is_sharegpt, originals)) else _rename_role
-    messages: list[Any] = []
+    messages: Messages = []
     for original in originals:
         message = rename(original, where)
         is_call = message["role"] in CALLERS
@@ -268,15 +258,12 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
             message = _read_call(message, where)
         if isinstance(message.get("content"), list):
             message = {**message, "content": _join_parts(message["content"], where)}
-        continues_turn = is_call and messages and messages[-1]["role"] == "assistant"
-        if continues_turn:
+        message = read_message(message, where)
+        if is_call and messages and messages[-1]["role"] == "assistant":  # the call continues that turn
             turn = messages[-1]
-            calls = get_field(turn, "tool_calls", where, list) if turn.get("tool_calls") else []
-            messages[-1] = {**message, **turn, "tool_calls": [*calls, *message["tool_calls"]]}
+            messages[-1] = {**message, **turn, "tool_calls": turn.get("tool_calls", []) + message["tool_calls"]}
         else:
             messages.append(message)
-    for message in messages:
-        read_message(message, where)
     return messages
 
 
@@ -308,8 +295,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
 
 def _read_call(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Convert a message of JSON calls to the assistant's with `tool_calls`."""
-    text = get_field(message, "content", where)
-    calls = None
+    text, calls = get_field(message, "content", where), None
     with suppress(ValueError):
         calls = json.loads(text)
     calls = calls if isinstance(calls, list) else [calls]
@@ -322,29 +308,25 @@ def _read_call(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**message, "role": "assistant", "content": "", "tool_calls": functions}
 
 
-def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, where: str) -> str:
-    """Read a text that rows may lack; empty if this row does."""
-    if field not in used or row.get(used[field]) in (None, ""):
-        return ""
-    return get_field(row, used[field], where)
-
-
-def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
-    """Read the turns before an instruction, which rows may lack."""
-
-    def is_turn(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
-
-    turns = row.get(column) or []
-    if not (isinstance(turns, list) and all(map(is_turn, turns))):
+def _read_turns_before(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> Messages:
+    """Read the system turn and the history before a prompt; rows may lack either."""
+    turns = []
+    if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
+        turns.append({"role": SYSTEM, "content": get_field(row, used[SYSTEM], where)})
+    history = row.get(used["history"]) or [] if "history" in used else []
+    is_history = isinstance(history, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in history
+    )
+    if not is_history:
         raise InputError(
-            f"{where}: {column} must be a list of [instruction, response], and is {turns!r:.80}: correct it, or remove "
-            f"the record"
+            f"{where}: {used['history']} must be a list of [instruction, response], and is {history!r:.80}: correct "
+            f"it, or remove the record"
         )
-    return turns
+    roles = cycle(("user", "assistant"))
+    return turns + [{"role": role, "content": text} for role, text in zip(roles, chain(*history), strict=False)]
 
 
-def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str | list[Any]]]:
+def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str | Messages]]:
     """Read two or more responses, each with its column."""
     values = get_field(row, column, where, list)
     if len(values) < 2:
@@ -354,6 +336,22 @@ def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[tuple[st
         )
     items = {f"{column}[{i}]": value for i, value in enumerate(values)}
     return [(column, _read_value(items, item, where)) for item in items]
+
+
+def _read_scores(row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str) -> list[float]:
+    """Read the scores of a ranked list; without a column of scores, its best response comes first."""
+    if "scores" not in used:
+        return [-float(i) for i in range(n_responses)]
+    column = used["scores"]
+    values = get_field(row, column, where, list)
+    items = {f"{column}[{i}]": value for i, value in enumerate(values)}
+    scores = [_as_float(get_field(items, item, where, (int, float))) for item in items]
+    if len(scores) != n_responses or not all(map(math.isfinite, scores)):
+        raise InputError(
+            f"{where}: {column} is {values!r:.80}, and must have a finite number for each of the {n_responses} in "
+            f"{used['responses']}: correct it, or remove the record"
+        )
+    return scores
 
 
 def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
@@ -368,69 +366,22 @@ def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
     return label in DESIRABLE
 
 
-def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two texts with a common beginning into (prompt, chosen, rejected).
-
-    If they share an `\\n\\nAssistant:`, the prompt ends with the last shared one, as in HH. Otherwise the prompt is the
-    common beginning up to its last whitespace, so that no word is split and each response starts with a space.
-    """
-    shared = common_start(chosen, rejected)
-    marker_start = shared.rfind(ASSISTANT)
-    if marker_start >= 0:
-        prompt_length = marker_start + len(ASSISTANT)
-    else:
-        prompt_length = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
-    return shared[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
+def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
+    """Read a finite number, which may be text as in CSV."""
+    value = row.get(column)
+    if isinstance(value, (str, Decimal)):
+        with suppress(ValueError):
+            value = float(value)
+    number = _as_float(get_field({column: value}, column, where, (int, float)))
+    if not math.isfinite(number) or (above_zero and number <= 0):
+        wanted = "a finite number above 0" if above_zero else "a finite number"
+        raise InputError(f"{where}: {column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")
+    return number
 
 
-def common_start(*texts: str) -> str:
-    """The longest text with which all texts begin."""
-    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
-    n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
-    return first[:n]
-
-
-def _split_shared_messages(dialogues: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """Split dialogues into shared first messages, and the rest of each.
-
-    A dialogue's last message is never shared. Messages are compared as chat templates get them, without nulls.
-    """
-    shared = []
-    for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
-        first, *others = (read_message(message, "") for message in messages)  # checked before, so without a place
-        if any(message != first for message in others):
-            break
-        shared.append(messages[0])
-    return shared, [dialogue[len(shared) :] for dialogue in dialogues]
-
-
-def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> str | None:
-    """Find the format of a row that was read as `record`.
-
-    None if no format has its columns and kinds of values, or if it has no responses.
-    """
-    columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    parts = {field: row[column] for field, column in columns.items() if field in ("prompt", *RESPONSE_FIELDS)}
-    kinds = {*map(_find_kind, parts.values())}
-    chosen = parts.get("chosen")
-    is_whole = isinstance(chosen, list) and chosen[0].get("role") != "assistant"
-    has_prompt = not parts.keys() <= {*WHOLE_PAIR_FIELDS}
-    fits = {
-        "hh": not record.is_chat and find_format(record.prompt, rendered=False) == HH,
-        "trl_standard": kinds == {TEXT} and has_prompt,
-        "trl_conversational": kinds == {MESSAGES} and has_prompt,
-        "trl_implicit": kinds in ({TEXT}, {MESSAGES}) and "prompt" not in parts,
-        "ultrafeedback": kinds == {TEXT, MESSAGES} and is_whole,
-        "alpaca": kinds == {TEXT} and has_prompt,
-        "sharegpt": kinds == {SHAREGPT} and has_prompt,
-        "ranked": True,
-    }
-    fitting = (name for name in FORMATS if fits[name] and columns.items() <= FORMATS[name].items())
-    return next(fitting, None) if record.responses else None
-
-
-def _find_kind(value: Any) -> str:
-    """Find whether a value is text, messages or ShareGPT's messages."""
-    if isinstance(value, str):
-        return TEXT
-    return SHAREGPT if any(map(is_sharegpt, value if isinstance(value, list) else [value])) else MESSAGES
+def _as_float(value: float) -> float:
+    """Return a number as a float, infinity for a huge integer."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

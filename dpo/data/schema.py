@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
@@ -19,6 +18,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
 MISSING = object()
 Messages = list[dict[str, Any]]  # of a chat, with role and content
+TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
 LABEL_TYPES = (bool, int, float, str)
 TYPE_NAMES: dict[Any, str] = {
     str: "text",
@@ -32,18 +32,28 @@ TYPE_NAMES: dict[Any, str] = {
 }
 
 
-class Chat(NamedTuple):
-    """A prompt and its responses as texts, and the prompt's messages."""
+class Record(NamedTuple):
+    """A record, from its row until it is gathered with the others of its prompt."""
 
-    prompt: str
-    responses: list[str]
-    cuts: list[list[int]]  # of each response: see `split_at_cuts`
-    messages: Messages
-    tools: list[dict[str, Any]]
+    prompt: Any  # a text, or Messages until a chat template renders them
+    responses: Sequence[Any]  # of the same kind: chosen and rejected, a target, a ranked list, or none
+    label: bool | None = None  # whether the one response is desirable
+    scores: Sequence[float] | None = None  # of a ranked list, higher for better responses
+    weight: float | None = None
+    margin: float | None = None
+    before: Sequence[dict[str, Any]] = ()  # the system turn and the history, before a prompt that is a text
+    tools: Sequence[dict[str, Any]] = ()  # that a chat may call
+    messages: Messages | None = None  # from which the prompt was rendered
+    cuts: Sequence[list[int]] = ()  # of each rendered response: see `split_at_cuts`
+    row: int | None = None  # its number in its source, from 1
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, list)
 
 
 class Entry(TypedDict):
-    """The data of one prompt."""
+    """The records of one prompt, joined."""
 
     responses: list[str]
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
@@ -51,6 +61,13 @@ class Entry(TypedDict):
     labels: NotRequired[list[bool]]  # of labelled data: whether each response is desirable
     # each ranked list is a list of tiers, best first; a tier has the indices of equal responses
     lists: NotRequired[list[list[list[int]]]]
+    # one value for each record, if the data has them
+    weights: NotRequired[list[float]]
+    margins: NotRequired[list[float]]
+    rows: NotRequired[list[int]]
+    messages: NotRequired[Messages]
+    tools: NotRequired[Sequence[dict[str, Any]]]
+    cuts: NotRequired[dict[str, list[int]]]  # by response, if parts of it are not scored
 
 
 class PreferenceData(dict[str, Entry]):
@@ -64,89 +81,55 @@ class PreferenceData(dict[str, Entry]):
         self.truncation_mode = truncation_mode
         self.apart = apart  # as the reference code tokenizes prompt and response; otherwise as one text
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        # the messages from which the chat template rendered each prompt, and the tools that they may call
-        self.messages: dict[str, Messages] = {}
-        self.tools: dict[str, list[Any]] = {}
-        # by prompt and response, if parts of the response are not scored: see `split_at_cuts`
-        self.cuts: dict[str, dict[str, list[int]]] = {}
         self.notes: list[str] = []
-        # by prompt, the weight or margin of each of its records in order; empty if the data has no such column
-        self.weights: dict[str, list[float]] = {}
-        self.margins: dict[str, list[float]] = {}
-        self.rows: dict[str, list[int]] = {}  # the number of each of these records in its source, from 1
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
         self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
-    def add_prompt(self, prompt: str) -> Entry:
-        """Return a prompt's data, which is empty for a new prompt."""
-        return self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-
-    def add_chat(self, chat: Chat) -> None:
-        """Add what a chat has beside texts."""
-        self.messages[chat.prompt] = chat.messages
-        if chat.tools:
-            self.tools[chat.prompt] = chat.tools
-        if cuts := {text: limits for text, limits in zip(chat.responses, chat.cuts, strict=True) if limits}:
-            self.cuts[chat.prompt] = self.cuts.get(chat.prompt, {}) | cuts
-
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add a pair of responses.
-
-        `better` is the index of the preferred response, 0 or 1. That response becomes the prompt's SFT target.
-        """
-        entry = self.add_prompt(prompt)
+        """Add a pair, whose `better` response becomes the prompt's SFT target."""
+        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n_before = len(entry["responses"])
         entry["responses"] += [first, second]
         entry["pairs"].append((n_before + better, n_before + 1 - better))
         entry["sft_target"] = (first, second)[better]
 
-    def add_target(self, prompt: str, target: str) -> None:
-        """Add an SFT target without a pair."""
-        entry = self.add_prompt(prompt)
-        entry["responses"].append(target)
-        entry["sft_target"] = target
-
-    def add_labelled(self, prompt: str, response: str, *, is_desirable: bool) -> None:
-        """Add a response with its label."""
-        entry = self.add_prompt(prompt)
-        entry["responses"].append(response)
-        entry.setdefault("labels", []).append(is_desirable)
-
-    def add_list(self, prompt: str, responses: Sequence[str], scores: Sequence[float]) -> None:
-        """Add a ranked list; the best response becomes the SFT target."""
-        entry = self.add_prompt(prompt)
-        n_before = len(entry["responses"])
-        entry["responses"] += responses
-        tiers: dict[float, list[int]] = {score: [] for score in sorted(scores, reverse=True)}
-        for index, score in enumerate(scores, start=n_before):
-            tiers[score].append(index)
-        ranked = list(tiers.values())
-        entry.setdefault("lists", []).append(ranked)
-        entry["sft_target"] = entry["responses"][ranked[0][0]]
-
-    def add_record(
-        self, prompt: str, responses: Sequence[str], *, label: bool | None, scores: Sequence[float] | None
-    ) -> None:
-        """Add the responses of a record, of whatever kind."""
-        if scores is not None:
-            self.add_list(prompt, responses, scores)
-        elif label is not None:
-            self.add_labelled(prompt, *responses, is_desirable=label)
-        elif len(responses) == 2:
+    def add(self, record: Record) -> None:
+        """Add a record of texts; the best response of a pair or list becomes the prompt's SFT target."""
+        prompt, responses = record.prompt, record.responses
+        entry: Any = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        if len(responses) == 2 and record.scores is None:
             self.add_pair(prompt, *responses)
-        elif responses:
-            self.add_target(prompt, *responses)
         else:
-            self.add_prompt(prompt)
+            indices = range(len(entry["responses"]), len(entry["responses"]) + len(responses))
+            entry["responses"] += responses
+            if record.label is not None:
+                entry.setdefault("labels", []).append(record.label)
+            elif record.scores is not None:
+                tiers: dict[float, list[int]] = {score: [] for score in sorted(record.scores, reverse=True)}
+                for index, score in zip(indices, record.scores, strict=True):
+                    tiers[score].append(index)
+                entry.setdefault("lists", []).append(list(tiers.values()))
+                entry["sft_target"] = responses[record.scores.index(max(record.scores))]
+            elif responses:
+                [entry["sft_target"]] = responses
+        for field, value in (("weights", record.weight), ("margins", record.margin), ("rows", record.row)):
+            if value is not None:
+                entry.setdefault(field, []).append(value)
+        if record.messages is not None:
+            entry["messages"] = record.messages
+        if record.tools and record.messages is not None:
+            entry["tools"] = record.tools
+        if cuts := {text: limits for text, limits in zip(responses, record.cuts, strict=False) if limits}:
+            entry["cuts"] = entry.get("cuts", {}) | cuts
 
     def take(
         self, trains_on: str, *, list_pairs: str = "all"
-    ) -> Iterator[tuple[str, list[str], list[dict[str, int]], list[int]]]:
+    ) -> Iterator[tuple[str, list[str], list[dict[str, int]], dict[str, Any]]]:
         """Remove the prompts one by one, and yield each with its examples.
 
-        Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses.
-        `records` has, for each example, the index of its record among the prompt's records. A prompt's records are of
-        one kind (pairs, lists or single responses), counted from 0. `trains_on` says which examples are made:
+        Yields (prompt, responses, examples, others). An example maps its roles to indices into the responses. `others`
+        has further fields of `Prompt`; numbers, of which an entry has one for each record, are those of the examples.
+        `trains_on` says which examples are made:
 
         - "pairs": the pairs, and those that `list_pairs` makes of lists
         - "prompts": the same, but a prompt whose lists make no pair is kept
@@ -155,30 +138,30 @@ class PreferenceData(dict[str, Entry]):
         - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
-            entry = self.pop(prompt)
-            responses, pairs, lists = entry["responses"], name_pairs(entry["pairs"]), entry.get("lists", [])
-            records = list(range(len(pairs)))
-            if trains_on in ("pairs", "prompts"):
-                for record, ranked in enumerate(lists):
-                    pairs_of_list = name_pairs(pair_up(ranked, list_pairs))
-                    pairs += pairs_of_list
-                    records += [record] * len(pairs_of_list)
-                has_only_ties = lists and not pairs
-                if trains_on == "prompts" or not has_only_ties:
-                    yield prompt, responses, pairs, records
-            elif trains_on == "lists":
-                yield prompt, responses, [*pairs, *map(name_ranks, lists)], [*records, *range(len(lists))]
+            entry: Any = self.pop(prompt)
+            responses, lists, labels = entry["responses"], entry.get("lists", []), entry.get("labels", [])
+            # examples with the index of their record: a prompt's records are of one kind
+            made = [(pair, record) for record, pair in enumerate(name_pairs(entry["pairs"]))]
+            if trains_on == "lists":
+                made += [(name_ranks(ranked), record) for record, ranked in enumerate(lists)]
             elif trains_on == "labels":
-                labels = entry.get("labels", [])
-                labelled = [{"chosen" if is_desirable else "rejected": i} for i, is_desirable in enumerate(labels)]
-                unpaired = [{role: i} for pair in pairs for role, i in pair.items()]
-                unpaired_records = sorted(2 * records)  # a pair gives two examples
-                if labelled or unpaired:
-                    yield prompt, responses, labelled + unpaired, [*range(len(labelled)), *unpaired_records]
-            elif pairs or lists:  # the target comes from the last record
-                yield prompt, [entry["sft_target"]], [{"chosen": 0}], [len(pairs) + len(lists) - 1]
+                made = [({role: i}, record) for pair, record in made for role, i in pair.items()]
+                made = [({"chosen" if label else "rejected": i}, i) for i, label in enumerate(labels)] + made
+            elif trains_on != "targets":
+                for record, ranked in enumerate(lists):
+                    made += [(pair, record) for pair in name_pairs(pair_up(ranked, list_pairs))]
+            elif made or lists:  # the target comes from the last record
+                responses, made = [entry["sft_target"]], [({"chosen": 0}, len(made) + len(lists) - 1)]
             else:
-                yield prompt, responses, [{"chosen": i} for i in range(len(responses))], [*range(len(responses))]
+                made = [({"chosen": i}, i) for i in range(len(responses))]
+            if not made and (trains_on == "labels" or (lists and trains_on != "prompts")):
+                continue
+            others: dict[str, Any] = {name: entry[name] for name in ("messages", "tools") if name in entry}
+            for name in {"weights", "margins", "rows"} & entry.keys():
+                others[name] = [entry[name][record] for _, record in made]
+            if "cuts" in entry:
+                others["cuts"] = [entry["cuts"].get(response, []) for response in responses]
+            yield prompt, responses, [example for example, _ in made], others
 
     def select_split(self, split: str) -> PreferenceData:
         """Select the train or test split of data that has no splits.
@@ -193,9 +176,6 @@ class PreferenceData(dict[str, Entry]):
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
         part.bad_records = self.bad_records if split == "train" else []  # they are of no split
-        for name in ("messages", "tools", "cuts", "weights", "margins", "rows"):
-            by_prompt = getattr(self, name)
-            setattr(part, name, {prompt: by_prompt[prompt] for prompt in part if prompt in by_prompt})
         return part
 
 

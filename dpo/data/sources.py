@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dpo.data.problems import BadRecords
-from dpo.data.schema import drop_nulls, is_message
+from dpo.data.schema import is_message
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import NUMBER_FIELDS, TOOLS
-from dpo.settings.places import METADATA, SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_depth, check_readable
 
 HUB_IDS = {
@@ -69,21 +69,6 @@ class FileRows(list[Mapping[str, Any]]):
                 total += 1
                 if line != UNREADABLE:
                     yield total, _name_place(file, number, line)
-
-
-def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield records, without the nulls that Arrow adds to `columns`.
-
-    Arrow, which reads all but text files, gives each object of a column the fields of all others.
-    """
-    is_arrow = not isinstance(rows, FileRows) or any(
-        file.is_dir() or find_suffix(file.name) == ".parquet" for file, _ in rows.files
-    )
-    for row in rows:
-        if is_arrow:
-            yield {**row, **{column: drop_nulls(row[column]) for column in columns if column in row}}
-        else:
-            yield row
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[tuple[int, str]]:
@@ -134,7 +119,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     path = source.local
     if path is None:
         fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
-        return fingerprint and [source.path, source.reading, fingerprint]
+        return fingerprint and [source.path, dict(source.columns), fingerprint]
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
         files = [path] if path.is_file() else entries
@@ -143,7 +128,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
         return None
     # every write sets ctime, but a program such as rsync may restore mtime
     states = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return [str(path.absolute()), source.reading, states]
+    return [str(path.absolute()), dict(source.columns), states]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -166,8 +151,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     accepted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other_names = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
-        f"{folder} has no {split} split: it needs one of {accepted}{other_names}; it holds {present}"
-        f"{_suggest_file(entries)}"
+        f"{folder} has no {split} split: it needs one of {accepted}{other_names}; it holds {present}. "
+        f"datasets={folder}/FILE takes both splits from one file: a tenth of its prompts is the test split"
     )
 
 
@@ -186,21 +171,6 @@ def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
         elif suffix and stem.startswith(f"{name}-"):
             shards.setdefault((entry.parent, suffix), []).append(entry)
     return [*alone, *shards.values()]
-
-
-def _suggest_file(entries: Sequence[Path]) -> str:
-    """Suggest a file to take both splits from, never a test split."""
-    files = [entry for entry in entries if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
-    saved = [entry for entry in entries if (entry / SAVED).is_file()]
-    stems = {entry: entry.name.split(".")[0] for entry in (*files, *saved)}
-    suitable = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
-    if not suitable:
-        suitable = [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
-    if not suitable:
-        has_sheet = any(entry.name.lower().endswith(SHEETS) for entry in entries)
-        return ". Save sheets as CSV (UTF-8)" if has_sheet else ""
-    path = suitable[0] if len(suitable) == 1 else suitable[0].parent / "FILE"
-    return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
 
 def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None) -> None:
@@ -243,11 +213,9 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         import datasets
 
         dataset = datasets.load_from_disk(file)
-        features = datasets.Features(_keep_encoded(dict(dataset.features)))
-        class_features = _find_class_features(features)
-        for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):
-            for row in table.to_pylist():
-                yield 0, _name_classes(features.decode_example(row), class_features)
+        features = dataset.features if "ClassLabel" in repr(dataset.features) else None
+        for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):  # which decodes no image
+            yield from ((0, _name_classes(row, features)) for row in table.to_pylist())
         return
     check_readable(file)
     suffix = find_suffix(file.name)
@@ -299,11 +267,6 @@ def _keep_encoded(feature: Any) -> Any:
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return dataclasses.replace(feature, feature=_keep_encoded(feature.feature))
     return dataclasses.replace(feature, decode=False) if hasattr(feature, "decode") else feature
-
-
-def _find_class_features(features: Any) -> Any:
-    """Return features if there are class labels among them, else None."""
-    return features if "ClassLabel" in repr(features) else None
 
 
 def _name_classes(value: Any, feature: Any) -> Any:
@@ -361,39 +324,32 @@ def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
 
     A list `tools` does not count: it belongs to a record.
     """
-    keys = [key for key, value in content.items() if key != TOOLS and _is_record_list(value)]
-    if len(keys) > 1:
-        raise InputError(f"{file} holds {len(keys)} lists of records ({', '.join(keys)}): give each a file of its own")
-    if keys:
-        return content[keys[0]]
-    if _is_columnar(content):
+    lists = {
+        key: value
+        for key, value in content.items()
+        if key != TOOLS and isinstance(value, list) and value and not any(map(_is_no_record, value))
+    }
+    if len(lists) > 1:
+        raise InputError(
+            f"{file} holds {len(lists)} lists of records ({', '.join(lists)}): give each a file of its own"
+        )
+    if lists:
+        return next(iter(lists.values()))
+    # pandas writes a list for each column, or a mapping from the numbers of rows, "0" and so on
+    values = [*content.values()]
+    are_lists = all(
+        isinstance(value, list) and all(not isinstance(item, Mapping) for item in value) for value in values
+    )
+    if any(values) and (are_lists or all(isinstance(value, Mapping) and "0" in value for value in values)):
         raise InputError(
             f"{file} holds a list for each column ({', '.join(map(str, content))}), and records are expected, "
             f"[{{...}}, {{...}}]: pandas writes them with to_json(..., orient='records')"
         )
-    return [content] if any(content.values()) else []  # an object with an empty list has no records
+    return [content] if any(values) else []  # an object with an empty list has no records
 
 
-def _is_record_list(value: Any) -> bool:
-    """Return whether a value is a list of objects, not of messages."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, Mapping) and not is_message(item) for item in value)
-    )
-
-
-def _is_columnar(content: Mapping[str, Any]) -> bool:
-    """Return whether an object has a list of values for each column.
-
-    pandas writes such an object, or for each column a mapping from the numbers of rows, "0" and so on, to values.
-    """
-    values = list(content.values())
-    are_lists = all(
-        isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values
-    )
-    are_mappings = all(isinstance(value, Mapping) and "0" in value for value in values)
-    return any(values) and (are_lists or are_mappings)
+def _is_no_record(value: Any) -> bool:
+    return not isinstance(value, Mapping) or is_message(value)
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, Any]]:
@@ -469,7 +425,8 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
         for column, feature in rows.features.items():
             if (encoded := _keep_encoded(feature)) != feature:
                 rows = rows.cast_column(column, encoded)
-        if features := _find_class_features(rows.features):
+        features = rows.features
+        if "ClassLabel" in repr(features):
             fingerprint = rows._fingerprint
             rows = rows.with_transform(
                 lambda columns: {

@@ -25,9 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from dpo.data.schema import Messages, PreferenceData
+from dpo.data.schema import Messages, PreferenceData, TruncationMode
 from dpo.data.tokenization import split_at_cuts, unescape
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import check_readable, make_directory, read_json, remove
@@ -51,7 +50,6 @@ def make_schema(trains_on: str) -> pa.Schema:
             "truncation_mode": pa.string(),
             "rendered": pa.bool_(),
             "apart": pa.bool_(),
-            "shortened": pa.large_string(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
             "tools": pa.large_string(),  # as JSON
@@ -81,13 +79,9 @@ class Prompt(NamedTuple):
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
-    shortened: str | None = None  # the system turn and the newest turns, fed where the prompt has to be truncated
 
     def texts(self, example_index: int) -> dict[str, str]:
-        """The responses of an example by role.
-
-        Empty for a prompt without examples.
-        """
+        """The responses of an example by role; empty for a prompt without examples."""
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
 
@@ -145,17 +139,12 @@ def iterate_prompts(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
                 f"which makes each chosen response desirable and each rejected one undesirable"
             )
-        if with_margins and not data.margins:
+        if with_margins and not any("margins" in entry for entry in data.values()):
             raise InputError(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
                 f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
             )
-        for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
-            weights = data.weights.get(text)
-            margins = data.margins.get(text) if with_margins else None
-            rows = data.rows.get(text)
-            # removed as `take` removes the prompt, to free memory
-            messages, tools, cuts = (by_prompt.pop(text, None) for by_prompt in (data.messages, data.tools, data.cuts))
+        for text, responses, examples, others in data.take(trains_on, list_pairs=list_pairs):
             yield Prompt(
                 text,
                 responses,
@@ -164,13 +153,8 @@ def iterate_prompts(
                 data.rendered,
                 index_in_split=next(indices),
                 dataset=name,
-                messages=messages,
-                weights=None if weights is None else [weights[record] for record in records],
-                margins=None if margins is None else [margins[record] for record in records],
-                rows=None if rows is None else [rows[record] for record in records],
-                tools=tools,
-                cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
                 apart=data.apart,
+                **others,
             )
 
 
@@ -218,10 +202,7 @@ class PromptTable(Sequence[Prompt]):
         return len(self.counts)
 
     def iterate_texts(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield what the user wrote of each prompt, and the responses.
-
-        This is faster than decoding whole prompts.
-        """
+        """Yield what the user wrote of each prompt, and the responses; faster than decoding whole prompts."""
         for batch in self._table.select(["text", "messages", "responses"]).to_batches():
             for text, messages, responses in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 yield _find_written(text, messages), responses
@@ -302,8 +283,7 @@ def _publish(directory: Path, destination: Path) -> Path:
         try:
             return directory.rename(destination)
         except OSError as error:
-            is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-            if not is_taken:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the name is not taken
                 raise
         if is_whole(destination):
             return destination

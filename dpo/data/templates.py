@@ -25,7 +25,7 @@ from dpo.data.asking import (
     render_open,
 )
 from dpo.data.records import common_start
-from dpo.data.schema import THOUGHTS, Chat, Messages, read_message, read_tools
+from dpo.data.schema import THOUGHTS, Messages, Record
 from dpo.data.tokenization import remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.numbers import count
@@ -46,26 +46,21 @@ class ChatTemplate:
         self._open_end = ""  # the first end of a generation prompt that its conversation lacks
         self._escaped = ""  # the first text with a control token's string
 
-    def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
-        """Render a prompt and its responses.
+    def render(self, record: Record, where: str) -> Record:
+        """Render the prompt and the responses of a record of messages.
 
-        Responses continue the prompt's last turn if it is the assistant's. `tools` is a list of schemas, or such a list
-        as JSON. Raises InputError if the template rejects the messages, or if the rendered conversations do not begin
-        with the rendered prompt.
+        Responses continue the prompt's last turn if it is the assistant's. Raises InputError if the template rejects
+        the messages, or if the rendered conversations do not begin with the rendered prompt.
         """
-        prompt = [read_message(message, where) for message in prompt]
-        given_tools = read_tools({"tools": tools}, "tools", where)
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 f"{where} holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, as "
                 f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
-        before = self._escape(prompt, "a message", where)
-        answers = [
-            self._escape([read_message(message, where) for message in response], "a message", where)
-            for response in responses
-        ]
-        conversation = _Conversation(self.tokenizer, self._escape(given_tools, "a tool", where), where)
+        before, *answers = (
+            self._escape(messages, "a message", where) for messages in (record.prompt, *record.responses)
+        )
+        conversation = _Conversation(self.tokenizer, self._escape(record.tools, "a tool", where), where)
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [_continue(before, answer) if continued else before + answer for answer in answers]
         dialogues = [conversation.render(chat) for chat in chats]
@@ -87,7 +82,7 @@ class ChatTemplate:
             if conversation.ends_as_call(chat, dialogue):
                 found.append(len(text))  # so the EOS that tokenization appends is not scored
             cuts.append(found)
-        return Chat(prompt_text, texts, cuts, prompt, given_tools)
+        return record._replace(prompt=prompt_text, responses=texts, cuts=cuts, messages=record.prompt)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tokenizer": None}  # each process has its own

@@ -29,6 +29,7 @@ PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands fo
 
 Parts = tuple[str, ...]
 Job = tuple[Parts, bool]  # and whether they begin the whole text
+Cuts = list[int | None]  # numbers of tokens before each limit of parts; None if a token lies on both sides
 
 
 def list_control(tokenizer: Any) -> list[str]:
@@ -61,6 +62,82 @@ def unescape(text: str) -> str:
     return text.replace(ESCAPE, "")
 
 
+class Backend:
+    """A fast tokenizer without what changes offsets.
+
+    `names` has private names for control tokens, whose own names are then ordinary text.
+    """
+
+    def __init__(self, tokenizer: Any, settings: dict[str, Any], names: dict[str, str]) -> None:
+        self.names, self._control = names, find_control(tokenizer)
+        self._tokens = Tokenizer.from_str(json.dumps(_rename_tokens(settings, names) if names else settings))
+        self._tokens.encode_special_tokens = not names and bool(getattr(tokenizer, "split_special_tokens", False))
+        ids = {self._tokens.token_to_id(name): tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
+        self._renamed = {private: token for private, token in ids.items() if private != token}
+        stripping = [token["content"] for token in settings["added_tokens"] if token["lstrip"] or token["rstrip"]]
+        self._stripping = {names.get(content, content) for content in stripping}
+
+    def encode(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
+        """Tokenize each text, and count the tokens before each limit of its parts."""
+        if self.names:  # escaped control tokens become letters
+            texts = [
+                tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
+                for parts in texts
+            ]
+        encoded = []
+        encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
+        for parts, encoding in zip(texts, encodings, strict=True):
+            limits = [self._find_limit(encoding, position, parts) for position in accumulate(map(len, parts[:-1]))]
+            ids = encoding.ids
+            encoded.append(([self._renamed.get(token, token) for token in ids] if self._renamed else ids, limits))
+        return encoded
+
+    def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
+        """Count the tokens before a position."""
+        if position == 0:
+            return 0
+        index = encoding.char_to_token(position)
+        if index is None:  # the text ends here, or a normalizer has removed the character
+            spans = encoding.offsets
+            n_before = next((i for i, (start, _) in enumerate(spans) if start >= position), len(spans))
+            return None if any(end > position for _, end in spans[:n_before]) else n_before
+        start = encoding.token_to_chars(index)[0]  # of the first token with this character
+        if start == position:
+            return index
+        token = self._tokens.id_to_token(encoding.ids[index])
+        begin = "".join(parts).find(token, start) if token in self._stripping else -1
+        if position <= begin:  # only the spaces that the token takes from the text beside it are before
+            return index
+        return index + 1 if 0 <= begin <= position - len(token) else None
+
+
+def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Copy a tokenizer's settings, with control tokens under other names."""
+    settings = copy.deepcopy(settings)
+    for token in settings["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = settings["model"]
+    # a word may be a control token too, and then merges make it of letters: its name stays in the vocabulary
+    merges = (merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", ()))
+    merged = {"".join(merge) for merge in merges}
+    renamed = {token: name for token, name in names.items() if token not in merged}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed.get(token, token): i for token, i in model["vocab"].items()}
+    else:  # Unigram's pieces with their scores
+        model["vocab"] = [[renamed.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return settings
+
+
+class Tokens(NamedTuple):
+    """Token ids of a prompt and its responses' pieces, without EOS."""
+
+    prompt: list[int]
+    responses: list[list[list[int]]]
+    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
+
+
 class Cut(NamedTuple):
     """Token ids of each part, and where the text was cut first."""
 
@@ -78,93 +155,66 @@ class PartsEncoder:
         """Tokenize the distinct texts, all in one call."""
         distinct = list(dict.fromkeys(jobs))
         found: dict[Job, Cut] = {}
-        divided: dict[Job, tuple[list[Job], list[bool]]] = {}
+        divided: dict[Job, list[Job]] = {}
         for job, (ids, limits) in zip(distinct, self._encode(distinct), strict=True):
-            crossed = [limit is None for limit in limits]
-            if any(crossed):
-                divided[job] = _divide(job, crossed), crossed
+            if None in limits:  # tokenize what is between these limits apart
+                parts, begins = job
+                starts = [0, *(i for i, limit in enumerate(limits, start=1) if limit is None), len(parts)]
+                divided[job] = [(parts[i:j], begins and i == 0) for i, j in pairwise(starts)]
             else:
-                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], tuple(crossed))
+                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], (False,) * len(limits))
         if divided:
-            below = self(chain.from_iterable(jobs for jobs, _ in divided.values()))
-            for job, (jobs, crossed) in divided.items():
+            below = self(chain.from_iterable(divided.values()))
+            for job, jobs in divided.items():
                 # a text that was divided may be cut at further places
-                deeper = iter([*chain.from_iterable((*below[each].was_cut, True) for each in jobs)])
-                ids = [*chain.from_iterable(below[each].ids for each in jobs)]
-                found[job] = Cut(ids, tuple(next(deeper) for _ in crossed))
+                was_cut = [*chain.from_iterable((*below[each].was_cut, True) for each in jobs)][:-1]
+                found[job] = Cut([*chain.from_iterable(below[each].ids for each in jobs)], tuple(was_cut))
         return found
 
-    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], list[int | None]]]:
-        """Tokenize each text; count the tokens before each limit of parts.
-
-        None instead of a number if a token lies on both sides.
-        """
-        if not jobs:
-            return []
-        if self._plain is None:
+    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], Cuts]]:
+        if self._settings is None:
             return [self._encode_in_python(*job) for job in jobs]
-        encoded: dict[int, tuple[list[int], list[int | None]]] = {}
-        bare = [i for i, (_, begins) in enumerate(jobs) if begins or not self._adds_prefix]
-        behind = [i for i in range(len(jobs)) if i not in set(bare)]
-        for marker in MARKERS:
-            marked = self._encode_plain([(marker, *jobs[i][0]) for i in behind])
-            for i, (ids, limits) in zip(behind, marked, strict=True):
-                first, *rest = limits
+        encoded: dict[Job, tuple[list[int], Cuts]] = {}
+        inner = [(parts, begins) for parts, begins in jobs if not begins]
+        for marker in MARKERS if inner else ():
+            marked = self._encode_bare([(marker, *parts) for parts, _ in inner])
+            for job, (ids, (first, *rest)) in zip(inner, marked, strict=True):
                 if first is not None:
-                    encoded[i] = ids[first:], [None if limit is None else limit - first for limit in rest]
-            behind = [i for i in behind if i not in encoded]
-        bare += behind
-        encoded |= dict(zip(bare, self._encode_plain([jobs[i][0] for i in bare]), strict=True))
-        return [encoded[i] for i in range(len(jobs))]
+                    encoded[job] = ids[first:], [None if limit is None else limit - first for limit in rest]
+            inner = [job for job in inner if job not in encoded]
+        bare = [job for job in jobs if job not in encoded]
+        encoded |= zip(bare, self._encode_bare([parts for parts, _ in bare]), strict=True)
+        return [encoded[job] for job in jobs]
 
-    def _encode_plain(self, texts: Sequence[Parts]) -> list[tuple[list[int], list[int | None]]]:
-        encoded: dict[int, tuple[list[int], list[int | None]]] = {}
-        escaped = [any(ESCAPE in part for part in parts) for parts in texts]
-        for with_escape in {*escaped}:
-            backend, renamed = self._twin if with_escape else (self._plain, {})
-            indices = [i for i, value in enumerate(escaped) if value == with_escape]
-            written = [[self._rename(part) for part in texts[i]] if with_escape else texts[i] for i in indices]
-            encodings = backend.encode_batch(["".join(parts) for parts in written], add_special_tokens=False)
-            for i, parts, encoding in zip(indices, written, encodings, strict=True):
-                ids = [renamed.get(token, token) for token in encoding.ids] if renamed else encoding.ids
-                positions = accumulate(map(len, parts[:-1]))
-                encoded[i] = ids, [_find_limit(encoding, position, len(ids)) for position in positions]
-        return [encoded[i] for i in range(len(texts))]
+    def _encode_bare(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
+        escaped = [parts for parts in texts if any(ESCAPE in part for part in parts)]
+        plain = [*{*texts} - {*escaped}]
+        encoded = dict(zip(plain, self._plain.encode(plain), strict=True))
+        if escaped:
+            encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
+        return [encoded[parts] for parts in texts]
 
-    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], list[int | None]]:
-        """Tokenize the parts one by one, as there are no offsets."""
+    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], Cuts]:
+        """Tokenize the parts one by one, as there are no offsets; a marker goes before those that do not begin."""
         if any(ESCAPE in part for part in parts):
             raise InputError(
                 f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
                 f"in the message {unescape(''.join(parts))[:200]!r} for ordinary text: remove them"
             )
-        ids = [
-            self._call(part) if begins and i == 0 else self._call_behind_marker(part) for i, part in enumerate(parts)
-        ]
+
+        def call(text: str) -> list[int]:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        ids = []
+        for i, part in enumerate(parts):
+            marked = [(call(marker), call(marker + part)) for marker in (() if begins and i == 0 else MARKERS)]
+            behind = (both[len(alone) :] for alone, both in marked if both[: len(alone)] == alone)
+            ids.append(next(behind, None) or call(part))
         return [*chain(*ids)], [*accumulate(map(len, ids[:-1]))]
-
-    def _call(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _call_behind_marker(self, text: str) -> list[int]:
-        for marker in MARKERS:
-            marker_ids, ids = self._call(marker), self._call(marker + text)
-            if ids[: len(marker_ids)] == marker_ids:
-                return ids[len(marker_ids) :]
-        return self._call(text)
-
-    @cached_property
-    def _adds_prefix(self) -> bool:
-        """True if the tokenizer begins texts with a space, as Llama 2's."""
-        [(alone, _), (behind, [limit])] = self._encode_plain([("a",), (MARKERS[0], "a")])
-        return limit is None or behind[limit:] != alone
 
     @cached_property
     def _settings(self) -> dict[str, Any] | None:
-        """The fast tokenizer without what changes offsets.
-
-        None for a tokenizer in Python.
-        """
+        """The settings of a fast tokenizer; None for a tokenizer in Python."""
         if not self.tokenizer.is_fast:
             return None
         try:
@@ -174,76 +224,13 @@ class PartsEncoder:
         return settings | {"post_processor": None, "truncation": None, "padding": None}
 
     @cached_property
-    def _plain(self) -> Tokenizer | None:
-        if self._settings is None:
-            return None
-        plain = Tokenizer.from_str(json.dumps(self._settings))
-        plain.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
-        return plain
-
-    def _rename(self, text: str) -> str:
-        """Write control tokens under private names, and escaped ones as letters."""
-        return unescape(find_control(self.tokenizer).sub(lambda match: self._names[match[0]], text))
+    def _plain(self) -> Backend:
+        return Backend(self.tokenizer, self._settings or {}, {})
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        return {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
-
-    @cached_property
-    def _twin(self) -> tuple[Tokenizer, dict[Any, int]]:
-        """The tokenizer with control tokens under private names.
-
-        So their own names are ordinary text. The dictionary has the twin's ids that differ.
-        """
-        settings, names = copy.deepcopy(self._settings), self._names
-        for token in settings["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = settings["model"]
-        # a word may be a control token too, and then merges make it of letters: its name stays in the vocabulary
-        merges = (merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", ()))
-        merged = {"".join(merge) for merge in merges}
-        renamed = {token: name for token, name in names.items() if token not in merged}
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {renamed.get(token, token): i for token, i in model["vocab"].items()}
-        else:  # Unigram's pieces with their scores
-            model["vocab"] = [[renamed.get(token, token), score] for token, score in model["vocab"]]
-        if model.get("unk_token") in renamed:
-            model["unk_token"] = renamed[model["unk_token"]]
-        twin = Tokenizer.from_str(json.dumps(settings))
-        ids = {twin.token_to_id(name): self.tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
-        return twin, {twin_id: token_id for twin_id, token_id in ids.items() if twin_id != token_id}
-
-
-def _divide(job: Job, crossed: Sequence[bool]) -> list[Job]:
-    """Divide a text where tokens cross the limits of parts."""
-    parts, begins = job
-    starts = [0, *(i for i, is_crossed in enumerate(crossed, start=1) if is_crossed), len(parts)]
-    return [(parts[start:end], begins and start == 0) for start, end in pairwise(starts)]
-
-
-def _find_limit(encoding: Encoding, position: int, n_tokens: int) -> int | None:
-    """Count the tokens before a position.
-
-    None if a token lies on both sides.
-    """
-    if position == 0:
-        return 0
-    token = encoding.char_to_token(position)
-    if token is not None:  # the first token with this character
-        return token if encoding.token_to_chars(token)[0] == position else None
-    # the text ends here, or a normalizer has removed the character
-    spans = encoding.offsets
-    n_before = next((i for i, (start, _) in enumerate(spans) if start >= position), n_tokens)
-    return None if any(end > position for _, end in spans[:n_before]) else n_before
-
-
-class Tokens(NamedTuple):
-    """Token ids of a prompt and its responses' pieces, without EOS."""
-
-    prompt: list[int]
-    responses: list[list[list[int]]]
-    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
-    shortened: list[int] | None = None  # the prompt where it is too long: see `Prompt.shortened`
+    def _twin(self) -> Backend:
+        names = {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
+        return Backend(self.tokenizer, self._settings or {}, names)
 
 
 class TextEncoder:

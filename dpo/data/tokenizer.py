@@ -26,10 +26,7 @@ DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 @contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
-    """Context that turns an error of loading `name` into an InputError.
-
-    `what` says what is loaded, such as "tokenizer".
-    """
+    """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
 
     def explain(error: Exception) -> InputError:
         if "trust_remote_code" in str(error):
@@ -103,17 +100,17 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
                 f"give chat_template=FILE, or remove the arguments"
             )
         return
-    settings = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_literal(value)} %}}{{%- endif %}}"
-        for name, value in sorted(chat.template_args.items())
-        if _check_argument(name)
-    ]
-
-    if unread := [name for name in chat.template_args if not re.search(rf"\b{name}\b", str(texts))]:
-        raise InputError(
-            f"chat_template_args has {', '.join(unread)}, which the chat template does not read: correct the name, or "
-            f"remove the argument"
-        )
+    settings = []
+    for name, value in sorted(chat.template_args.items()):
+        if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
+            raise InputError(f"chat_template_args has {name}, which must be a name that the chat template reads")
+        if not re.search(rf"\b{name}\b", str(texts)):
+            raise InputError(
+                f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "
+                f"the argument"
+            )
+        literal = _write_literal(value)
+        settings.append(f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}")
 
     def bind(text: str) -> str:
         before = [_write_date(date), *settings] if date and "strftime_now" in text else settings
@@ -129,13 +126,6 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             raise InputError(f"{where} is not a template in Jinja's language: {one_sentence(error)}") from error
         except Exception:  # a template may want other messages, and may raise anything
             pass
-
-
-def _check_argument(name: str) -> bool:
-    """Raise InputError for an argument that templates cannot have."""
-    if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
-        raise InputError(f"chat_template_args has {name}, which must be a name that the chat template reads")
-    return True
 
 
 def _write_literal(value: Any) -> str:
@@ -156,10 +146,7 @@ def _write_date(date: str) -> str:
 
 
 def find_media_tokens(tokenizer: Any, config: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
-    """Find the tokens that stand for images, video and audio.
-
-    The tokenizer names them, or the entries of a model's config.json, such as `image_token_id`.
-    """
+    """Find the tokens for images, video and audio that the tokenizer or a model's config.json names."""
     named = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
     keys = (key for key in config if re.fullmatch("(image|video|audio)_token_(id|index)", key))
     added, ids = tokenizer.added_tokens_decoder, (config[key] for key in keys)
@@ -201,10 +188,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
 
 
 def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
-    """Return a warning if prompts lack the BOS of the tokenizer.
-
-    `prompt` is one of the prompts.
-    """
+    """Return a warning if prompts, of which `prompt` is one, lack the BOS of the tokenizer."""
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     if not adds_bos or prompt.startswith(bos):

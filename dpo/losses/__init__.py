@@ -82,45 +82,37 @@ class Loss:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the responses in its examples."""
         return TRAINS_ON[self.trains_on]
 
     @property
     def reference_columns(self) -> list[str]:
-        """Names of the reference's log-probabilities that the loss needs.
-
-        Each is a role, or a role with the suffix `_tail`.
-        """
-        tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
-        return [*self.roles, *tails]
+        """Names of the reference's log-probabilities that the loss needs."""
+        suffixes = ("", "_tail") if self.needs_tails else ("",)
+        return [f"reference_{role}{suffix}" for suffix in suffixes for role in self.roles]
 
     @property
     def can_be_mixed(self) -> bool:
-        """Return whether `loss=mix` may contain this loss.
-
-        The loss of each example must depend on that example alone, and a mix trains a policy on pairs, whose chosen
-        responses serve as targets.
-        """
+        """Whether `loss=mix` may contain this loss: it trains a policy on pairs, or targets, each by itself."""
         return self.batch_statistic is None and self.trains_on in ("pairs", "targets") and not self.scalar_head
 
     @property
     def has_margins(self) -> bool:
-        """Return whether each example has a chosen and a rejected response."""
+        """Whether each example has a chosen and a rejected response."""
         return self.trains_on in ("pairs", "lists")
 
     @property
     def needs_tails(self) -> bool:
-        """Return whether policy and reference must also compute the tails of `Scores`."""
+        """Whether policy and reference must also compute the tails of `Scores`."""
         return self.shared_options.get("ld_alpha", 1) != 1
 
     @property
     def needs_margins(self) -> bool:
-        """Return whether each pair of the data must have a margin."""
+        """Whether each pair of the data must have a margin."""
         return bool(self.shared_options.get("offset_by_margin"))
 
     @property
     def needs_squares(self) -> bool:
-        """Return whether the policy must also compute the squares of `Scores`."""
+        """Whether the policy must also compute the squares of `Scores`."""
         return bool(self.shared_options.get("wpo"))
 
     def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
@@ -130,18 +122,18 @@ class Loss:
 
     def __call__(self, scores: Scores) -> Losses:
         """Compute losses and rewards, with all options."""
-        output = self.compute(scores)
-        if self.trains_on != "pairs":
-            return output
-        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
-
-    def compute(self, scores: Scores) -> Losses:
-        """Compute losses and rewards, without `wpo` and `sft_weight`."""
-        return self.fn(self.transform(scores), **self.options)
+        output = self.fn(self.transform(scores), **self.options)
+        return self._apply_to_losses(output, scores)
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
         return apply_to_scores(scores, **self.shared_options) if self.reference else scores
+
+    def _apply_to_losses(self, output: Losses, scores: Scores) -> Losses:
+        """Apply `wpo` and `sft_weight`, which only losses of pairs have."""
+        if self.trains_on != "pairs":
+            return output
+        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
 
     def find_batch_statistic(self, scores: Scores) -> Any:
         """Compute the statistic of a global batch, (B, k)."""
@@ -153,11 +145,10 @@ class Loss:
 class Mix(Loss):
     """A weighted sum of losses, which needs what any of them needs.
 
-    Each loss gets the options that its function takes. Rewards are beta times log-ratios, or beta times mean
-    log-probabilities if no loss has a reference.
+    Rewards are beta times log-ratios, or beta times mean log-probabilities if no loss has a reference.
     """
 
-    fn: Any = None  # `compute` calls the losses instead
+    fn: Any = None  # `__call__` calls those of the losses instead
     weighted_losses: Sequence[tuple[float, Loss]] = ()
 
     @property
@@ -185,12 +176,12 @@ class Mix(Loss):
             per_token=not any(loss.reference for loss in losses),
         )
 
-    def compute(self, scores: Scores) -> Losses:
+    def __call__(self, scores: Scores) -> Losses:
         losses = scores.chosen * 0  # zeros of the right shape, dtype and device
         for weight, loss in self.weighted_losses:
-            losses = losses + weight * loss.compute(scores).losses
+            losses = losses + weight * loss.fn(loss.transform(scores), **loss.options).losses
         chosen, rejected = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
-        return formulas.with_rewards(losses, chosen, rejected, self.options["beta"])
+        return self._apply_to_losses(formulas.with_rewards(losses, chosen, rejected, self.options["beta"]), scores)
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:

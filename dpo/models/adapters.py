@@ -83,10 +83,7 @@ def _import_peft() -> Any:
 
 
 def find_adapter(path: str | Path | None) -> Path | None:
-    """The directory in PEFT's format that a path names, if any.
-
-    The path may be the directory, a run (its LATEST), or the `policy.pt` in the directory.
-    """
+    """The directory in PEFT's format that a path names, if any: itself, a run's LATEST, or that of a `policy.pt`."""
     if path is None:
         return None
     path = Path(os.path.expanduser(path))
@@ -97,10 +94,7 @@ def find_adapter(path: str | Path | None) -> Path | None:
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read an adapter in PEFT's format.
-
-    Raises InputError if it is damaged, or of an unsupported type.
-    """
+    """Read an adapter in PEFT's format; InputError if it is damaged, or of an unsupported type."""
     config_file = directory / CONFIG
     with _explaining_errors(directory):
         check_readable(directory / WEIGHTS)
@@ -129,23 +123,19 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """An adapter's settings and weights beyond LoRA and a scalar head.
-
-    Returns texts `key=value` for PEFT's config, and up to three names of weights.
-    """
+    """Settings, as `key=value`, and weights of an adapter beyond LoRA and a scalar head."""
     defaults, weights = vars(_import_peft().LoraConfig()), set(weights)
     supported_keys = IGNORED_KEYS | USED_KEYS.keys()
     if PREFIX + HEAD_WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
         weights.remove(PREFIX + HEAD_WEIGHT)
         supported_keys |= {"modules_to_save"}
+    if str(config.get("init_lora_weights")).startswith(BASE_CHANGING_INITS):
+        supported_keys -= {"init_lora_weights"}
     unsupported = [
         f"{key}={value}"
         for key, value in config.items()
         if value and key not in supported_keys and value != defaults.get(key)
     ]
-    init = str(config.get("init_lora_weights"))
-    if init.startswith(BASE_CHANGING_INITS):
-        unsupported.append(f"init_lora_weights={init}")
     return unsupported + sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
 
 
@@ -185,10 +175,8 @@ def add_adapter(
     """Freeze a model and add an adapter in float32, which becomes active.
 
     The policy's adapter is trainable, and with it a reward model's scalar head. PEFT draws A from the seed and sets B
-    to 0, so a new adapter changes nothing. On the meta device it takes no memory.
-
-    Raises InputError if the config names no layer of the model, or a layer that cannot be adapted; `targets` is the
-    config key or the file that names the layers, for the message.
+    to 0, so a new adapter changes nothing. Raises InputError, in which `targets` is the config key or the file that
+    names the layers, if there are no such layers or they cannot be adapted.
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -273,10 +261,7 @@ def _list_linear_layers(model: Any) -> list[str]:
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer computes what a linear layer does.
-
-    Routers of Llama 4 and PhiMoE are subclasses of torch's layer, and return something else.
-    """
+    """Return whether a layer computes what torch's does, unlike routers of Llama 4 and PhiMoE, its subclasses."""
     if not isinstance(layer, (torch.nn.Linear, Conv1D)):
         return False
     if type(layer) in (torch.nn.Linear, Conv1D) or not isinstance(layer.weight, torch.nn.Parameter):  # 4-bit weights
@@ -303,7 +288,7 @@ def _replace_parts(layer: Any, name: str, targets: str) -> None:
 
 def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute an adapted layer in fewer operations than PEFT."""
-    name = next(iter(layer.active_adapters), None)
+    name = layer.in_use
     if name not in layer.lora_A:  # no adapter is active, or the active one adapts other layers
         return layer.base_layer(x)
     x = x.to(find_compute_dtype(x.device.type, x.dtype))
@@ -321,10 +306,7 @@ class Factor(torch.nn.Linear):
 
 class FactorA(Factor):
     def forward(self, x: torch.Tensor, scale: float, dropout: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x` for the base layer, and scale * dropout(x) @ A.T.
-
-        The product is (tokens, r).
-        """
+        """Return `x` for the base layer, and scale * dropout(x) @ A.T, (tokens, r)."""
         weight = self.weight.to(x.dtype)
         if isinstance(dropout, torch.nn.Dropout) and dropout.training:
             return x, _multiply(dropout(x).flatten(0, -2), weight.T, scale)
@@ -338,10 +320,7 @@ class FactorB(Factor):
 
 
 class _MultiplyA(torch.autograd.Function):
-    """`FactorA.forward` without dropout.
-
-    This gives x a single gradient: the matrix product of the adapter's part also adds the base layer's part.
-    """
+    """`FactorA.forward` without dropout, in which one matrix product also adds up the two gradients of x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> Any:
@@ -375,54 +354,37 @@ def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Put a stored adapter into a model.
-
-    Raises InputError if the adapter does not fit.
-    """
-    stored = stored._replace(weights=rename_layers(model, stored.weights, to_class=False))
-    config = make_adapter_config(stored.r, stored.alpha, stored.layers)
+    """Put a stored adapter into a model; InputError if it does not fit."""
+    layers = _list_layers(rename_layers(model, stored.weights, to_class=False))
+    config = make_adapter_config(stored.r, stored.alpha, layers)
     add_adapter(model, config, name=name, targets=str(stored.directory))
     load_adapter(model, stored, name)
 
 
 def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Copy a stored adapter's weights into the adapter of that name.
-
-    Raises InputError if they do not fit.
-    """
-    parameters = adapter_weights(model, name)
-    stored = stored._replace(weights=rename_layers(model, stored.weights, to_class=False))
-    if HEAD_WEIGHT not in stored.weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
+    """Copy a stored adapter's weights into the adapter of that name; InputError if they do not fit."""
+    parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
+    if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
-    shared_keys = parameters.keys() & stored.weights.keys()
-    differing = sorted(parameters.keys() ^ stored.weights.keys())
-    differing += sorted(key for key in shared_keys if parameters[key].shape != stored.weights[key].shape)
+    differing = sorted(parameters.keys() ^ weights.keys())
+    differing += sorted(
+        key for key in parameters.keys() & weights.keys() if parameters[key].shape != weights[key].shape
+    )
     if differing:
         advice = "the model that the adapter was trained on"
-        if targets := _find_other_targets(model, parameters, stored):
-            advice = f"lora.target_modules=[{','.join(targets)}], or {advice}"
+        if (layers := _list_layers(weights)) != _list_layers(parameters):
+            advice = f"lora.target_modules=[{','.join(_shorten_names(model, layers))}], or {advice}"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
             f"{', '.join(differing[:3])}: give {advice}"
         )
     with torch.no_grad():
         for key, parameter in parameters.items():
-            parameter.copy_(stored.weights[key])
-
-
-def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
-    """The `lora.target_modules` that a stored adapter needs instead of the model's.
-
-    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapters have the same layers.
-    """
-    return [] if stored.layers == _list_layers(parameters) else _shorten_names(model, stored.layers)
+            parameter.copy_(weights[key])
 
 
 def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
-    """The last parts of layers' names, such as `q_proj`.
-
-    Returns full names if other layers have such last parts too.
-    """
+    """The last parts of layers' names, such as `q_proj`; full names if other layers have such last parts too."""
     layers = set(layers)
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
@@ -435,10 +397,7 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of the adapter `name`, by their names without `name`.
-
-    A scalar head belongs to the policy's adapter.
-    """
+    """The parameters of the adapter `name`, by their names without `name`; the policy's has a scalar head, too."""
     weights = {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
@@ -463,8 +422,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Merge a stored adapter into a model; return all weights by name.
 
-    Each sum is in float32 and rounded once, to `dtype` or the dtype of the base's weight. Raises InputError if the
-    adapter does not fit.
+    Each sum is in float32 and rounded once, to `dtype` or the dtype of the base's weight.
     """
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
@@ -475,12 +433,10 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
 
 def weights_in_use(model: Any) -> list[torch.Tensor]:
     """The base's weights, and the active adapter's unless it adds nothing."""
-    active_adapters = {name for layer in _adapted_layers(model) for name in layer.active_adapters}
-    assert len(active_adapters) <= 1, "all layers compute with the same adapter"
     # without the buffers of a 4-bit base, which never change
     weights = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
-    for name in active_adapters:
-        adapter = adapter_weights(model, name)
+    if layers := _adapted_layers(model):  # all have the same adapter in use
+        adapter = adapter_weights(model, layers[0].in_use)
         b_matrices = [local_tensor(weight) for key, weight in adapter.items() if ".lora_B." in key]
         if any(matrix.any() for matrix in b_matrices):  # if B is 0, the adapter adds nothing
             weights += adapter.values()
@@ -512,15 +468,11 @@ def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
 
 def _activate(layers: Iterable[Any], name: str | None) -> None:
     for layer in layers:
-        # PEFT's set_adapter would also change requires_grad, on which optimizer and FSDP rely
-        layer._active_adapter = [] if name is None else [name]
+        layer.in_use = name  # for `_compute_adapted_layer`: PEFT's set_adapter would also change requires_grad
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a function that opens contexts with the adapter `name` active.
-
-    If `name` is None, no adapter is active inside. Afterwards the policy's adapter is active.
-    """
+    """Make a function that opens contexts with the adapter `name` active, or none, and then the policy's again."""
     layers = _adapted_layers(model)  # found once, as an update opens a context for every microbatch
 
     @contextmanager
@@ -549,11 +501,8 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def count_expert_weights(model: torch.nn.Module) -> int:
-    """The number of weights of experts, which get no adapter.
-
-    All experts of a layer are one tensor of three dimensions.
-    """
-    layers = [layer for layer in model.modules() if not isinstance(layer, torch.nn.modules.conv._ConvNd)]
+    """The number of weights of experts, which get no adapter: those of a layer are one tensor of three dimensions."""
+    layers = [layer for layer in model.modules() if not isinstance(layer, torch.nn.Conv1d)]
     weights = [weight for layer in layers for weight in layer.parameters(recurse=False)]
     return sum(weight.numel() for weight in weights if weight.ndim == 3)
 

@@ -1,13 +1,14 @@
-"""Answers to prompts, each sampled with its own seed.
+"""Answers of a model to prompts, each drawn with random numbers of its own.
 
-Unlike the samples of an evaluation (`dpo/models/generation.py`), an answer does not depend on the other prompts of its
-batch.
+Up to rounding, an answer does not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,12 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
-from dpo.models.generation import Sampling, cut_at_end, list_end_tokens, plain_generation
+from dpo.data.table import Prompt
+from dpo.data.tokenization import find_control, unescape
 from dpo.models.layouts import Padded
+from dpo.models.logprobs import find_attention
+from dpo.settings.keys import KEYS
+from dpo.system.arithmetic import without_compilation
 
 Tokens = tuple[int, ...]
 
@@ -54,6 +59,57 @@ class Drawn(NamedTuple):
         return chosen.score == rejected.score or chosen.tokens == rejected.tokens
 
 
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+class Sampling(NamedTuple):
+    """How answers are drawn."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: the most probable token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    end_tokens: Sequence[int] = ()
+    seed: tuple[int, ...] = (0,)
+    cache_implementation: str | None = None  # of transformers' `generate`
+
+    def __str__(self) -> str:
+        if not self.temperature:
+            return "temperature 0, the most probable token"
+        return f"temperature {self.temperature:g}, top-p {self.top_p:g}, top-k {self.top_k or 'none'}"
+
+
+CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own, with which the reference code samples
+
+
+def choose_sampling(
+    model: Any, tokenizer: Any, wanted: Mapping[str, Any], *, chat: bool = False, max_new_tokens: int = 0, **more: Any
+) -> Sampling:
+    """Choose temperature, top_p, top_k and end tokens.
+
+    A value is the wanted one, if it is not None, else that of the model's generation config, else a default, which for
+    `chat` is another. Nothing else of a generation config is used: penalties, for instance, would show another
+    distribution than the model's.
+    """
+    chosen, config = {}, model.generation_config
+    for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
+        published = getattr(config, name, None)
+        is_usable = published is not None and KEYS[f"sample_{name}"].rule.holds(published)
+        chosen[name] = wanted[name] if wanted[name] is not None else published if is_usable else default
+    return Sampling(max_new_tokens, **chosen, end_tokens=list_end_tokens(config, tokenizer), **more)
+
+
+def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """The EOS tokens of a tokenizer, and then of a generation config."""
+    published = generation_config.eos_token_id
+    tokens = [tokenizer.eos_token_id, *(published if isinstance(published, list) else [published])]
+    return [token for token in dict.fromkeys(tokens) if token is not None]
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
 def answer(
     model: Any,
     tokenizer: Any,
@@ -61,60 +117,70 @@ def answer(
     numbers: Sequence[int],
     sampling: Sampling,
     *,
-    watch: Callable[[list[int]], bool] | None = None,
+    streamer: Any = None,
     in_step: bool = False,
 ) -> list[Answer]:
-    """Sample one answer to each prompt.
+    """Draw one answer to each prompt.
 
-    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. After each step `watch`
-    gets the last prompt's new tokens, and ends all answers by returning true. `in_step`: several processes hold shards
-    of the model and answer in lockstep, so each continues until all have finished.
+    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. `streamer` is
+    transformers', for a single prompt. `in_step`: several processes hold shards of the model and answer in lockstep, so
+    each continues until all have finished.
     """
-    device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
-    prompt_ids = batch["prompt_input_ids"].to(device)
-    n_prompt = prompt_ids.shape[1]  # the same for all prompts, which are padded on the left
-    end_tokens = list_end_tokens(model.generation_config, tokenizer)
-    criteria = []
-    if watch is not None:
-        criteria.append(_StopIf(lambda row: watch(row[n_prompt:].tolist())))
-    with plain_generation(model, sampling.cache_implementation):
+    device = next(model.parameters()).device
+    ids = batch["prompt_input_ids"].to(device)
+    n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
+    with _plain_generation(model, sampling.cache_implementation):
         rows = model.generate(
-            prompt_ids,
+            ids,
             attention_mask=batch["prompt_attention_mask"].to(device),
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # `_DrawToken` draws
-            eos_token_id=end_tokens,
+            eos_token_id=list(sampling.end_tokens) or None,
             pad_token_id=tokenizer.pad_token_id,
-            logits_processor=make_logits_processors(sampling, numbers, n_prompt=n_prompt),
-            stopping_criteria=transformers.StoppingCriteriaList(criteria),
+            logits_processor=_make_logits_processors(sampling, numbers, n_prompt=n_prompt),
+            streamer=streamer,
             synced_gpus=in_step,
             cache_implementation=sampling.cache_implementation,
         )
     answers = []
-    for new_tokens in rows[:, n_prompt:].tolist():
-        tokens, ended = cut_at_end(new_tokens, end_tokens)  # padding follows the end token
-        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        answers.append(Answer(text, tokens, ended))
+    for tokens in rows[:, n_prompt:].tolist():
+        end = next((i for i, token in enumerate(tokens, start=1) if token in sampling.end_tokens), None)
+        kept = tuple(tokens[:end])  # padding follows the end token
+        text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        answers.append(Answer(text, kept, end is not None))
     return answers
 
 
-def make_logits_processors(
+@contextmanager
+def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
+    """Generate without the model's own generation config, and without FlexAttention inside."""
+    own_config, attention = model.generation_config, find_attention(model.config)
+    model.generation_config = transformers.GenerationConfig()
+    if attention == "flex_attention":  # it is fast only if compiled, and generation is not
+        model.set_attn_implementation("sdpa")
+    try:
+        with without_compilation(cache_implementation=cache_implementation):
+            yield
+    finally:
+        model.generation_config = own_config
+        if attention == "flex_attention":
+            model.set_attn_implementation(attention)
+
+
+def _make_logits_processors(
     sampling: Sampling, numbers: Sequence[int], *, n_prompt: int
 ) -> transformers.LogitsProcessorList:
-    """Make processors of logits (B, V) that leave only the token drawn.
-
-    Greedy answers need none. `numbers` has a number for each of the B prompts of `n_prompt` tokens.
-    """
+    """Make processors of logits (B, V) that leave only the token drawn; greedy answers need none."""
     processors = transformers.LogitsProcessorList()
-    if sampling.temperature <= 0:  # greedy
+    if sampling.temperature <= 0:
         return processors
     processors.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:
         processors.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         processors.append(transformers.TopPLogitsWarper(sampling.top_p))
-    seeds = [[sampling.seed, number] for number in numbers]
+    seeds = [[*sampling.seed, number] for number in numbers]
     processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
     return processors
 
@@ -139,14 +205,19 @@ class _DrawToken(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
-class _StopIf(transformers.StoppingCriteria):
-    """End all rows once `should_stop` returns true for the last row's tokens."""
+@contextmanager
+def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with 0, 1, ... before each forward pass inside, of which there is one per token.
 
-    def __init__(self, should_stop: Callable[[torch.Tensor], bool]) -> None:
-        self.should_stop = should_stop
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), bool(self.should_stop(input_ids[-1])), device=input_ids.device)
+    Processes that draw in lockstep call `act` in lockstep, so it can raise on all of them together.
+    """
+    numbers = itertools.count()
+    # prepended, so that `act` is called before FSDP's hook gathers weights
+    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
@@ -160,3 +231,42 @@ def log_probabilities(
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         by_token = Padded().forward(model, microbatch.to(device).inputs).logps  # (1, B, T)
     return by_token[0].sum(-1).tolist()
+
+
+# --- prompts for readers ---------------------------------------------------------------------------------------------
+
+WORDS_OF_SENTENCE = 3  # fewer are a header, such as "user" or "### Answer:"
+CUT = "[...]"  # replaces the truncated part of a prompt
+
+
+def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
+    """The text of a prompt as fed, with CUT for truncated text."""
+    if not example.prompt_is_cut:
+        return unescape(prompt.text)
+    part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
+    cut = {"keep_start": f"{part} {CUT}", "keep_end": f"{CUT} {part}"}
+    return cut.get(prompt.truncation_mode, part)
+
+
+def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
+    """Write a prompt for readers, without control tokens.
+
+    The turns of a chat have their roles; a truncated chat is its text as `fed`.
+    """
+    if not prompt.messages or fed != unescape(prompt.text):
+        return find_control(tokenizer).sub("", fed).strip()
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)
+
+
+def find_added(prompt: Prompt, tokenizer: Any) -> str:
+    """Find a template's own sentences, such as a system prompt."""
+    if not prompt.messages:
+        return ""
+    before, pieces = unescape(prompt.text), []
+    for message in reversed(prompt.messages):
+        content = (message.get("content") or "").strip()
+        if content and content in before:
+            before, _, after = before.rpartition(content)
+            pieces.append(after)
+    lines = find_control(tokenizer).sub("\n", "\n".join([before, *reversed(pieces)])).splitlines()
+    return "\n".join(line.strip() for line in lines if len(line.split()) >= WORDS_OF_SENTENCE)

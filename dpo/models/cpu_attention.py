@@ -35,8 +35,7 @@ def attention_forward(
     """Attention with the signature of transformers' "sdpa".
 
     The query is (rows R, heads H, tokens L, D), key and value are (R, K, L, D), and the output is (R, L, H, D).
-    Computes attention in bfloat16 on a CPU with an additive mask, without dropout and softcap, and leaves all other
-    cases to transformers.
+    All but bfloat16 on a CPU with an additive mask, without dropout and softcap, is left to transformers.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
@@ -53,10 +52,7 @@ def attention_forward(
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
-# Custom operators, into which torch.compile does not trace: it would compile them anew for every row length.
-
-
-@torch.library.custom_op("dpo::masked_attention", mutates_args=())
+@torch.compiler.disable(reason="it would be compiled anew for every row length")
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -65,62 +61,53 @@ def masked_attention(
     Query and output are (R, H, L, D), key and value (R, K, L, D), the mask is (R or 1, 1, L, L). H / K consecutive
     query heads share a key head and a value head.
     """
-    out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
-    with torch.autocast("cpu", enabled=False):
-        q, o = _group_heads(query, key), _group_heads(out, key)  # (R * K, H / K, L, D)
-        k, v = key.flatten(0, 1), value.flatten(0, 1)  # (R * K, L, D)
-        for queries, keys in _blocks(mask):
-            p = _probabilities(q[:, :, queries].flatten(1, 2), k[:, keys], mask[:, :, queries, keys], scale)
-            o[:, :, queries] = (p.to(v.dtype) @ v[:, keys]).view_as(o[:, :, queries])
-    return out
+    return _MaskedAttention.apply(query, key, value, mask, scale)
 
 
-@torch.library.custom_op("dpo::masked_attention_backward", mutates_args=())
-def masked_attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value.
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
+        with torch.autocast("cpu", enabled=False):
+            q, o = _group_heads(query, key), _group_heads(out, key)  # (R * K, H / K, L, D)
+            k, v = key.flatten(0, 1), value.flatten(0, 1)  # (R * K, L, D)
+            for queries, keys in _blocks(mask):
+                p = _probabilities(q[:, :, queries].flatten(1, 2), k[:, keys], mask[:, :, queries, keys], scale)
+                o[:, :, queries] = (p.to(v.dtype) @ v[:, keys]).view_as(o[:, :, queries])
+        ctx.save_for_backward(query, key, value, mask, out)
+        ctx.scale = scale
+        return out
 
-    Sums over queries are in float32.
-    """
-    grad_query, grad_key, grad_value = (torch.zeros(x.shape) for x in (query, key, value))  # float32
-    with torch.autocast("cpu", enabled=False):
-        # all are views, so writing to `grad_q` fills `grad_query`
-        g, q, grad_q = (_group_heads(x, key) for x in (grad, query, grad_query))  # (R * K, H / K, L, D)
-        k, v, grad_k, grad_v = (x.flatten(0, 1) for x in (key, value, grad_key, grad_value))  # (R * K, L, D)
-        # the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
-        delta = _group_heads((grad.float() * out).sum(-1, keepdim=True), key)
-        for queries, keys in _blocks(mask):
-            g_block, q_block, delta_block = (x[:, :, queries].flatten(1, 2) for x in (g, q, delta))
-            p = _probabilities(q_block, k[:, keys], mask[:, :, queries, keys], scale)
-            grad_scores = (g_block @ v[:, keys].mT).float().sub_(delta_block).mul_(p).to(q.dtype)
-            grad_q[:, :, queries] = (grad_scores @ k[:, keys]).view_as(grad_q[:, :, queries])
-            grad_k[:, keys] += grad_scores.mT @ q_block
-            grad_v[:, keys] += p.to(g.dtype).mT @ g_block
-    grad_query *= scale
-    grad_key *= scale
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (query, key, value, mask, out), scale = ctx.saved_tensors, ctx.scale
+        # sums over queries are in float32
+        grad_query, grad_key, grad_value = (torch.zeros(x.shape) for x in (query, key, value))
+        with torch.autocast("cpu", enabled=False):
+            # all are views, so writing to `grad_q` fills `grad_query`
+            g, q, grad_q = (_group_heads(x, key) for x in (grad, query, grad_query))  # (R * K, H / K, L, D)
+            k, v, grad_k, grad_v = (x.flatten(0, 1) for x in (key, value, grad_key, grad_value))  # (R * K, L, D)
+            # the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
+            delta = _group_heads((grad.float() * out).sum(-1, keepdim=True), key)
+            for queries, keys in _blocks(mask):
+                g_block, q_block, delta_block = (x[:, :, queries].flatten(1, 2) for x in (g, q, delta))
+                p = _probabilities(q_block, k[:, keys], mask[:, :, queries, keys], scale)
+                grad_scores = (g_block @ v[:, keys].mT).float().sub_(delta_block).mul_(p).to(q.dtype)
+                grad_q[:, :, queries] = (grad_scores @ k[:, keys]).view_as(grad_q[:, :, queries])
+                grad_k[:, keys] += grad_scores.mT @ q_block
+                grad_v[:, keys] += p.to(g.dtype).mT @ g_block
+        grad_query *= scale
+        grad_key *= scale
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
 def _group_heads(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Group query heads by key head.
-
-    Returns a view (R * K, H / K, L, D) of `x`, (R, H, L, D).
-    """
+    """A view (R * K, H / K, L, D) of `x`, (R, H, L, D): query heads by key head."""
     return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention probabilities of a block, in float32.
-
-    Returns (R * K, H / K * queries, keys).
-    """
+    """Attention probabilities of a block, (R * K, H / K * queries, keys) in float32."""
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)
     return scores.softmax(-1)
@@ -129,34 +116,10 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield (queries, keys) of each block of the attention matrix.
 
-    The mask is (R or 1, 1, L, L). The keys are the shortest range with all keys that any of the queries attends to,
-    or all keys if no query attends to any.
+    The keys are the shortest range with all that any of the queries attends to, or all keys if there are none.
     """
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), BLOCK):
         queries = slice(start, start + BLOCK)
         keys = is_allowed[queries].any(0).nonzero()
         yield queries, slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(None)
-
-
-@masked_attention.register_fake
-def _(query, key, value, mask, scale):
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-@masked_attention_backward.register_fake
-def _(grad, query, key, value, out, mask, scale):
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))
-
-
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, output)
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, mask, out = ctx.saved_tensors
-    return *masked_attention_backward(grad, query, key, value, out, mask, ctx.scale), None, None
-
-
-masked_attention.register_autograd(_backward, setup_context=_save)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,22 @@ from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 from transformers.utils.hub import cached_file
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
+from dpo.models.answers import DEFAULTS, list_end_tokens
 from dpo.models.card import write_card
-from dpo.models.generation import DEFAULTS, list_end_tokens
 from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, load_config, load_structure
+from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
-from dpo.models.reward_model import MARK
+from dpo.models.scoring import MARK
 from dpo.models.text_part import complete_checkpoint, is_text_part
 from dpo.models.weights import Weights, read_archive
+from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing
+from dpo.system.waiting import after_rank_0, leave_together
 
 SHARD_BYTES = 2 * 10**9
 
@@ -47,6 +50,7 @@ def export(
     trust_remote_code: bool = False,
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    plan: Plan | None = None,
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return its path.
 
@@ -55,20 +59,20 @@ def export(
     `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved
     (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that
     names its base, or with `merge` as one model, base plus adapter. With `verify`, the files to be exported are first
-    compared with the checkpoint's checksums, if it has any.
+    compared with the checkpoint's checksums, if it has any. `plan` is the run's, if it is at hand.
     Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
-    origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
+    origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
     _check_request(origin, checkpoint, dtype, merge)
+    base_of_adapter = None if origin.weights.adapter is None or merge else _find_base_for_peft(origin)
     if verify:
-        base_file = origin.weights.archive if merge else None
-        for policy_file in {origin.policy, base_file}:
+        for file in {origin.policy, origin.weights.archive if merge else None}:
             # the reference implementation writes no manifest
-            if policy_file is not None and (policy_file.parent / MANIFEST).exists():
-                check_complete(policy_file.parent, only={policy_file.name, CONFIG, WEIGHTS})
+            if file is not None and (file.parent / MANIFEST).exists():
+                check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
 
     def explain(why: str) -> RunError:
         return RunError(f"{out} could not be written ({why}); nothing was left there")
@@ -76,41 +80,63 @@ def export(
     with explaining((OSError, SafetensorError), explain):
         with replacing(out) as folder:
             folder.mkdir(parents=True)
-            if origin.weights.adapter is not None and not merge:
-                _write_adapter(folder, origin)
+            if base_of_adapter is not None:
+                _write_adapter(folder, origin, base_of_adapter)
             else:
                 _write_model(folder, origin, None if dtype is None else DTYPES[dtype], shard_bytes)
             for path in folder.iterdir():
                 shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            sync_directory(folder)
-        sync_directory(out.parent)
+            sync(folder)
+        sync(out.parent)
     return out
+
+
+def export_last(plan: Plan, rank: int) -> None:
+    """Export a complete run's last checkpoint into its `hf`, if wanted and missing.
+
+    Every process must call it. If the export fails, rank 0 prints a warning.
+    """
+    if plan.run.export and not plan.run.debug:
+        after_rank_0("the export", lambda: _export_latest(plan) if rank == 0 else None)
+        leave_together()
+
+
+def _export_latest(plan: Plan) -> None:
+    latest = Path(plan.run.local_run_dir) / "LATEST"
+    if not latest.exists() or (latest / EXPORTED).exists():
+        return
+    try:
+        is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
+        out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
+        print(f"exported {out}", flush=True)
+    except Exception as error:  # no error of an export may fail a run that is complete
+        reason = " ".join(str(error).split())  # on one line
+        if not isinstance(error, (InputError, RunError)):
+            reason = f"{type(error).__name__} {reason}"
+        command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
+        print(
+            f"warning: the run is complete, but its export failed: {reason}; to export it, run {command}",
+            file=sys.stderr,
+        )
 
 
 def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
     """Raise InputError if the checkpoint cannot be exported in this form."""
+    adapter = origin.weights.adapter
     if origin.weights == Weights():
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
-    if origin.weights.adapter is None:
-        if merge:
-            raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
-        return
-    if merge:
-        return
-    if origin.policy is None:
+    if merge and adapter is None:
+        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
+    if adapter is not None and not merge and origin.policy is None:
         raise InputError(f"{checkpoint} is in PEFT's format already: to get a model without an adapter, give --merge")
-    if dtype is not None:
+    if adapter is not None and not merge and dtype is not None:
         raise InputError(f"--dtype {dtype} is for a whole model, and {checkpoint} holds an adapter: add --merge")
-    _find_base_for_peft(origin)
 
 
 def _find_base_for_peft(origin: Origin) -> str:
-    """The base that PEFT is to load under an adapter.
-
-    Raises InputError if PEFT cannot load it.
-    """
+    """The base that PEFT is to load under an adapter; raises InputError if PEFT cannot."""
     archive, adapter = origin.weights.archive, origin.weights.adapter
     if archive is not None:
         exported = archive.parent / EXPORTED
@@ -125,17 +151,16 @@ def _find_base_for_peft(origin: Origin) -> str:
     return resolve_name(origin.plan.model.name_or_path)
 
 
-def _write_adapter(folder: Path, origin: Origin) -> None:
+def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
     """Write an adapter, which names its base, with tokenizer and card."""
     directory: Any = origin.weights.adapter
-    config = read_json(directory / CONFIG)
-    config["base_model_name_or_path"] = _find_base_for_peft(origin)
+    config = read_json(directory / CONFIG) | {"base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
-    base_config = load_config(**find_source(origin.plan)).get_text_config()
+    base_config = load_config(find_source(origin.plan)).get_text_config()
     tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
     if not origin.plan.loss.scalar_head:
-        _write_generation_config(folder, base_config, origin, tokenizer)
+        _write_generation_config(folder, origin, tokenizer)
     write_card(folder, origin, adapter=read_adapter(directory))
 
 
@@ -143,10 +168,10 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     """Write a whole model, with tokenizer and card."""
     source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
-    model = load_structure(**source, dtype=torch.float32, scalar_head=is_reward_model)
+    model = load_structure(source, dtype=torch.float32)
     _load_weights(model, origin, adapter, dtype)
     # load the config again, with the base's dropout, which `load_structure` has set to 0
-    model.config = config = load_config(**source, scalar_head=is_reward_model)
+    model.config = config = load_config(source)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
     n_embeddings = model.get_input_embeddings().num_embeddings
@@ -159,7 +184,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
     if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
-        tensors = complete_checkpoint(model, source["name"], source["cache_dir"], dtype)
+        tensors = complete_checkpoint(model, source.name, source.cache_dir, dtype)
         save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
         config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
         config.save_pretrained(folder)
@@ -168,24 +193,17 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
             model.config = config.get_text_config()  # there are no weights of other parts
         has_parts = model.config.get_text_config() is not model.config
         model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=has_parts)
-    _copy_processor(folder, **source)
+    options: Any = {"cache_dir": source.cache_dir, "_raise_exceptions_for_missing_entries": False}
+    for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):  # how images and video are read
+        if path := cached_file(source.name, file, **options):
+            shutil.copyfile(path, folder / file)
     if not is_reward_model:
-        _write_generation_config(folder, config, origin, tokenizer)
+        _write_generation_config(folder, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)
 
 
-def _copy_processor(folder: Path, name: str, cache_dir: str | None, **_: Any) -> None:
-    """Copy the files on how a checkpoint reads images and video."""
-    for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):
-        if path := cached_file(name, file, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False):
-            shutil.copyfile(path, folder / file)
-
-
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Give a model on the meta device the weights to export.
-
-    Weights that do not change stay mapped from their file.
-    """
+    """Give a model on the meta device the weights to export; those that do not change stay mapped from their file."""
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
     expected = model.state_dict(keep_vars=True)
     # tied weights are one object with several names: take the first name that the state has
@@ -215,47 +233,30 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
 def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
     """Write the tokenizer as it was published, without training's pad token.
 
-    A reward model's tokenizer gets a pad token: see `find_pad_token`. `may_grow`: the model may get an embedding more.
+    A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
+    needs another embedding, as the model may have if it `may_grow`, unless it has more than the tokenizer.
     """
-    source, name = find_source(origin.plan), origin.plan.model.tokenizer
-    del source["name"]
+    name = origin.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **find_source(origin.plan).options)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
     bind_template(tokenizer, origin.plan.chat)
-    _set_pad_token(tokenizer, n_embeddings, scalar_head=origin.plan.loss.scalar_head, may_grow=may_grow)
+    pad = find_pad_token(tokenizer, n_embeddings)
+    if origin.plan.loss.scalar_head:
+        if pad is None and (may_grow or len(tokenizer) < n_embeddings):
+            tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        else:
+            tokenizer.pad_token_id = pad
+    elif (tokenizer.pad_token_id or 0) >= n_embeddings:
+        tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def _set_pad_token(tokenizer: Any, n_embeddings: int, *, scalar_head: bool, may_grow: bool) -> None:
-    """Set the pad token of an export, if it needs one.
-
-    A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
-    needs another embedding unless the model has more than the tokenizer.
-    """
-    pad = find_pad_token(tokenizer, n_embeddings)
-    if not scalar_head:
-        if (tokenizer.pad_token_id or 0) >= n_embeddings:
-            tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
-        return
-    if pad is None and (may_grow or len(tokenizer) < n_embeddings):
-        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    else:
-        tokenizer.pad_token_id = pad
-
-
-def _write_generation_config(folder: Path, config: Any, origin: Origin, tokenizer: Any) -> None:
-    """Write a generation config that ends on what was trained.
-
-    Of the base's own it keeps its end tokens, and how answers are drawn.
-    """
-    source = find_source(origin.plan)
-    try:
-        published = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # the base has no such file
-        published = transformers.GenerationConfig.from_model_config(config)
+def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> None:
+    """Write a generation config that ends on what was trained, and else has the base's end tokens and sampling."""
+    published = load_generation_config(find_source(origin.plan))
     end_tokens = list_end_tokens(published, tokenizer)
     kept = {name: getattr(published, name) for name in (*DEFAULTS, "do_sample") if getattr(published, name) is not None}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,13 +23,13 @@ from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import (
     TokenLogps,
+    find_attention,
     packed_logps,
-    packed_rewards,
     sequence_logps,
     sequence_rewards,
     token_logps,
 )
-from dpo.models.packing import NONE, Packed, by_side, pack, split_evenly
+from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
 from dpo.models.scalar_head import find_scalar_head
 from dpo.parallel.sharding import run_as_forward
 from dpo.settings.choices import VARLEN
@@ -49,11 +49,6 @@ class PaddedRows:
     sides: int  # responses per example
     # (sides, B) int64: the row of each response, or any row for a missing one; None if no response is missing
     row_index: torch.Tensor | None = None
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
-        """Apply `change`, which moves or pins a tensor, to every tensor."""
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **tensors)
 
     def by_side(self, values: torch.Tensor) -> torch.Tensor:
         """Arrange values (rows, ...) as (sides, B, ...)."""
@@ -83,45 +78,27 @@ class Microbatch(NamedTuple):
         lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
     ) -> Microbatch:
         """Make a microbatch of the examples at `indices` of a global batch."""
-        fed_examples = [examples[i] for i in indices] or examples[:1]
-        lengths = torch.from_numpy(by_side([example.n_scored for example in fed_examples], fill=0))
-        role_indices = [[ROLES.index(role) for role in example.roles] for example in fed_examples]
-        roles = torch.from_numpy(by_side(role_indices, fill=NONE))
-        n_examples = len(indices)  # 0 if the fed example is only a stand-in
+        fed, n = [examples[i] for i in indices] or examples[:1], len(indices)
+        lengths = torch.from_numpy(by_side([example.n_scored for example in fed], fill=0))
+        roles = torch.from_numpy(by_side([[ROLES.index(role) for role in e.roles] for e in fed], fill=NONE))
         offsets = None
         if examples[0].margin is not None:
-            margins = [example.margin for example in fed_examples[:n_examples]]
-            offsets = torch.tensor(margins, dtype=torch.float32)
-        return cls(
-            torch.tensor(indices, dtype=torch.int64),
-            lengths[:, :n_examples],
-            roles[:, :n_examples],
-            lay_out(fed_examples),
-            offsets,
-        )
-
-    def to(self, device: torch.device | str) -> Microbatch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+            offsets = torch.tensor([example.margin for example in fed[:n]], dtype=torch.float32)
+        return cls(torch.tensor(indices, dtype=torch.int64), lengths[:, :n], roles[:, :n], lay_out(fed), offsets)
 
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the forward pass, including padding."""
         return self.inputs.input_ids.numel()
 
-    def pin_memory(self) -> Microbatch:
-        return self.map(torch.Tensor.pin_memory)
+    def to(self, device: torch.device | str) -> Microbatch:
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), self)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        offsets = None if self.offsets is None else change(self.offsets)
-        return Microbatch(
-            change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change), offsets
-        )
+    def pin_memory(self) -> Microbatch:
+        return map_tensors(torch.Tensor.pin_memory, self)
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Split one value per response, (sides, B), into (B,) for each role.
-
-        The value is 0 where an example has no response of the role.
-        """
+        """Split one value per response, (sides, B), into (B,) for each role, with 0 for responses that are missing."""
         # an example has at most one response of a role, so the sum over sides picks its value
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
@@ -158,14 +135,11 @@ class Padded:
             by_row = TokenLogps(rewards[:, None])
         else:
             by_row = sequence_logps(model, input_ids, attention_mask, labels, with_squares=with_squares)  # (rows, T)
-        return by_row.map(lambda values: inputs.by_side(values.to(input_ids.device)))
+        return map_tensors(lambda values: inputs.by_side(values.to(input_ids.device)), by_row)
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out examples in rows of `length` tokens, padded on the right.
-
-    The padding is token 0, which the attention mask hides.
-    """
+    """Lay out examples in rows of `length` tokens, padded on the right with token 0."""
     sides = max(len(example.responses) for example in examples)
     rows = []  # (prompt, response, cuts)
     row_index = np.zeros((sides, len(examples)), dtype=np.int64)
@@ -174,8 +148,7 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
             if side < len(example.responses):
                 row_index[side, i] = len(rows)
                 rows.append((example.prompt, *example.cut_responses[side]))
-    input_ids = np.zeros((len(rows), length), dtype=np.int64)
-    attention_mask = np.zeros_like(input_ids)
+    input_ids, attention_mask = np.zeros((2, len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for row, (prompt, response, cuts) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(response)
@@ -195,9 +168,8 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
-    `windows` maps each kind of attention layer to the number of tokens that its queries look back, None for all.
-    The length of a row is a multiple of `alignment`. With `by_segments` there is one row, for `varlen_attention`. With
-    `gives_rewards` the model is a reward model.
+    `windows` maps each kind of attention layer to the number of tokens that its queries look back, None for all. The
+    length of a row is a multiple of `alignment`; with `by_segments` there is one row, for `varlen_attention`.
     """
 
     def __init__(
@@ -236,23 +208,17 @@ class SharedPrefix:
         return pack(longer, **options).keep_last_scored()
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of each example's responses by token, (sides, B, T).
-
-        A reward model gives the responses' rewards instead, (sides, B, 1).
-        """
-        if self.gives_rewards:
-            rewards = run_as_forward(model, packed_rewards, inputs, self.windows)  # (U,)
-            by_response = TokenLogps(rewards[:, None])
-        else:
-            score = partial(packed_logps, with_squares=with_squares)
-            by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
-        return by_response.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
+        """As `Padded.forward`."""
+        score = partial(packed_logps, with_squares=with_squares)
+        by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
+        index = inputs.response_index
+        return map_tensors(lambda values: values.to(index.device)[index], by_response)
 
 
 def max_tree_tokens(max_length: int) -> int:
-    """The largest number of tokens in a prompt's tree.
+    """The largest number of tokens in a prompt's tree, in which two responses always fit.
 
-    A prompt with two responses always fits. Rows are at most twice as long (`pack`).
+    Rows are at most twice as long (`pack`).
     """
     return 2 * max_length
 
@@ -269,11 +235,7 @@ class Longest(NamedTuple):
 
     @classmethod
     def of(cls, example: int, n_examples: int, max_length: int, *, n_responses: int = 2) -> Longest:
-        """Bounds for microbatches of up to `n_examples` examples.
-
-        `example` is the number of tokens in the longest prompt with one response. An example has up to
-        `n_responses` responses.
-        """
+        """Bounds for microbatches of up to `n_examples` examples with up to `n_responses` responses each."""
         n_unshared = max(2, n_responses) * n_examples * example  # tokens if each response had its own prompt
         return cls(example, min(n_unshared, 2 * max_tree_tokens(max_length)))
 
@@ -296,57 +258,57 @@ def choose_layout(
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
         longest = longest or Longest(max_length, 2 * max_tree_tokens(max_length))
-        tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
-        reason = _find_difference(model, layout, longest, tolerance)
+        reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if on_any_process(reason is not None):
             reason = reason or "does not support shared prefixes on another process"
-            layout, reason = _fall_back(model, reason, Padded())
+            layout = _fall_back(model, reason, masked=True)
     message = None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
     return layout, message
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """Choose a layout by the model's class and config, without running it.
-
-    Returns `Padded` and the reason if the model does not support the layout called `name`.
-    """
+    """Choose a layout by the model's class and config alone; `Padded` and a reason if it does not support `name`."""
     try:
         windows_or_reason = find_windows(model, max_length)
     except Exception as error:  # a foreign config may hold anything
         windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
+    attention = find_attention(model.config)
     # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the rules
     # support no model, so they do not show that this model looks at padding.
-    is_unsupported = isinstance(windows_or_reason, str)
-    needs_mask = is_unsupported and model.config._attn_implementation != "flash_attention_2"
+    needs_mask = isinstance(windows_or_reason, str) and attention != "flash_attention_2"
     if name == "padded":
         return Padded(masked=needs_mask), None
     if isinstance(windows_or_reason, str):
-        return _fall_back(model, windows_or_reason, Padded(masked=needs_mask))
-    on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
-    by_segments = model.config._attn_implementation == VARLEN
-    alignment = GPU_ALIGNMENT if on_gpu else 1
-    options = {"by_segments": by_segments, "gives_rewards": find_scalar_head(model) is not None}
-    return SharedPrefix(windows_or_reason, max_length=max_length, alignment=alignment, **options), None
+        return _fall_back(model, windows_or_reason, masked=needs_mask), windows_or_reason
+    layout = SharedPrefix(
+        windows_or_reason,
+        max_length=max_length,
+        alignment=GPU_ALIGNMENT if model.get_input_embeddings().weight.device.type == "cuda" else 1,
+        by_segments=attention == VARLEN,
+        gives_rewards=find_scalar_head(model) is not None,
+    )
+    return layout, None
 
 
-def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:
-    """Choose padded rows; InputError for attention that cannot use them."""
-    if model.config._attn_implementation == VARLEN:
+def _fall_back(model: Any, reason: str, *, masked: bool) -> Padded:
+    if find_attention(model.config) == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
-    return padded, reason
+    return Padded(masked=masked)
+
+
+# Config keys that limit attention to a number of columns, whatever the positions and the mask say. If a model has such
+# a key that is not in this list, `_find_difference` finds the difference on rows as long as the longest of the run.
+COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """The window of each kind of attention layer, in tokens.
-
-    None stands for all tokens. Returns the reason, as a str, if the model does not support the shared-prefix layout.
-    """
+    """The window of each kind of attention layer, in tokens, None for all; a reason if rows cannot be shared."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
-    if config._attn_implementation not in ("eager", "sdpa", "flex_attention", VARLEN):
-        return f"takes no mask of its own with {config._attn_implementation}"
+    if find_attention(config) not in ("eager", "sdpa", "flex_attention", VARLEN):
+        return f"takes no mask of its own with {find_attention(config)}"
     if getattr(config, "alibi", False):
         return "counts columns for positions (ALiBi)"
     if getattr(model, "_is_stateful", False):
@@ -370,11 +332,6 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     return {"sliding_attention": window}
 
 
-# Config keys that limit attention to a number of columns, whatever the positions and the mask say. If a model has such
-# a key that is not in this list, `_find_difference` finds the difference on rows as long as the longest of the run.
-COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
-
-
 def _is_mask(buffer: torch.Tensor) -> bool:
     """Return whether a buffer is a square mask, like GPT-Neo's causal mask."""
     return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
@@ -386,10 +343,7 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """Describe how log-probabilities, or rewards, differ between the layouts, if they do.
-
-    Compares two short pairs, then two pairs as long as the longest of the run.
-    """
+    """Describe how log-probabilities, or rewards, of short and of the longest pairs differ between the layouts."""
     vocab_size = model.config.get_text_config().vocab_size
     largest_window = max((window or 0 for window in layout.windows.values()), default=0)
     # numbers of tokens in (prompt, chosen, rejected); prompts of short pairs are longer than every window
@@ -398,20 +352,18 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
     long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, n_second + 1, n_second)])
-    cases = (  # pairs, how to sum their log-probabilities in the padded layout, length of the packed rows
-        (short_pairs, _sum_logps, None),
-        # logits of the long pairs might not fit into memory; a reward model has none
-        (long_pairs, _sum_logps if layout.gives_rewards else _sum_logps_in_chunks, max(longest.row, 2 * n)),
-    )
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     try:
         with without_tf32():
-            for pairs, sum_padded, row_length in cases:
-                [padded] = Padded().split(pairs, 1)
-                packed = layout.pack(pairs, length=row_length).map(lambda tensor: tensor.to(device))
+            for pairs, row_length in ((short_pairs, None), (long_pairs, max(longest.row, 2 * n))):
+                padded = Padded().split(pairs, 1)[0].to(device).inputs
+                packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
                 try:
-                    expected = sum_padded(model, padded.to(device).inputs)
+                    if pairs is short_pairs or layout.gives_rewards:
+                        expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
+                    else:
+                        expected = padded.by_side(run_as_forward(model, _sum_in_chunks, padded))
                     actual = layout.forward(model, packed).logps.sum(-1)
                 except (torch.OutOfMemoryError, InputError):  # not the layout's fault
                     raise
@@ -428,40 +380,20 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     return None
 
 
-def _sum_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Summed log-probabilities of responses, (sides, B)."""
-    return Padded().forward(model, rows).logps.sum(-1)
-
-
-def _sum_logps_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """The sums of `_sum_logps`, from the logits of few tokens at once.
-
-    The logits of rows as long as the longest of the run might not fit into memory.
-    """
-    return rows.by_side(run_as_forward(model, _sum_rows_in_chunks, rows))
-
-
-def _sum_rows_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Summed log-probabilities of each row's labels, (rows,)."""
+def _sum_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
+    """Summed log-probabilities of each row's labels, (rows,), as all logits of long rows might not fit into memory."""
     labels = rows.labels
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
-    targets = labels[row, column + 1]
-    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], targets)
+    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
     return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
 
 
 def _make_pairs(vocab_size: int, lengths: Sequence[tuple[int, int, int]]) -> list[Example]:
-    """Pairs of random tokens.
-
-    `lengths` has for each pair the number of tokens in prompt, chosen and rejected response.
-    """
+    """Pairs of random tokens; `lengths` has the numbers of tokens in prompt, chosen and rejected response of each."""
     generator = torch.Generator().manual_seed(0)
 
     def draw_tokens(n: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
-    return [
-        Example(draw_tokens(n_prompt), (draw_tokens(n_chosen), draw_tokens(n_rejected)))
-        for n_prompt, n_chosen, n_rejected in lengths
-    ]
+    return [Example(draw_tokens(prompt), (draw_tokens(a), draw_tokens(b))) for prompt, a, b in lengths]

@@ -24,7 +24,7 @@ from dpo.models.adapters import (
     make_adapter_config,
     read_adapter,
 )
-from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
+from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.scalar_head import install_scalar_head
 from dpo.models.text_part import is_text_part, name_in_files
@@ -39,10 +39,10 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 # --- where models are ------------------------------------------------------------------------------------------------
 
 
-def find_source(plan: Plan) -> dict[str, Any]:
-    """The arguments of `load_config` and `load_model` that name the model."""
+def find_source(plan: Plan) -> Source:
+    """The trained model, which the plan names."""
     model = plan.model
-    return {"name": model.name_or_path, "cache_dir": plan.run.cache_dir, "trust_remote_code": model.trust_remote_code}
+    return Source(model.name_or_path, plan.run.cache_dir, model.trust_remote_code, plan.loss.scalar_head)
 
 
 def resolve_name(name: str) -> str:
@@ -53,22 +53,13 @@ def resolve_name(name: str) -> str:
 
 def find_model_config(plan: Plan) -> Any:
     """The trained model's config, perhaps of a checkpoint's text part."""
-    config = _find_whole_config(plan)
+    config = load_config(find_source(plan))
     return config.get_text_config() if is_text_part(config) else config
-
-
-def _find_whole_config(plan: Plan) -> Any:
-    return load_config(**find_source(plan), scalar_head=plan.loss.scalar_head)
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
     """The model without its weights and adapters, on the meta device."""
-    return load_structure(
-        **find_source(plan),
-        dtype=DTYPES[dtype],
-        attn_implementation=plan.model.attn_implementation,
-        scalar_head=plan.loss.scalar_head,
-    )
+    return load_structure(find_source(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
@@ -83,10 +74,7 @@ def find_policy_structure(plan: Plan, dtype: str) -> Any:
 
 
 def find_weights(plan: Plan) -> Weights:
-    """The weights that `model.archive` names.
-
-    Raises InputError if there are none, or the keys of `lora` do not match them.
-    """
+    """The weights that `model.archive` names; InputError if there are none, or the keys of `lora` do not match them."""
     archive = plan.model.archive
     if archive is None:
         return Weights()
@@ -97,20 +85,21 @@ def find_weights(plan: Plan) -> Weights:
             f"or choose lora.reference=base"
         )
     weights = locate_weights(archive)
+    if weights.adapter is None:
+        return weights
     merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
-    if weights.adapter is not None and plan.lora is None:
+    if plan.lora is None:
         choose = "choose lora=lora lora.reference=adapter" if plan.loss.reference else "choose lora=lora"
         raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
-    if weights.adapter is not None and plan.reference == "base":
+    if plan.reference == "base":
         raise InputError(
             f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be the "
             f"adapter's base alone: choose lora.reference=adapter, or {merge}"
         )
     if weights.archive is not None and not weights.archive.is_file():
-        config = weights.adapter / CONFIG
         raise InputError(
             f"{weights.archive}, the base of {weights.adapter}, does not exist: put the base's new path into "
-            f"{config}, as base_model_name_or_path"
+            f"{weights.adapter / CONFIG}, as base_model_name_or_path"
         )
     return weights
 
@@ -123,31 +112,20 @@ def notes_on_base(plan: Plan) -> list[str]:
     base = locate_weights(adapter).base
     if base is None or resolve_name(base) == resolve_name(name):
         return []
-    return [
-        f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that both are the same "
-        f"model"
-    ]
+    return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure they are the same"]
 
 
 def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:
-    """The checkpoint's file with the reference, if it follows the policy.
-
-    `resume_from` is the checkpoint's directory, or None for a run that is not resumed.
-    """
-    if resume_from is None or not plan.follow_every:
-        return None
-    return resume_from / f"{FOLLOWING}.pt"
+    """The file with the reference in the checkpoint of a resumed run, if the reference follows the policy."""
+    return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
 
 
 # --- checking and loading --------------------------------------------------------------------------------------------
 
 
 def check_model(plan: Plan) -> Weights:
-    """Find the weights, and check that the model can be trained.
-
-    Raises InputError if it cannot, or as `find_weights` does.
-    """
-    weights, config = find_weights(plan), _find_whole_config(plan)
+    """Find the weights, and raise InputError if the model cannot be trained."""
+    weights, config = find_weights(plan), load_config(find_source(plan))
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
             f"model.name_or_path={plan.model.name_or_path} is quantized already (its config.json has a "
@@ -177,10 +155,9 @@ def check_parts(plan: Plan) -> None:
 def model_loaders(
     plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference, neither quantized nor with adapters.
+    """Functions that load policy and reference (None if it is no separate model), without quantization or adapters.
 
-    The second function is None if the reference needs no separate model. On ranks other than 0, the functions return
-    models without weights. Raises InputError as `check_model` does.
+    On ranks other than 0, they return models without weights. Raises InputError as `check_model` does.
     """
     archive = check_model(plan).archive
     # a model that will be sharded or quantized stays on the CPU until then
@@ -209,28 +186,24 @@ def load_base(
     attn_implementation: str | None = None,
     device_map: str | dict | None = None,
 ) -> Any:
-    """Load a plan's model in one process, without adapters.
-
-    None for `dtype` means the dtype of the model's config, None for `attn_implementation` the plan's.
-    """
+    """Load a plan's model without adapters, by default in the dtype of its config, with the plan's attention."""
     source = find_source(plan)
     return load_model(
-        **source,
-        dtype=dtype or load_config(**source).dtype or torch.float32,
+        source,
+        dtype=dtype or load_config(source).dtype or torch.float32,
         attn_implementation=attn_implementation or plan.model.attn_implementation,
         archive=archive,
         random_init=plan.model.random_init,
         seed=plan.run.seed,
         device_map=device_map,
-        scalar_head=plan.loss.scalar_head,
     )
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy before it is distributed, and its frozen weights' digest.
+    """The policy before it is distributed, and the digest of its frozen weights, which are the reference, or the base.
 
-    `policy` is a model or a function that loads it. The frozen weights are the reference or, if the loss has none, the
-    base. The digest is None without an adapter, if the reference is a separate model, and on ranks other than 0.
+    `policy` is a model or a function that loads it. The digest is None without an adapter, if the reference is a
+    separate model, and on ranks other than 0.
     """
     if plan.lora is None:
         return _prepare(policy, plan, {}, rank=rank), None
@@ -239,18 +212,18 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
     if plan.reference == "adapter":
         adapters[REFERENCE] = weights.adapter
     model = _prepare(policy, plan, adapters, rank=rank)
-    model.peft_config[POLICY].base_model_name_or_path = _name_base(plan, weights)
+    if weights.archive is not None:  # a name that lasts
+        base = resolve_name(str(weights.archive))
+    else:
+        base = None if plan.model.random_init else resolve_name(plan.model.name_or_path)
+    model.peft_config[POLICY].base_model_name_or_path = base
     if rank != 0 or plan.reference == "model":
         return model, None
     return model, digest_reference(model, plan, REFERENCE if REFERENCE in adapters else None)
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """A reference that is a separate model, and its digest.
-
-    `model` is a model or a function that loads it. The digest is None on ranks other than 0, and for a reference that
-    follows the policy.
-    """
+    """A separate reference, or what a function loads, and its digest: None unless on rank 0, or if it is to follow."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
     model = _prepare(model, plan, adapters, rank=rank)
@@ -261,28 +234,22 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
 
 
 def digest_reference(model: Any, plan: Plan, adapter: str | None) -> str:
-    """The digest of a run's reference.
-
-    `adapter` names the adapter with which the model is the reference, if any.
-    """
+    """The digest of a run's reference: a model with the adapter of this name, if any."""
     return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
 
 def unwrap(model: Any) -> Any:
-    """Remove the wrappers DataParallel and DistributedDataParallel.
-
-    The trainers distribute models themselves.
-    """
+    """Remove the wrappers DataParallel and DistributedDataParallel: trainers distribute models themselves."""
     while isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         model = model.module
     return model
 
 
 def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int) -> Any:
-    """Quantize, adapt and compile a model as the plan says.
+    """Quantize, adapt and compile a model, or what a function loads, as the plan says.
 
-    `model` may be a function that loads it. `adapters` maps names to directories in PEFT's format, or to None for a new
-    adapter. Raises InputError if the model has no block of the class `model.block_name`, even if no blocks are needed.
+    `adapters` maps names to directories in PEFT's format, or to None for a new adapter. Raises InputError if there is
+    no block of the class `model.block_name`, even if no blocks are needed.
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.loss.scalar_head:
@@ -301,10 +268,9 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
 
 
 def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> None:
-    """Add adapters to a model, by name.
+    """Add adapters to a model, the first of which becomes active, with the weights in their directories, if any.
 
-    The first adapter becomes active. Adapters with a directory get the weights in it; raises InputError if these do not
-    fit, or if r or alpha is not the plan's.
+    Raises InputError if these do not fit, or if r or alpha is not the plan's.
     """
     lora: Any = plan.lora
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
@@ -318,13 +284,3 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
                 f"{stored.directory} is an adapter of another size: give lora.r={stored.r} lora.alpha={stored.alpha}"
             )
         load_adapter(model, stored, name)
-
-
-def _name_base(plan: Plan, weights: Weights) -> str | None:
-    """A lasting name of an adapter's base, for PEFT's config.
-
-    None for a base that was drawn from a seed.
-    """
-    if weights.archive is not None:
-        return resolve_name(str(weights.archive))
-    return None if plan.model.random_init else resolve_name(plan.model.name_or_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,14 @@ from transformers import masking_utils
 
 from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
-from dpo.models.packing import Packed, tree_block_mask, tree_mask
-from dpo.models.scalar_head import reward
+from dpo.models.packing import Packed, map_tensors, tree_block_mask, tree_mask
+from dpo.models.scalar_head import find_scalar_head, reward
 from dpo.system.arithmetic import find_compute_dtype
+
+
+def find_attention(config: Any) -> str:
+    """The attention implementation of a model, which transformers has chosen."""
+    return config._attn_implementation
 
 
 class TokenLogps(NamedTuple):
@@ -26,10 +32,6 @@ class TokenLogps(NamedTuple):
 
     logps: torch.Tensor  # (n, T)
     squares: torch.Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogps:
-        """Apply `change` to both tensors, to move or reorder them."""
-        return TokenLogps(*(None if values is None else change(values) for values in self))
 
 
 def sequence_logps(
@@ -62,10 +64,7 @@ def sequence_logps(
 
 @contextmanager
 def _one_text_per_row() -> Iterator[None]:
-    """Tell transformers inside that no row has several texts.
-
-    Without a mask it would read the positions to find out, for which the host waits on a GPU.
-    """
+    """Tell transformers inside that no row has several texts, for which it would read the positions on the host."""
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -79,11 +78,20 @@ def packed_logps(
 ) -> TokenLogps:
     """Log-probabilities of the U responses of `packed`, (U, T).
 
-    Equal to `sequence_logps` of each response alone, up to rounding.
+    Equal to `sequence_logps` of each response alone, up to rounding. A reward model gives `sequence_rewards`, (U, 1).
     """
     hidden = _predicting_states(model, packed, windows)
-    by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
-    return by_token.map(lambda values: _by_response(values, packed))
+    if find_scalar_head(model) is not None:
+        by_token = TokenLogps(reward(model, hidden))
+    else:
+        by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
+    n_responses, longest = packed.shape
+
+    def by_response(values: torch.Tensor) -> torch.Tensor:
+        table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
+        return table.view(n_responses, longest)
+
+    return map_tensors(by_response, by_token)
 
 
 def sequence_rewards(
@@ -96,15 +104,6 @@ def sequence_rewards(
     last = columns.where(labels != IGNORE_INDEX, 0).argmax(-1).to(hidden.device)  # (B,): columns of the last labels
     rows = torch.arange(len(last), device=last.device)
     return reward(model, hidden[rows, last])
-
-
-def packed_rewards(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """Rewards of the U responses of `packed`, (U,).
-
-    `packed` comes from `keep_last_scored`. Equal to `sequence_rewards` of each response alone, up to rounding.
-    """
-    hidden = _predicting_states(model, packed, windows)  # (U, H)
-    return _by_response(reward(model, hidden), packed).squeeze(1)
 
 
 def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
@@ -123,49 +122,33 @@ def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | N
     return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
 
-def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Arrange values of the scored tokens by response, (U, T)."""
-    n_responses, longest = packed.shape
-    table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
-    return table.view(n_responses, longest)
-
-
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """The mask of each kind of attention layer, new or cached.
-
-    FlexAttention takes block masks, other implementations additive masks. Attention by segments takes no mask.
-    """
-    attention, device = model.config._attn_implementation, packed.input_ids.device.type
+    """The mask of each kind of attention layer, in the form that the attention takes."""
+    attention, device = find_attention(model.config), packed.input_ids.device.type
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
-    if attention == "flex_attention":
-        return packed.cache_masks(
-            "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}
-        )
     if device == "cpu":
         cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
     if attention == "sdpa":
         dtype = find_compute_dtype(device, dtype)  # so that no layer has to cast the mask
-    return packed.cache_masks(
-        f"additive {dtype}",
-        lambda: {kind: _additive(tree_mask(packed, window=size), dtype) for kind, size in windows.items()},
-    )
+    form = "blocks" if attention == "flex_attention" else f"additive {dtype}"
+    if packed.masks[0] != form:
+        make = tree_block_mask if form == "blocks" else partial(_additive_mask, dtype=dtype)
+        packed.masks = form, {kind: make(packed, window=size) for kind, size in windows.items()}
+    return packed.masks[1]
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to attention scores, for a bool mask.
-
-    It is 0 where a query attends to a key, and the dtype's minimum elsewhere. On CPUs it is faster than the bool mask.
-    """
+def _additive_mask(packed: Packed, *, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """`tree_mask` to be added to scores, 0 or the dtype's minimum: on CPUs faster than the bool mask."""
+    mask = tree_mask(packed, window=window)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets: (N,) for (N, V).
+    """`logits.log_softmax(-1)` at the targets, in float32 or higher: (N,) for (N, V).
 
-    In float32 or higher. It is computed a few rows at a time and recomputed in the backward pass, so that no second
-    tensor of size (N, V) exists.
+    It is computed a few rows at a time, and again in the backward pass, so that no second tensor of (N, V) exists.
     """
 
     @staticmethod
@@ -195,10 +178,7 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Split all tensors into pieces of equally many rows.
-
-    On a CPU a piece has as many rows of logits as fit into the CPU's cache, elsewhere all rows.
-    """
+    """Split all tensors into pieces of as many rows of logits as fit into a CPU's cache, on a GPU into one."""
     rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
 

@@ -52,6 +52,7 @@ def find_origin(
     trust_remote_code: bool = False,
     hub: bool = False,
     alone: bool = True,
+    run_plan: Plan | None = None,
 ) -> Origin:
     """Find the model that a path names.
 
@@ -60,7 +61,8 @@ def find_origin(
 
     `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. `model` is needed if neither the
     adapter nor its run names the base, or if the base has moved. It also replaces a known base, but only if the path is
-    `alone`: the user gives no other path. `trust_remote_code` says whether the model's own code may be run, whatever
+    `alone`: the user gives no other path. `run_plan` is that of the path's run, if it is at hand. `trust_remote_code`
+    says whether the model's own code may be run, whatever
     the run's config says. Raises InputError if the path names no model, or if it names a whole model, is `alone`, and
     `model` is given.
     """
@@ -82,7 +84,8 @@ def find_origin(
     weights = locate_weights(path, key="").resolve()
     adapter = weights.adapter
     run_dir = _find_run_dir(weights)
-    run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
+    if run_plan is None and run_dir is not None:
+        run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS)
     base = weights.base or (run_plan.model.name_or_path if run_plan else None)
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):

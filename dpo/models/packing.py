@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate, chain, compress, zip_longest
 from typing import Any, NamedTuple
 
@@ -38,10 +38,6 @@ class Segments(NamedTuple):
     columns: torch.Tensor  # (K,) int64: the columns of the keys, segment by segment
     longest: tuple[int, int]  # the largest number of queries in a segment, and of keys
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Segments:
-        """Apply `change`, which moves or pins a tensor, to every tensor."""
-        return Segments(change(self.queries), change(self.keys), change(self.columns), self.longest)
-
 
 @dataclass
 class Packed:
@@ -62,13 +58,8 @@ class Packed:
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
-    _cached_masks: tuple[str, dict[str, Any]] | None = None  # the `form` of the last masks, and the masks
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
-        """Apply `change`, which moves or pins a tensor, to every tensor."""
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        segments = None if self.segments is None else self.segments.map(change)
-        return replace(self, **tensors, segments=segments, _cached_masks=None)
+    # the last masks, by attention layer, and their form: policy and reference often need the same, one after the other
+    masks: tuple[str, dict[str, Any]] = field(default=("", {}), init=False)
 
     def keep_last_scored(self) -> Packed:
         """The same rows, with only the last scored token of each response."""
@@ -86,14 +77,17 @@ class Packed:
             shape=(n_responses, 1),
         )
 
-    def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the last masks if they have this `form`, else `make()`.
 
-        Policy and reference often need the same masks, one after the other.
-        """
-        if self._cached_masks is None or self._cached_masks[0] != form:
-            self._cached_masks = (form, make())
-        return self._cached_masks[1]
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `change`, which moves or pins a tensor, to all tensors of a dataclass or named tuple."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if is_dataclass(value):
+        parts = {f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value) if f.init}
+        return replace(value, **parts)
+    if hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, part) for part in value))
+    return value
 
 
 def count_tokens(example: Example) -> int:
@@ -102,12 +96,16 @@ def count_tokens(example: Example) -> int:
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split examples into `parts` with about equally many fed tokens.
+    """Split examples into `parts` with about equally many fed tokens; return the indices of each part's examples.
 
-    Returns the indices of each part's examples. Parts of long examples come first. The last parts are empty if there
-    are fewer examples than parts. Examples of a prompt are neighbours, so that few prompts are fed twice.
+    Parts of long examples come first. The last parts are empty if there are fewer examples than parts. Examples of a
+    prompt are neighbours, so that few prompts are fed twice.
     """
-    order = _sort_by_length(examples)
+    sort_keys: dict[tuple, tuple[int, int]] = {}  # prompt -> (tokens of its longest example, index of its first)
+    for i, example in enumerate(examples):
+        n_longest, first = sort_keys.get(example.prompt, (0, i))
+        sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
+    order = sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
     costs = _count_new_tokens([examples[i] for i in order])
     # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
     # middle of its cost lies, but every part gets at least one example.
@@ -123,18 +121,6 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     stops = [*starts[1:], len(order)]
     filled = [sorted(order[start:stop]) for start, stop in zip(starts, stops, strict=True)]
     return filled + [[]] * n_empty
-
-
-def _sort_by_length(examples: Sequence[Example]) -> list[int]:
-    """Indices of the examples, by the longest example of their prompt.
-
-    Long examples come first. Examples of a prompt are neighbours.
-    """
-    sort_keys: dict[tuple, tuple[int, int]] = {}  # prompt -> (tokens of its longest example, index of its first)
-    for i, example in enumerate(examples):
-        n_longest, first = sort_keys.get(example.prompt, (0, i))
-        sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
-    return sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
 
 
 def _count_new_tokens(examples: Sequence[Example]) -> list[int]:
@@ -190,33 +176,31 @@ def pack(
         candidates = [max(length or 1, sum(tree.length for tree in trees))]
     elif length is not None:
         candidates = [length]
-    else:
-        candidates = _row_lengths(trees)
+    else:  # 17 lengths from the longest tree to twice as many tokens, or all: trying every length would take long
+        shortest = max(1, trees[0].length)
+        longest_row = max(shortest, min(2 * shortest, sum(tree.length for tree in trees)))
+        candidates = [shortest + (longest_row - shortest) * i // 16 for i in range(17)]
     # longer rows waste less space but cost more attention
-    candidates = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
-    rows_by_length = {candidate: _fill_rows(trees, candidate) for candidate in candidates}
-    cheapest = min(candidates, key=lambda candidate: _cost(len(rows_by_length[candidate]), candidate))
+    lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
+    rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
+    # a token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention
+    costs = {n: len(rows) * n * (1 + n / ATTENTION_LENGTH) for n, rows in rows_by_length.items()}
+    cheapest = min(costs, key=lambda n: costs[n])
     # where an example has fewer responses than others, any index will do
     response_index = by_side(indices_by_example, fill=0)
-    packed = _write(rows_by_length[cheapest], cheapest, response_index, (n_responses, longest))
+    packed, spans = _write(rows_by_length[cheapest], cheapest, response_index, (n_responses, longest))
     if one_row:
-        packed.segments = _find_segments(trees, cheapest)
+        packed.segments = _find_segments(spans, cheapest)
     return packed
 
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
-    """Transpose lists, one for each of B examples, to (sides, B) int64.
-
-    Shorter lists are filled up with `fill`.
-    """
+    """Transpose lists, one for each of B examples, to (sides, B) int64, with `fill` after shorter lists."""
     return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
 
 
 def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
-    """Make the trees of a prompt, each of at most `max_tree_tokens`.
-
-    `indices` maps each (response, cuts) to the response's index. A tree with a single response may be longer.
-    """
+    """Make the trees of a prompt with its (response, cuts), each of one response or at most `max_tree_tokens`."""
     trees: list[_Tree] = []
     for (response, cuts), index in indices.items():
         n_fed = len(response) - 1
@@ -227,22 +211,8 @@ def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree
     return trees
 
 
-def _row_lengths(trees: list[_Tree]) -> list[int]:
-    """17 row lengths to try, as trying every length would take long.
-
-    They are equally spaced, from the length of the longest tree (the first of `trees`) to twice this length, or to the
-    sum of all trees if that is less.
-    """
-    shortest_row = max(1, trees[0].length)
-    longest_row = max(shortest_row, min(2 * shortest_row, sum(tree.length for tree in trees)))
-    return [shortest_row + (longest_row - shortest_row) * i // 16 for i in range(17)]
-
-
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
-    """Put each tree into the first row with enough space.
-
-    Rows have `length` tokens. `trees` begin with the longest.
-    """
+    """Put each tree, longest first, into the first row of `length` tokens with enough space."""
     rows: list[list[_Tree]] = []
     n_free: list[int] = []  # tokens left in each row
     for tree in trees:
@@ -255,21 +225,16 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
     return rows
 
 
-def _cost(n_rows: int, length: int) -> float:
-    """The relative cost of a forward pass over `n_rows` rows of `length`.
-
-    A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention.
-    """
-    return n_rows * length * (1 + length / ATTENTION_LENGTH)
-
-
-def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]) -> Packed:
-    """Write the trees of each row one after another."""
+def _write(
+    rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]
+) -> tuple[Packed, list[tuple[range, range]]]:
+    """Write the trees of each row one after another; return also the spans of prompts and responses."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)  # (rows, length) each
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)  # (rows, length) each
     scored: list[int] = []
     targets: list[int] = []
     slots: list[int] = []
+    spans: list[tuple[range, range]] = []  # of each prompt and response: its columns, and those of the prompt it sees
     longest_response = shape[1]
     for row, trees in enumerate(rows):
         tree_start = 0
@@ -277,12 +242,15 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
             n_prompt = len(tree.prompt)
             prompt_end = tree_start + n_prompt
             tree_of[row, tree_start : tree_start + tree.length] = tree_index
+            prompt = range(tree_start, prompt_end)
+            spans.append((prompt, range(0)))
             input_ids[row, tree_start:prompt_end] = tree.prompt
             position_ids[row, tree_start:prompt_end] = range(n_prompt)
             start = prompt_end
             for index, token_ids, cuts in tree.branches:
                 n_fed = len(token_ids) - 1
                 end = start + n_fed
+                spans.append((range(start, end), prompt))
                 input_ids[row, start:end] = token_ids[:-1]
                 position_ids[row, start:end] = range(n_prompt, n_prompt + n_fed)
                 branch_of[row, start:end] = index
@@ -300,7 +268,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 slots += range(first_slot, first_slot + len(scored_tokens))
                 start = end
             tree_start = start
-    return Packed(
+    packed = Packed(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         tree=torch.from_numpy(tree_of),
@@ -311,37 +279,20 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
         response_index=torch.from_numpy(response_index),
         shape=shape,
     )
+    return packed, spans
 
 
-def _find_segments(trees: list[_Tree], length: int) -> Segments:
-    """The segments of the single row into which `_write` writes the trees.
-
-    The row has `length` tokens with padding. Segments without queries, such as empty prompts, are left out.
-    """
-    query_columns: list[range] = []  # of each segment
-    key_columns: list[list[int]] = []  # of each segment
-
-    def add(queries: range, prompt: range) -> None:
-        if queries:
-            query_columns.append(queries)
-            key_columns.append([*prompt, *queries])
-
-    no_prompt = range(0)
-    start = 0
-    for tree in trees:
-        prompt = range(start, start + len(tree.prompt))
-        add(prompt, no_prompt)
-        start = prompt.stop
-        for _, token_ids, _ in tree.branches:
-            response = range(start, start + len(token_ids) - 1)
-            add(response, prompt)
-            start = response.stop
-    add(range(start, length), no_prompt)  # padding
-    n_queries, n_keys = [*map(len, query_columns)], [*map(len, key_columns)]
+def _find_segments(spans: list[tuple[range, range]], length: int) -> Segments:
+    """The segments of a single row of `length` tokens, without empty ones, such as those of empty prompts."""
+    padding = range(spans[-1][0].stop, length)
+    filled = [(queries, prompt) for queries, prompt in (*spans, (padding, range(0))) if queries]
+    n_queries = [len(queries) for queries, _ in filled]
+    n_keys = [len(prompt) + len(queries) for queries, prompt in filled]
+    columns = chain.from_iterable((*prompt, *queries) for queries, prompt in filled)
     return Segments(
         torch.tensor([0, *accumulate(n_queries)], dtype=torch.int32),
         torch.tensor([0, *accumulate(n_keys)], dtype=torch.int32),
-        torch.tensor([*chain.from_iterable(key_columns)], dtype=torch.int64),
+        torch.tensor([*columns], dtype=torch.int64),
         (max(n_queries), max(n_keys)),
     )
 

@@ -8,8 +8,6 @@ format and loses precision.
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +23,7 @@ SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(torch.nn.Linear):
-    """A frozen linear layer with a 4-bit weight.
-
-    The bias stays a parameter.
-    """
+    """A frozen linear layer with a 4-bit weight, whose bias stays a parameter."""
 
     weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
     scales: torch.Tensor  # one byte per block
@@ -72,19 +67,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a `Linear4bit` for a weight.
-
-    For a weight on the meta device they have no values either.
-    """
-    if weight.is_meta:
-        n_blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
-        return {
-            "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),
-            "scales": empty(n_blocks, dtype=torch.uint8),
-            "scales_of_scales": empty(math.ceil(n_blocks / SCALES)),
-            "offset": empty(()),
-            "code": empty(256),
-        }
+    """The buffers of a `Linear4bit`; without values for a weight on the meta device."""
     from bitsandbytes.functional import create_dynamic_map
 
     kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
@@ -93,21 +76,15 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     # so a run that is resumed with more processes would get another base.
     offset = scales.double().mean().float()
     quantized_scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
-    return {
-        "weight": packed,
-        "scales": quantized_scales,
-        "scales_of_scales": scales_of_scales,
-        "offset": offset,
-        "code": code,
-    }
+    names = ("weight", "scales", "scales_of_scales", "offset", "code")
+    return dict(zip(names, (packed, quantized_scales, scales_of_scales, offset, code), strict=True))
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
-    Layers are quantized one by one, on `device` if given, so that the device never holds the whole model unquantized.
-    The rest of the model then moves there too. A model on the meta device stays there. Raises InputError as
-    `layers_to_quantize` does.
+    Layers are quantized one by one, on `device` if given, so that it never holds the whole model unquantized. The rest
+    of the model then moves there too, unless it is on the meta device. Raises InputError as `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
@@ -126,18 +103,14 @@ def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def _transpose_conv1d(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The weight of GPT-2's Conv1D transposed; any other layer's unchanged.
-
-    Weights of Conv1D are (in_features, out_features), those of other linear layers (out_features, in_features).
-    """
+    """The weight of GPT-2's Conv1D, (in_features, out_features), transposed; any other layer's unchanged."""
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """The names of a model's linear layers that can be quantized.
+    """The names of a model's linear layers but the head, as far as their weights fill whole blocks.
 
-    Excluded are the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
-    layer, or bitsandbytes has no kernels for this machine.
+    Raises InputError if there is none, or bitsandbytes has no kernels for this machine.
     """
     check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:

@@ -1,11 +1,15 @@
-"""Scorers of the policy's answers in training, and checks of their scores."""
+"""Scorers of the policy's answers in training: rules, a user's function, a reward model.
+
+A reward model is a sequence classification model with one output.
+"""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import itertools
+import math
+import modulefinder
 import os
 import random
 import sys
@@ -17,16 +21,30 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import transformers
+from torch.nn.utils.rnn import pad_sequence
 
+from dpo.data.asking import TemplateRejects, apply_template, as_messages, escape_texts
 from dpo.data.table import Prompt
-from dpo.data.tokenization import unescape
-from dpo.errors import InputError, RunError, one_sentence
+from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.tokenizer import explaining_load_errors
+from dpo.errors import InputError, ScorerFailed, explaining, one_sentence
+from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
-from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
-from dpo.parallel.mesh import from_rank_0
+from dpo.models.pretrained import (
+    check_positions,
+    count_positions,
+    disable_dropout,
+    find_changing_ropes,
+    refuse_gaps,
+    silenced_reports,
+)
+from dpo.models.weights import model_digest
+from dpo.parallel.mesh import from_rank_0, is_rank_0
+from dpo.settings.choices import join_with_or
 from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
+from dpo.system.waiting import after_rank_0
 
 # maps prompts, and an answer to each, to one number per answer; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
@@ -35,15 +53,11 @@ T = TypeVar("T")
 LARGEST = 3.4e38  # the largest float32
 
 
-class ScorerFailed(RunError):
-    """An error of a scorer, or an invalid score."""
-
-
 class Scorer(NamedTuple):
     """A function or reward model that scores answers."""
 
     name: str  # as in the config
-    score: Score
+    score: Any  # a Score; None on a rank that scores nothing
     digest: str = ""  # of the code or weights, which must be the same when a run is resumed
     in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
     notes: tuple[str, ...] = ()  # messages to log at the start
@@ -105,43 +119,22 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
     except (PressedAgain, Stopped, error_class):
         raise
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, if the code raises them
-        raise error_class(f"{problem}: {_describe_error(error, file)}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" ({file}, line {frame.lineno})" for frame in frames if frame.filename == str(file)]
+        what = f"{type(error).__name__}: {one_sentence(error)}"
+        raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
 
 
-def _describe_error(error: BaseException, file: Path | None) -> str:
-    """An error's class, its message, and the last line in `file`."""
-    try:
-        message = one_sentence(error)
-    except Exception:  # raised by `__str__` of a user's exception class
-        message = "its message cannot be shown"
-    frames = traceback.extract_tb(error.__traceback__)
-    line_numbers = [frame.lineno for frame in frames if frame.filename == str(file)]
-    location = f" ({file}, line {line_numbers[-1]})" if line_numbers else ""
-    return f"{type(error).__name__}: {message}{location}"
+# --- a user's function -----------------------------------------------------------------------------------------------
 
 
-def _parse_file(function: str) -> Path:
-    """The file in `FILE.py:NAME`."""
-    return Path(function.rpartition(":")[0]).expanduser().resolve()
-
-
-def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-    """The score of `online.scorer=shorter`, higher for shorter answers."""
-    return [-len(answer.tokens) for answer in answers]
-
-
-def count_keyword(keyword: str) -> Score:
-    """Make a score that counts `keyword` in the answer."""
-    return lambda prompts, answers: [answer.text.count(keyword) for answer in answers]
-
-
-def load_function(function: str) -> Score:
-    """Load a user's function, given as `FILE.py:NAME`.
+def load_function(function: str, path: Path) -> Score:
+    """Load a user's function, given as `FILE.py:NAME`, from its file.
 
     The function gets the texts of prompts and answers. Runs the file's code, which may import modules beside it. Raises
     InputError if the code fails, or has no such function.
     """
-    name, path = function.rpartition(":")[2], _parse_file(function)
+    name = function.rpartition(":")[2]
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
@@ -160,63 +153,239 @@ def load_function(function: str) -> Score:
 
 
 def hash_code(file: Path) -> str:
-    """Hash a file and what it imports from its directory."""
-    contents: dict[str, bytes] = {}
-    modules = [file]
-    while modules:
-        path = modules.pop()
-        place = os.path.relpath(path, file.parent)
-        if place in contents or not path.is_file():
-            continue
-        contents[place] = path.read_bytes()
+    """Hash a file and what it imports from its directory, also inside functions."""
+    finder = modulefinder.ModuleFinder(path=[str(file.parent)])
+    finder.run_script(str(file))
+    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+
+# --- a reward model --------------------------------------------------------------------------------------------------
+
+Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
+FORMATS = {  # values of online.reward_format, and how a note describes them
+    "chat": "in its chat template",
+    "pair": "as two segments",
+    "text_eos": "as one text, with EOS if the answer ended",
+    "text": "as one text",
+    "policy": "as a policy reads them, with EOS if the answer ended",
+}
+MARK = "reward_format"  # the entry for the format in an exported reward model's config
+
+
+class RewardModel:
+    """A model that scores answers, `rows` at a time.
+
+    `form` is a key of FORMATS. `limit` is the largest number of tokens in a prompt with its answer, or None if not
+    known. Longer texts are truncated.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str) -> None:
+        self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+        self.form = form
+        # a tokenizer may append EOS itself
+        self.appends_eos = form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        # RoBERTa, for one, has no types that tell segments apart
+        n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
+        self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
+        self.limit = _find_limit(model, tokenizer)
+        tokenizer.truncation_side = "left"  # keep the end of a long text, which has the answer
+        self._encode = TextEncoder(tokenizer)
+        self.pad = model.config.get_text_config().pad_token_id
+        model.config.get_text_config().use_cache = False  # nothing is generated
+
+    def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """The score of each answer."""
+        texts = [
+            self.encode(prompt, answer.text, ended=answer.ended)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        # texts of about equal length are scored together, so that little is padded
+        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]["input_ids"]), reverse=True)
+        scores = [0.0] * len(texts)
+        for start in range(0, len(texts), self.rows):
+            indices = longest_first[start : start + self.rows]
+            batch_scores = self.forward([texts[i] for i in indices]).tolist()
+            for i, score in zip(indices, batch_scores, strict=True):
+                scores[i] = score
+        return scores
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise InputError if the chat template rejects a prompt."""
+        self.encode(prompt, "")
+
+    def encode(self, prompt: Prompt, answer: str, *, ended: bool = True) -> Inputs:
+        """The tokens of prompt and answer, truncated on the left.
+
+        Raises InputError if the chat template rejects the prompt.
+        """
+        if self.form in ("policy", "chat"):
+            if self.form == "policy" and not prompt.apart:
+                [tokens] = self._encode.encode_whole([(prompt.text, [[answer]], [])])
+                token_ids = tokens.prompt + tokens.responses[0][0]
+            else:
+                texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]
+                ids = self._encode(texts)
+                token_ids = [token for text in texts for token in ids[text]]
+            if ended and self.form == "policy":
+                token_ids.append(self.tokenizer.eos_token_id)
+            return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
+        prompt_text = unescape(prompt.text)
+        texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer]
+        if self.appends_eos and ended:
+            texts[-1] += self.tokenizer.eos_token
+        truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
+        encoded = self.tokenizer(*texts, **truncation)
+        names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
+        return {name: encoded[name] for name in names}
+
+    def _render(self, prompt: Prompt, answer: str) -> str:
         try:
-            nodes = ast.walk(ast.parse(contents[place]))
-        except (SyntaxError, ValueError):  # imported when the function is called, if at all
-            continue
-        for node in nodes:
-            names: list[str] = []
-            folder = file.parent
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                module = f"{node.module}." if node.module else ""
-                names = [f"{module}{alias.name}" for alias in node.names]
-                folder = path.parents[node.level - 1] if node.level else file.parent
-            for name in names:
-                parts = name.split(".")
-                places = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
-                modules += [module for place in places for module in (place.with_suffix(".py"), place / "__init__.py")]
-    return hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
+            chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
+            return apply_template(self.tokenizer, chat, tools=tools)
+        except TemplateRejects as error:
+            raise InputError(
+                f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
+                f"{prompt.text[:200]!r}: {error}"
+            ) from error
+
+    def digest(self) -> str:
+        """A digest of weights and tokenizer."""
+        content = self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items())
+        weights = model_digest(self.model, str(self.model.dtype))
+        return hashlib.sha256(repr((weights, content)).encode()).hexdigest()
+
+    @torch.no_grad()
+    def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
+        """The scores of B texts, (B,) in float32."""
+        pad = self.pad
+        if pad is None:
+            # the model scores at the last token that is not `pad`: without a pad token, take a token that ends no text
+            last_tokens = {text["input_ids"][-1] for text in texts}
+            pad = next(token for token in itertools.count() if token not in last_tokens)
+        self.model.config.get_text_config().pad_token_id = pad
+        rows = [text | {"attention_mask": [1] * len(text["input_ids"])} for text in texts]
+        padding = {"input_ids": pad, "token_type_ids": 0, "attention_mask": 0}
+        inputs = {
+            name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding[name])
+            for name in rows[0]
+        }
+        inputs = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}  # (B, T)
+        return self.model(**inputs).logits.squeeze(-1).float()
 
 
-def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
+def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
+    """Messages on a format that was guessed, and on truncated prompts."""
+    notes = []
+    if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
+        other_formats = [form for form in FORMATS if form not in ("chat", reward_model.form)]
+        notes.append(
+            f"online.reward_format is null, so the reward model gets prompt and answer {FORMATS[reward_model.form]}: "
+            f"if it was trained otherwise, give online.reward_format={' or '.join(other_formats)}"
+        )
+    if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
+        notes.append(
+            f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have "
+            f"up to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
+        )
+    return tuple(notes)
+
+
+def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
+    """Load the reward model that `online.reward_model` names, in this process.
+
+    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
+    """
+    name = plan.online.reward_model
+    key = f"online.reward_model={name}"
+    source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
+    advice = "give a sequence classification model with one output"
+    if (Path(name).expanduser() / CONFIG).is_file():
+        raise InputError(f"{key} is an adapter: merge it into its base, and {advice}")
+    with explaining_load_errors("reward model", name), silenced_reports():
+        model_config = transformers.AutoConfig.from_pretrained(name, **source)
+        if model_config.num_labels != 1:
+            model_class = ", ".join(model_config.architectures or ["model"])
+            raise InputError(f"{key} is a {model_class} with {model_config.num_labels} outputs (num_labels): {advice}")
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
+        )
+        model, loading = loaded
+    refuse_gaps(loading, key, f"{advice}, saved with its head")
+    with explaining_load_errors("tokenizer of the reward model", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+    disable_dropout(model)
+    with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
+        check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
+    recorded_format = "policy" if getattr(model_config, MARK, None) == "policy" else None
+    form = _find_format(tokenizer, plan.online.reward_format or recorded_format, key)
+    reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
+    if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
+        raise InputError(
+            f"{key} sees {reward_model.limit:,} tokens, and an answer may have online.max_new_tokens="
+            f"{plan.online.max_new_tokens}: lower online.max_new_tokens, or give another model"
+        )
+    reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
+    return reward_model
+
+
+def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
+    """Find the form of a reward model's input: the wanted one of FORMATS, or the first that the tokenizer allows."""
+    separator = tokenizer.sep_token_id
+    separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
+    lacking = {
+        "chat": None if tokenizer.chat_template else "has no chat template",
+        "pair": None if separates else "puts no separator between two texts",
+        "text_eos": None if tokenizer.eos_token else "has no EOS token",
+        "text": None,
+        "policy": None if tokenizer.eos_token else "has no EOS token",
+    }
+    possible = [form for form, problem in lacking.items() if problem is None]
+    if wanted is None:
+        return possible[0]
+    if lacking[wanted]:
+        raise InputError(
+            f"online.reward_format={wanted}: the tokenizer of {key} {lacking[wanted]}: give {join_with_or(possible)}"
+        )
+    return wanted
+
+
+def _find_limit(model: Any, tokenizer: Any) -> int | None:
+    """The largest number of tokens that a model takes, if known."""
+    limits = [count_positions(model), *(n for _, n in find_changing_ropes(model.config.get_text_config()))]
+    if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
+        limits.append(tokenizer.model_max_length)
+    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if n_positions is not None and n_positions > 0:  # XLNet has -1
+        limits.append(n_positions)
+    limit = min(limits)
+    return None if limit == math.inf else int(limit)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
     """Load the scorer that `plan.online` names.
 
-    A reward model is loaded on `device`, for `rows` answers at a time. Raises InputError if the scorer cannot be
-    loaded.
+    A reward model is loaded on `device`, for `rows` answers at a time, by every process, from files that rank 0 has
+    fetched; on the meta device it has no weights. Raises InputError if the scorer cannot be loaded.
     """
     online = plan.online
     if online.scorer == "reward_model":
-        reward_model, digest = load_reward_model(plan, device, rows=rows)
+        reward_model = after_rank_0("the reward model", lambda: load_reward_model(plan, device, rows))
+        digest = reward_model.digest() if is_rank_0() and str(device) != "meta" else ""
         name, notes = f"online.reward_model={online.reward_model}", notes_on(reward_model, plan)
-        return Scorer(name, reward_model, digest, in_parallel=True, notes=notes, check=reward_model.check)
+        return Scorer(name, reward_model, from_rank_0(digest), True, notes, reward_model.check)
     if online.scorer == "function":
-        file = _parse_file(online.function)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            score = load_function(online.function)
-            digest = hash_code(file)
-        else:  # rank 0 scores all answers: other ranks do not load the function, and never call their placeholder
-            score, digest = shorter, ""
-        return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)
-    score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
-    return Scorer(f"online.scorer={online.scorer}", score)
-
-
-def check_scorer(plan: Plan) -> tuple[str, ...]:
-    """Check a plan's scorer as `load_scorer` does, and return its notes.
-
-    Does not read the weights of a reward model.
-    """
-    if plan.online.scorer == "reward_model":
-        return notes_on(find_reward_structure(plan), plan)
-    return load_scorer(plan, torch.device("meta"), rows=1).notes
+        file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
+        # rank 0 scores all answers: other ranks do not load the function
+        score = load_function(online.function, file) if is_rank_0() else None
+        digest = from_rank_0(hash_code(file) if is_rank_0() else "")
+        return Scorer(f"online.function={online.function}", score, digest, file=file)
+    scores = {
+        "keyword": lambda prompts, answers: [answer.text.count(online.keyword) for answer in answers],
+        "shorter": lambda prompts, answers: [-len(answer.tokens) for answer in answers],
+    }
+    return Scorer(f"online.scorer={online.scorer}", scores[online.scorer])

@@ -26,10 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def is_text_part(config: Any) -> bool:
-    """Return whether a config's language model is a part of its checkpoint.
-
-    This is the rule by which `AutoModelForCausalLM` takes `text_config` alone.
-    """
+    """Return whether `AutoModelForCausalLM` takes a config's `text_config` alone, by its own rule."""
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) is text_config
@@ -51,10 +48,7 @@ def name_in_class(model: Any, config: Any) -> None:
 
 
 def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
-    """Rename an adapter's weights to those in the checkpoint's class, or back.
-
-    A name without a counterpart stays, as those of other models' adapters do.
-    """
+    """Rename an adapter's weights to those in the checkpoint's class, or back, as far as they have other names."""
     layers = {
         own.removesuffix(".weight"): theirs.removesuffix(".weight")
         for own, theirs in getattr(model, "names_in_class", {}).items()
@@ -69,11 +63,8 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
 
 
 def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
-    """A text model's weights by their names in the checkpoint's files.
-
-    Raises InputError unless the files have all of them, each in one place.
-    """
-    shapes = {key: shape for file in _find_files(name, cache_dir) for key, shape in _read_shapes(file)}
+    """A text model's weights by their names in the files; InputError unless each of them has one place there."""
+    shapes = {key: shape for file in _find_files(name, cache_dir) for key, _, shape in _read_headers(file)}
     own = model.state_dict()
     for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
         if names := _match_names(model, _find_shapes(weights), shapes):
@@ -91,10 +82,7 @@ def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, tor
 def complete_checkpoint(
     model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, with a text model's in their places.
-
-    The others keep their dtype unless one is given, and stay mapped from their files.
-    """
+    """A checkpoint's tensors, in `dtype` if given, with a text model's in their places."""
     trained, tensors = name_in_files(model, name, cache_dir), {}
     for path in _find_files(name, cache_dir):
         with safe_open(path, framework="pt") as file:
@@ -107,12 +95,11 @@ def complete_checkpoint(
 def _match_names(model: Any, own: Shapes, theirs: Shapes) -> Names:
     """Match names that differ in a prefix; none if that is ambiguous.
 
-    The base model's weights have one prefix in common, and those of its head may have another. A tied head may be
-    missing.
+    The base model's weights have one prefix in common, those of its head perhaps another. A tied head may be missing.
     """
     embeddings = model.get_input_embeddings()
     base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
-    tied = set(model._tied_weights_keys or ()) if model.config.get_text_config().tie_word_embeddings else set()
+    tied = set(model.all_tied_weights_keys)
     names = {}
     for is_base in (True, False):
         group = {name.removeprefix(base) if is_base else name: name for name in own if name.startswith(base) is is_base}
@@ -141,10 +128,18 @@ def _find_files(name: str, cache_dir: str | None) -> list[Path]:
         return [Path(file)] if file else []
 
 
-def _read_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _read_headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, dtype and shape of each tensor of a file."""
     with (
         explaining_library(lambda error: InputError(f"{path} cannot be read: {one_sentence(error)}")),
         safe_open(path, framework="pt") as file,
     ):
         for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-            yield key, tuple(file.get_slice(key).get_shape())
+            tensor = file.get_slice(key)
+            yield key, tensor.get_dtype(), tuple(tensor.get_shape())
+
+
+def find_integer_weights(name: str, cache_dir: str | None) -> list[str]:
+    """Names of a model's weights whose values are integers or 8-bit floats, for which scales would be needed."""
+    headers = [header for file in _find_files(name, cache_dir) for header in _read_headers(file)]
+    return [key for key, dtype, _ in headers if key.endswith(".weight") and dtype not in ("F64", "F32", "F16", "BF16")]

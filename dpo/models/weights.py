@@ -34,17 +34,14 @@ class Weights(NamedTuple):
 
     def resolve(self) -> Weights:
         """The same weights by absolute paths, without links."""
-        return self._replace(
-            archive=None if self.archive is None else self.archive.resolve(),
-            adapter=None if self.adapter is None else self.adapter.resolve(),
-        )
+        archive, adapter = (path and path.resolve() for path in (self.archive, self.adapter))
+        return self._replace(archive=archive, adapter=adapter)
 
 
 def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
-    """The weights that a path names, a `policy.pt` or an adapter.
+    """The weights that a path names, a `policy.pt` or an adapter, whose base may not exist.
 
-    Raises InputError if there are none; `key` is the config key of the path, for the message. Does not check whether an
-    adapter's base exists.
+    Raises InputError if there are none; `key` is the config key of the path, for the message.
     """
     adapter = find_adapter(path)
     if adapter is None:
@@ -71,9 +68,8 @@ def read_archive(
 ) -> dict[str, torch.Tensor]:
     """Read the weights in a `policy.pt`, with the names of transformers today.
 
-    `model` gives the expected names and shapes; its weights are not used. For a reward model, the weights of a language
-    model are accepted too; the result then has no scalar head. Raises InputError if the file is missing, is not a
-    `policy.pt`, or is for another architecture.
+    `model` gives the expected names and shapes. For a reward model, the weights of a language model are accepted too,
+    without a scalar head. Raises InputError if the file is missing, is not a `policy.pt`, or does not fit the model.
     """
     path = find_archive(archive, key=key)
     try:
@@ -104,25 +100,25 @@ def read_archive(
 
 
 def _find_mismatches(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Texts on unknown, missing and reshaped tensors of a file, if any.
+    """Texts on unknown, missing, reshaped and integer tensors of a file, if any.
 
     In `expected`, tied weights are one object with several names; a file may have any of these names.
     """
     shared_names = [name for name in state if name in expected]
     shared_ids = {id(expected[name]) for name in shared_names}
-    unknown = sorted(state.keys() - expected.keys())
-    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids)
-    mismatches = []
-    if unknown:
-        mismatches.append(f"unexpected: {', '.join(unknown[:3])}")
-    if missing:
-        mismatches.append(f"missing: {', '.join(missing[:3])}")
+    by_kind = {
+        "unexpected": sorted(state.keys() - expected.keys()),
+        "missing": sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids),
+        "integers, as of a quantized model": [
+            n for n in shared_names if expected[n].is_floating_point() and not state[n].is_floating_point()
+        ],
+    }
     reshaped = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
         for name in shared_names
         if state[name].shape != expected[name].shape
     ]
-    return mismatches + reshaped[:2]
+    return [f"{kind}: {', '.join(names[:3])}" for kind, names in by_kind.items() if names] + reshaped[:2]
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
@@ -134,10 +130,9 @@ def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of all that determines a model's log-probabilities.
+    """A digest of all that determines a model's log-probabilities: weights, architecture, and compute `dtype`.
 
-    That is weights, architecture and compute `dtype`. `adapter` names the adapter with which the model computes; if
-    None, it computes with the base alone.
+    `adapter` names the adapter with which the model computes; None for the base alone.
     """
     differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
@@ -39,16 +38,14 @@ def distribute(
 ) -> Any:
     """Distribute a model's weights, one FSDP unit per transformer block.
 
-    Rank 0's weights are broadcast; the weights of other ranks may be on the meta device. Each unit is broadcast,
-    sharded along `tensor` and then by FSDP before the next unit, so that a process never holds more than its shards and
-    one unit. Blocks are the modules of class `block_name`, or of the classes that the model declares unsplittable.
-    Embeddings and head, tied or not, belong to the root unit. Computes in `compute_dtype` and reduces gradients in
-    `reduce_dtype`. Raises InputError for a class that the model does not have, and for a model that cannot be sharded
-    along `tensor`.
+    Rank 0's weights are broadcast; other ranks' may be on the meta device. Each unit is broadcast, sharded along
+    `tensor` and then by FSDP before the next unit, so that a process never holds more than its shards and one unit.
+    Embeddings and head, tied or not, belong to the root unit. Raises InputError for a `block_name` that the model does
+    not have, and for a model that cannot be sharded along `tensor`.
 
     Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
-    `frozen_whole` FSDP leaves out the parameters that are not trained: they are whole on every process (or slices along
-    `tensor`), in `compute_dtype`, and a model without trained parameters has no units.
+    `frozen_whole` parameters that are not trained are whole on every process (or slices along `tensor`), in
+    `compute_dtype`, and a model without trained parameters has no units.
     """
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -106,11 +103,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks, modules of class `block_name`.
-
-    Without a `block_name`, they are the modules of the classes that the model declares unsplittable. Raises InputError
-    for a class that the model does not have.
-    """
+    """The transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable."""
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(
@@ -125,11 +118,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers, by name.
-
-    Also gives the model rank 0's generation config. Raises InputError if this rank's tensors have other names or
-    shapes.
-    """
+    """Shape and dtype of rank 0's parameters and buffers, by name; the model gets rank 0's generation config."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     box = [own_specs, getattr(model, "generation_config", None)]
@@ -149,10 +138,7 @@ def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _receive_tensors(
     modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
-    """Replace the modules' own parameters and buffers with those of rank 0.
-
-    Frozen parameters get the dtype `frozen_dtype`; None keeps their own.
-    """
+    """Replace the modules' own parameters and buffers with those of rank 0, frozen parameters in `frozen_dtype`."""
     replacements: dict[torch.Tensor, torch.Tensor] = {}  # by this rank's tensor: a tied one is sent once and stays tied
     for module_name, module in modules.items():
         for tensors in (module._parameters, module._buffers):
@@ -186,7 +172,7 @@ def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False)
     """Declare whether the next backward pass is the `last` of an update.
 
     Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. Every pass
-    reduces gradients over `shard`; with `reduce_once` only the last does, and until then processes add up whole ones.
+    reduces them over `shard`; with `reduce_once` only the last does, and until then processes add up whole ones.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
@@ -197,10 +183,7 @@ def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False)
 
 
 def release_gathered(model: Any) -> None:
-    """Clear what a forward pass leaves if no backward pass follows.
-
-    Without this, units would stay gathered, and FSDP's record of the order of forward passes would grow without end.
-    """
+    """Clear what a forward pass without a backward pass leaves: gathered units, and FSDP's record of their order."""
     units = _list_units(model)
     for unit in units:
         unit.reshard()
@@ -219,11 +202,7 @@ def _list_units(model: Any) -> list[Any]:
 
 @contextmanager
 def gathered_weights(model: Any) -> Iterator[bool]:
-    """Gather all weights on every process inside, if they fit into memory.
-
-    Yields whether they fit. Sampling runs one forward pass per token, and each pass would otherwise gather every block
-    again.
-    """
+    """Gather all weights inside, which sampling needs for each token, if they fit; yields whether they do."""
     units = _list_units(model)
     if not units:
         yield True
@@ -258,10 +237,7 @@ def _fits(model: Any) -> bool:
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
-    """The class named `block_class_name` among the model's modules.
-
-    Raises InputError if there is none, and lists the classes of repeated modules: the transformer block is among them.
-    """
+    """The class named `block_class_name` among the model's modules; InputError if there is none."""
     for module in model.modules():
         if type(module).__name__ == block_class_name:
             return type(module)
@@ -283,30 +259,6 @@ def choose_device_map(gpus: int) -> str | dict[str, int] | None:
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU
 
 
-def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Move fewer tensors between the GPUs over which a model is spread.
-
-    accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to
-    the first GPU, and copy the attention mask to another GPU once for every layer on it. Here outputs stay where they
-    are computed, and inputs that blocks share, such as masks, are copied once per GPU.
-    """
+def keep_outputs_where_they_are(model: Any) -> None:
+    """Let accelerate not move the logits of all tokens back to the first GPU of a model that is spread over several."""
     model._hf_hook.io_same_device = False
-    copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
-
-    def copy_once(value: Any, device: torch.device) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device == device or value.requires_grad:
-            return value
-        by_device = copies.setdefault(value, {})
-        if device not in by_device:
-            by_device[device] = value.to(device, non_blocking=True)
-        return by_device[device]
-
-    @torch.compiler.disable
-    def move_shared_inputs(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        device = next(block.parameters()).device
-        hidden_states, *shared = args  # no other block uses these hidden states, so accelerate's hook moves them
-        shared = tree_map(lambda value: copy_once(value, device), shared)
-        return (hidden_states, *shared), tree_map(lambda value: copy_once(value, device), kwargs)
-
-    for block in blocks:
-        block.register_forward_pre_hook(move_shared_inputs, with_kwargs=True)

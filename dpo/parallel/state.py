@@ -22,10 +22,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch.Tensor], mesh: Mesh) -> bool:
-    """Return whether two models hold equal weights.
-
-    Every process compares its parts of `other_weights`, in their dtype.
-    """
+    """Return whether two models hold equal weights, in the dtype of the other weights."""
     weights, other_weights = list(weights), list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
         return False
@@ -56,11 +53,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state(state: Any, *, copy: bool = False) -> Any:
-    """A state dict with every sharded tensor gathered, on the CPU.
+    """A state dict with every sharded tensor gathered, on the CPU; on ranks other than 0 every tensor is None.
 
-    Every process must call it. Gathers one tensor at a time, so that no device holds the whole model. On ranks other
-    than 0 every tensor is None. With `copy` the result does not change while training continues; tied tensors stay
-    tied.
+    Every process must call it. Gathers one tensor at a time. With `copy` the result does not change while training
+    continues; tied tensors stay tied.
     """
     copies: dict[tuple, torch.Tensor] = {}
 
@@ -89,11 +85,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
-    """A GPU's tensor in host memory, copied through a `pinned` buffer.
-
-    The GPU fills the buffer at full speed, and all threads empty it. The driver alone would do both with one thread,
-    while every process waits.
-    """
+    """A GPU's tensor in host memory, copied through a `pinned` buffer that all threads empty."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
     source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))
@@ -135,10 +127,7 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
 
 @torch.no_grad()
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer's step on local shards.
-
-    Before and after the step, the optimizer's parameters and states are DTensors.
-    """
+    """Make an optimizer's step on local shards; before and after, its parameters and states are DTensors."""
     groups, states = optimizer.param_groups, optimizer.state
     shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
     if all(parameter is shard for parameter, shard in shards.items()):
@@ -149,16 +138,12 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     local_states = defaultdict(dict)  # by shard
     for parameter, state in states.items():
         local_states[shards[parameter]] = {key: local_tensor(value) for key, value in state.items()}
-    parameters_by_group = [group["params"] for group in groups]
     optimizer.state = local_states
-    for group in groups:
-        group["params"] = [shards[parameter] for parameter in group["params"]]
+    optimizer.param_groups = [group | {"params": [shards[p] for p in group["params"]]} for group in groups]
     try:
         optimizer.step()
     finally:
-        optimizer.state = states
-        for group, parameters in zip(groups, parameters_by_group, strict=True):
-            group["params"] = parameters
+        optimizer.state, optimizer.param_groups = states, groups
         for shard in shards.values():
             shard.grad = None
     for parameter, shard in shards.items():

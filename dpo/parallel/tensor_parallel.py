@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,8 +63,7 @@ class _Join(torch.autograd.Function):
         x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
         slices = COLLECTIVES.wait_tensor(gathered).chunk(mesh.size())
-        # padding is at the end, as only the last slices are not full
-        return torch.cat(slices, dim=-1)[..., :width].contiguous()
+        return torch.cat(slices, dim=-1)[..., :width].contiguous()  # padding is at the end
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -81,10 +79,7 @@ def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
 
 
 def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """Select this process's heads from (..., 3 * heads * head size).
-
-    For GPT-2, where one matrix gives queries, keys and values side by side.
-    """
+    """Select this process's heads from (..., 3 * heads * head size), GPT-2's queries, keys and values side by side."""
     whole = COPIED(JOINED(x, mesh, width), mesh, width)
     return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
 
@@ -100,10 +95,7 @@ def _own_slice(size: int, mesh: DeviceMesh) -> slice:
 
 
 class Style(NamedTuple):
-    """The sharding of one module over the group.
-
-    Activations are (..., features).
-    """
+    """The sharding of one module over the group; activations are (..., features)."""
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
     enter: Callable | None = None  # the conversion of the module's input, before its local forward
@@ -113,10 +105,9 @@ class Style(NamedTuple):
 
 
 class _SharedInput:
-    """An input that sibling modules share, converted once for all.
+    """An input that sibling modules share, such as queries, keys and values, converted once for all.
 
-    In the backward pass the gradients from these modules, such as queries, keys and values, are summed before the
-    collective, so there is one collective.
+    In the backward pass their gradients are summed before the collective, so there is one collective.
     """
 
     def __init__(self) -> None:
@@ -191,10 +182,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """The style of each module to shard, by full name.
-
-    Raises InputError for an unsupported model.
-    """
+    """The style of each module to shard, by full name; raises InputError for an unsupported model."""
     # names of styles by pattern of module names
     style_names = PLANS.get(model.config.model_type) or dict(getattr(model, "_tp_plan", None) or {})
     if not style_names:
@@ -222,8 +210,7 @@ def find_plan(model: Any) -> dict[str, Style]:
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of PEFT's LoRA layers and of the modules inside them.
 
-    A layer computes W x + B A x. The style of W in `plan` converts input and output of the whole layer: conversions
-    are linear, so converting the sum converts both terms.
+    A layer computes W x + B A x. Conversions are linear, so those of W convert the sum's input and output.
     """
     styles = {}
     for name, module in model.named_modules():
@@ -242,47 +229,29 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raise InputError if a parameter that may see slices has no style.
+    """Raise InputError if a parameter that may see slices has no style: it would train on wrong gradients.
 
-    Such a parameter would train on wrong gradients. A module may see slices if it is the parent or a sibling of a
-    module with sliced outputs. `ignore` names modules whose slices no other module sees.
+    A module may see slices if it is the parent or a sibling of a module with sliced outputs. `ignore` names modules
+    whose slices no other module sees.
     """
     slicing_styles = (STYLES["colwise"], STYLES["fused_qkv"])
-    slicing_modules = {name for name, style in plan.items() if style in slicing_styles} - ignore
-    parents = {name.rpartition(".")[0] for name in slicing_modules}
+    parents = {
+        name.rpartition(".")[0] for name, style in plan.items() if style in slicing_styles and name not in ignore
+    }
     for name, module in model.named_modules():
         name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
-        has_parameters = next(module.parameters(recurse=False), None) is not None
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
-        if has_parameters and may_see_slices and name not in plan:
+        if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
             raise InputError(
                 f"the tensor-parallel plan of {type(model).__name__} does not say how to shard {name}; "
                 f"use trainer=FSDPTrainer"
             )
 
 
-@contextmanager
-def explaining_cut_weights(model: Any) -> Iterator[None]:
-    """Turn errors of models that need whole weights into InputErrors inside.
-
-    Some models use a module's weight outside of its forward, where it is still a DTensor.
-    """
-    try:
-        yield
-    except Exception as error:  # torch's, of whatever class
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise InputError(
-            f"{type(model).__name__} uses weights of its modules outside of their forward, which tensor parallelism "
-            f"does not support; use trainer=FSDPTrainer"
-        ) from error
-
-
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Shard the modules' own parameters, and make forwards compute with slices.
 
-    `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in the same
-    call, or they do not share it afterwards.
+    `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in one call.
     """
     slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps the keys alive, so that no id is reused
     shared_inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share it
@@ -308,10 +277,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
 
 
 def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
-    """Apply dropout to a slice of the features, which every process draws as a whole.
-
-    So the generators of all processes stay alike.
-    """
+    """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
     kept = torch.nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
     return x * kept[..., _own_slice(width, mesh)]
 
@@ -368,10 +334,7 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 
 def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
-    """A DTensor parameter's local tensor, made once, in the same memory.
-
-    It replaces the parameter in the graph, and passes its gradient on to the parameter.
-    """
+    """A DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
@@ -396,10 +359,7 @@ def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.T
 
 
 def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """A forward that embeds the tokens of this process's rows.
-
-    The embeddings of other tokens are 0; the sum over processes has all embeddings.
-    """
+    """A forward that embeds the tokens of this process's rows, and gives 0 for other tokens."""
     lookup, n_rows = module.forward, module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start
     if module.padding_idx is not None:

@@ -23,11 +23,7 @@ ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """Shard a copy of a model over devices of this process.
-
-    `model` should be on the CPU, so that the devices hold slices alone. Raises InputError if the package cannot be
-    imported, and for a model that it cannot shard.
-    """
+    """Shard a copy of a model, which should be on the CPU, over devices of this process."""
     _check_support(model, len(devices))
     check_tensor_parallel(model.config, len(devices))
     try:
@@ -102,11 +98,8 @@ class SplitModel(torch.nn.Module):
         return {key: joined[name] for key, name in self.name_of_key.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer save and load the state of the whole model.
-
-        Raises InputError for Adafactor, whose updates depend on whole rows and columns, not on single elements.
-        """
-        if isinstance(optimizer, torch.optim.Adafactor):
+        """Make an optimizer save and load the state of the whole model."""
+        if isinstance(optimizer, torch.optim.Adafactor):  # its updates depend on whole rows and columns
             raise _refusal("does not support Adafactor, which needs whole matrices", "use another optimizer")
         optimizer.register_state_dict_post_hook(self._join_optimizer_state)
         optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)
@@ -127,10 +120,7 @@ class SplitModel(torch.nn.Module):
         return saved | {"state": joined, "param_groups": groups}
 
     def _slice_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """Cut an optimizer's state dict of the whole model into slices.
-
-        This reverses `_join_optimizer_state`.
-        """
+        """Cut an optimizer's state dict of the whole model into slices."""
         states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
         sliced: dict[torch.Tensor, dict[str, Any]] = {}
         for name, state in states.items():
@@ -156,10 +146,7 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def _join(self, replacements: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, with other values for some parameters.
-
-        Given an optimizer's state as `replacements`, its tensors are joined as the parameters are.
-        """
+        """The whole tensors by name, with other values, such as an optimizer's state, for some parameters."""
         originals = {parameter: parameter.data for parameter in replacements}
         try:
             for parameter, values in replacements.items():
@@ -183,17 +170,13 @@ class SplitModel(torch.nn.Module):
     def _forget_gathered(self) -> None:
         """Make the package gather the weights of norm layers again.
 
-        The package shards these weights and gathers them in forward. After an evaluation it would go on with the
-        weights gathered there, through which no gradient flows.
+        After an evaluation it would go on with the weights gathered there, through which no gradient flows.
         """
         self.sliced.sharding_manager._last_versions = None
 
 
 def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
-    """Device `rank`'s share of each value in one flat tensor.
-
-    The tensor is padded with zeros to the size of `like`, as the package does.
-    """
+    """Device `rank`'s share of each value in one flat tensor, padded with zeros to the size of `like`."""
     if not values[0].ndim:
         return values[0].clone()  # a scalar such as `step`
     flat = torch.zeros_like(like, requires_grad=False)

@@ -5,39 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
-from dpo.analysis.measures import UPDATES_AT_START, multiply_start_loss
+from dpo.analysis.measures import COLLAPSED, UPDATES_AT_START, is_collapsed
 from dpo.data.tokenization import unescape
-from dpo.errors import RunError
+from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import make_directory
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
-COLLAPSED_UPDATES = ((16, 5.0), (50, 3.0))  # last updates, and the multiple of the start's loss that is too high
-COLLAPSED_EVALUATION = 20.0  # the same multiple for an evaluation, whose pairs may be few
-COLLAPSED = (
-    "By its own loss the policy is worse than before training, and seldom recovers by itself: stop, and start again "
-    "with a tenth of lr, more warmup_steps or a larger batch_size."
-)
-
-
-class NonFinite(RunError):
-    """A NaN or infinite loss or gradient.
-
-    Every process of a run raises it at the same update.
-    """
 
 
 class NonFiniteGuard(Callback):
-    """Guard against NaN and infinity: every rank skips or aborts.
-
-    Rank 0 saves the examples of the update.
-    """
+    """Guard against NaN and infinity: every rank skips or aborts, and rank 0 saves the update's examples."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -99,8 +83,8 @@ class NonFiniteGuard(Callback):
                 record["weight"] = prompt.weights[index_in_prompt]
             if prompt.margins is not None:
                 record["margin"] = prompt.margins[index_in_prompt]
-            metrics = {name: column[i] for name, column in columns.items()}
-            line = {"prompt": unescape(prompt.text), **record, "prompt_number": prompt_number, **metrics}
+            record |= {name: column[i] for name, column in columns.items()}
+            line = {"prompt": unescape(prompt.text), "prompt_number": prompt_number, **record}
             lines.append(json.dumps(line) + "\n")
         make_directory(folder)
         for split in ("train", "test"):  # a dataset needs both
@@ -113,29 +97,13 @@ class NonFiniteGuard(Callback):
         self.skipped = state["skipped"]
 
 
-class Means(NamedTuple):
-    """Mean loss and margin."""
-
-    loss: float
-    margin: float
-
-
-def is_collapsed(start: Means, losses: Sequence[float], margins: Sequence[float], factor: float) -> bool:
-    """Return whether the policy's loss is far above the start's.
-
-    Half of the losses are above `factor` times the start's, while the mean margin, which grows in nearly all runs, is
-    not above the start's.
-    """
-    return median(losses) > multiply_start_loss(start.loss, factor) and fmean(margins) <= start.margin
-
-
 class CollapseWarner(Callback):
-    """One warning, when the loss is far above the start's."""
+    """One warning, when `is_collapsed` says so of the last updates."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._start: Means | None = None
-        self._losses, self._margins = (deque[float](maxlen=max(n for n, _ in COLLAPSED_UPDATES)) for _ in range(2))
+        self._start: tuple[float, float] | None = None  # loss and margin
+        self._losses, self._margins = (deque[float](maxlen=max(n for n, _ in COLLAPSED)) for _ in range(2))
         self._warned = False
 
     @classmethod
@@ -145,15 +113,9 @@ class CollapseWarner(Callback):
         return context.rank == 0 and loss.has_margins and not loss.needs_squares
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        means = Means(*(evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")))
-        if not all(map(math.isfinite, means)):  # also an online run on prompts without pairs
-            return
-        if evaluation.n_updates == 0:
-            self._start = means
-        # an online run follows its scorer, which may contradict the labels of the evaluation's pairs
-        elif self.context.plan.online is None:
-            when = f"evaluation after {evaluation.n_examples} examples"
-            self._warn_if_collapsed([means.loss], [means.margin], COLLAPSED_EVALUATION, "eval", when)
+        start = [evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")]
+        if evaluation.n_updates == 0 and all(map(math.isfinite, start)):  # an online run may have no pairs
+            self._start = start[0], start[1]
 
     def on_update(self, update: Update) -> None:
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
@@ -161,28 +123,15 @@ class CollapseWarner(Callback):
             return
         self._losses.append(loss)
         self._margins.append(margin)
-        n_at_start = 1 if self.context.plan.loss.reference else UPDATES_AT_START
-        if self._start is None and update.number == n_at_start:
-            self._start = Means(fmean(self._losses), fmean(self._margins))
-        for n, factor in COLLAPSED_UPDATES:
-            if len(self._losses) >= n:
-                losses, margins = list(self._losses)[-n:], list(self._margins)[-n:]
-                when = f"update {update.number}, over the last {n}"
-                self._warn_if_collapsed(losses, margins, factor, "train", when)
-
-    def _warn_if_collapsed(
-        self, losses: list[float], margins: list[float], factor: float, split: str, when: str
-    ) -> None:
-        start = self._start
-        if self._warned or start is None or not is_collapsed(start, losses, margins, factor):
+        if self._start is None and update.number == (1 if self.context.plan.loss.reference else UPDATES_AT_START):
+            self._start = fmean(self._losses), fmean(self._margins)
+        if self._warned or self._start is None or not is_collapsed(*self._start, [*self._losses], [*self._margins]):
             return
         self._warned = True
-        # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
-        start_margin = round(start.margin, 3) + 0.0
         self.context.log(
-            f"warning: {when}: the run has collapsed: loss/{split} is {fmean(losses):.4g} (at the start "
-            f"{start.loss:.4g}) and rewards_{split}/margins is {fmean(margins):.3g} (at the start {start_margin:.3g}). "
-            f"{COLLAPSED}"
+            f"warning: update {update.number}: the run has collapsed: the last values of loss/train are about "
+            f"{median(self._losses):.4g} ({self._start[0]:.4g} at the start), and margins do not grow. It seldom "
+            "recovers by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger batch_size."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +140,7 @@ class CollapseWarner(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, start = state["warned"], state["start"]
-            self._start = None if start is None else Means(*start)
+            self._warned = state["warned"]
+            self._start = None if state["start"] is None else (state["start"][0], state["start"][1])
             self._losses.extend(state["losses"])
             self._margins.extend(state["margins"])

@@ -14,7 +14,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.models.adapters import ParameterCount
+from dpo.models.adapters import ParameterCount, count_parameters
 from dpo.models.answers import Drawn
 from dpo.settings.plan import Plan
 
@@ -61,7 +61,12 @@ class RunContext(NamedTuple):
     rank: int
     data: TrainingData
     log: Callable[[str], None]  # prints a message, on rank 0
-    parameters: ParameterCount | None = None  # the policy's numbers of parameters
+    policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
+
+    @property
+    def parameters(self) -> ParameterCount | None:
+        """The policy's numbers of parameters."""
+        return None if self.policy is None else count_parameters(self.policy)
 
 
 class Callback:
@@ -78,10 +83,7 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process has this callback.
-
-        Most run on rank 0 alone.
-        """
+        """Return whether this process has this callback; most run on rank 0 alone."""
         return context.rank == 0
 
     def on_start(self) -> None:
@@ -116,7 +118,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; {} if the checkpoint has none.
 
-        `state["was_off"]` is true if the run trained without this callback after that state was made.
+        `state["was_off"]` is true if the run trained without this callback since.
         """
 
 

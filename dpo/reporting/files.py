@@ -25,7 +25,7 @@ class Appender(Callback):
 
     At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
     the later records again. A file that is damaged before that size is renamed, and a new file gets the complete
-    records before the damage. A file that the checkpoint does not know is renamed too. Warnings say so.
+    records before the damage. A file that the checkpoint does not know is renamed too.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -50,47 +50,34 @@ class Appender(Callback):
             self.context.log(f"warning: {names} lacks the updates during which this log was switched off in the config")
 
     def _truncate(self, path: Path, size: int | None) -> None:
-        """Truncate a file to its size at the checkpoint, or less.
-
-        A damaged file is renamed, and a new file gets its complete records. `size` is None if no checkpoint recorded
-        a size; the file is then renamed.
-        """
+        """Truncate a file to its size at the checkpoint, or less; None if no checkpoint recorded a size."""
         size_now = path.stat().st_size if path.exists() else 0
-        if size is None:
-            if size_now > 0:
-                aside = self._move_aside(path)
-                self.context.log(
-                    f"warning: {path} does not belong to a checkpoint of this run, so it is renamed to {aside.name}"
-                )
-            return
-        n_bytes_left = min(size, size_now)  # of the bytes that were logged before the checkpoint
+        logged = size or 0  # before the checkpoint
+        n_bytes_left = min(logged, size_now)
         end = self.find_end(path, n_bytes_left)
-        if end < n_bytes_left:
-            aside = self._move_aside(path)
+        is_unknown, is_damaged = size is None and size_now > 0, end < n_bytes_left
+        is_short = not is_damaged and end < logged
+        if is_unknown or is_damaged or is_short:  # what was made from the file is older or newer than it
+            for name in self.derived:
+                if (self.run_dir / name).exists():
+                    move_aside(self.run_dir / name)
+        if is_unknown:
+            problem = f"does not belong to a checkpoint of this run, so it is renamed to {move_aside(path).name}"
+        elif is_damaged:
+            aside = move_aside(path)
             with aside.open("rb") as damaged_file:
                 path.write_bytes(damaged_file.read(end))
-            self.context.log(
-                f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: the damaged file is renamed to {aside.name}, and a new {path.name} has its first {end:,} "
-                f"bytes"
+            problem = (
+                f"is damaged after {end:,} of the {logged:,} bytes that were logged before the checkpoint: the damaged "
+                f"file is renamed to {aside.name}, and a new {path.name} has its first {end:,} bytes"
             )
-        elif end < size:
-            self.context.log(
-                f"warning: {path} lacks the last {size - end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint"
-            )
-            self._move_derived_aside()  # made from the complete file
-        elif end < size_now:
-            os.truncate(path, end)
-
-    def _move_aside(self, path: Path) -> Path:
-        self._move_derived_aside()
-        return move_aside(path)
-
-    def _move_derived_aside(self) -> None:
-        for name in self.derived:
-            if (self.run_dir / name).exists():
-                move_aside(self.run_dir / name)
+        elif is_short:
+            problem = f"lacks the last {logged - end:,} of the {logged:,} bytes that were logged before the checkpoint"
+        else:
+            if end < size_now:
+                os.truncate(path, end)
+            return
+        self.context.log(f"warning: {path} {problem}")
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, which is synced to the disk first."""
@@ -147,10 +134,7 @@ def _is_json_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Logger of metrics, samples, and answers drawn online.
-
-    It also records the parameter counts and the end of the run in `env.json`. NaN and infinite values become null.
-    """
+    """Logger of metrics, samples, and answers; in `env.json` of parameter counts and the run's end."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
 
@@ -183,7 +167,6 @@ class FileLogger(LogWriter):
         self.append("answers.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
 
     def _append_records(self, records: Sequence[Mapping[str, Any]], text: Iterable[str]) -> None:
-        """Append to samples.jsonl and samples.txt, if there are records."""
         if records:
             self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
             self.append("samples.txt", text)
@@ -207,10 +190,7 @@ class FileLogger(LogWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """File sizes, and the drawn answers that the next evaluation will write."""
-        state = super().state_dict()
-        if self._drawn:
-            state["drawn"] = self._drawn
-        return state
+        return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

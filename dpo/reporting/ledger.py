@@ -15,7 +15,6 @@ from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
-from dpo.settings.choices import NUMBER_FIELDS
 from dpo.system.run_directory import PARQUET, STREAM
 
 if TYPE_CHECKING:
@@ -25,11 +24,10 @@ GROWTH = 2  # factor by which the rows must grow before an evaluation writes led
 
 
 class Ledger(Appender):
-    """Callback that records the examples of each update and evaluation.
+    """Callback that records the examples of each update, skipped ones too, and of each evaluation.
 
-    Skipped updates are recorded too. An update appends some kilobytes to a stream. The whole stream is written as
-    Parquet at the start, at the end, and at an evaluation if its rows have doubled since the last write; all writes
-    together cost at most three times as much as the last one.
+    An update appends some kilobytes to a stream. The whole stream is written as Parquet at the start, at the end, and
+    at an evaluation if its rows have doubled since; all writes together cost at most three times the last one.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -39,8 +37,7 @@ class Ledger(Appender):
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
         splits = (context.data.report.train, context.data.report.test)
-        # the data has weights or margins; the preflight has None for numbers that the data lacks
-        self.weighted = any(getattr(split, f"largest_{name}") is not None for split in splits for name in NUMBER_FIELDS)
+        self.weighted = any(split.has_numbers for split in splits)
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -86,11 +83,7 @@ class Ledger(Appender):
         *,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
-        """Append the examples of an update or evaluation.
-
-        `update` is the value of the column `update` (docs/metrics.md): an update's number, or the number of updates
-        before an evaluation.
-        """
+        """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
         from dpo.analysis.ledger_file import DRAWN, append
 
         n_rows = len(examples)
@@ -99,10 +92,7 @@ class Ledger(Appender):
         tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def select(metric: str, role: str) -> list[float | None] | None:
-            """Select a metric's values, with None for examples without the role.
-
-            Returns None if the metric was not measured.
-            """
+            """Select a metric's values, None for examples without the role; None if it was not measured."""
             if metric not in table:
                 return None
             values = table[metric].tolist()
@@ -117,8 +107,8 @@ class Ledger(Appender):
             "split": [split] * n_rows,
             "policy_chosen": select(f"{score}_{split}/chosen", "chosen"),
             "policy_rejected": select(f"{score}_{split}/rejected", "rejected"),
-            "reference_chosen": select("reference/chosen", "chosen"),
-            "reference_rejected": select("reference/rejected", "rejected"),
+            "reference_chosen": select("reference_chosen", "chosen"),
+            "reference_rejected": select("reference_rejected", "rejected"),
             "chosen_tokens": [n_tokens.get("chosen") for n_tokens in tokens_by_role],
             "rejected_tokens": [n_tokens.get("rejected") for n_tokens in tokens_by_role],
             "truncated": [example.truncated for example in examples],

@@ -18,9 +18,8 @@ LAST_SECS = 120  # longest time to wait for a report
 class ReportWriter(Callback):
     """Callback that runs `python -m dpo.analysis` in the background.
 
-    Training neither waits for that process nor fails with it. There is one process at a time: if it is still running
-    at an evaluation, no other is started, and the next report includes that evaluation. Only a failure of the last
-    report is logged.
+    Training neither waits for that process nor fails with it. There is one at a time: if it still runs at an
+    evaluation, the next report includes that evaluation. Only a failure of the last report is logged.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -40,8 +39,7 @@ class ReportWriter(Callback):
         self._update()
 
     def _update(self) -> None:
-        is_running = self._process is not None and self._process.poll() is None
-        if not is_running:
+        if self._process is None or self._process.poll() is not None:
             self._finish(LAST_SECS)
             self._begin()
 
@@ -51,13 +49,8 @@ class ReportWriter(Callback):
         self._begin("--ended")
         self._finish(LAST_SECS)
         run_dir = self.context.run_dir
-        if self._failure:
-            self.context.log(
-                f"warning: the report was not written: {self._failure}; to write it, run python -m scripts.report "
-                f"{run_dir}"
-            )
-        else:
-            self.context.log(f"report: {run_dir / REPORT}")
+        failure = f"warning: the report was not written: {self._failure}; to write it, run python -m scripts.report"
+        self.context.log(f"{failure} {run_dir}" if self._failure else f"report: {run_dir / REPORT}")
 
     def _begin(self, *options: str) -> None:
         run_dir = self.context.run_dir.absolute()

@@ -6,8 +6,7 @@ from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard
 from dpo.reporting.files import FileLogger
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.report import ReportWriter
-from dpo.reporting.tensorboard import TensorBoardLogger
-from dpo.reporting.wandb import WandbLogger
+from dpo.reporting.trackers import TensorBoardLogger, WandbLogger
 
 CALLBACKS = {
     "nonfinite": NonFiniteGuard,

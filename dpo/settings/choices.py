@@ -86,24 +86,3 @@ NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
 FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
 PROMPT_PARTS = ("input", "history")  # parts of a prompt in Alpaca's data, beside the instruction
-_PAIR = {"chosen": "chosen", "rejected": "rejected"}
-_CHAT = {"messages": "messages", TOOLS: "tools"}
-_TRL = {"prompt": "prompt", **_PAIR, "completion": "completion", "label": "label", TOOLS: "tools"}
-_LLAMA_FACTORY = {**_PAIR, "label": "kto_tag", TOOLS: "tools", SYSTEM: "system"}
-FORMATS: dict[str, dict[str, str]] = {  # of custom data: the column of each field, which records may lack
-    "hh": _PAIR,
-    "trl_standard": _TRL,
-    "trl_conversational": _TRL,
-    "trl_implicit": {**_PAIR, **_CHAT, "label": "label"},
-    "ultrafeedback": {"prompt": "prompt", **_PAIR, **_CHAT, SYSTEM: "system"},
-    "alpaca": {
-        **{"prompt": "instruction", "input": "input", "history": "history", "completion": "output"},
-        **_LLAMA_FACTORY,
-    },
-    "sharegpt": {"prompt": "conversations", "messages": "conversations", **_LLAMA_FACTORY},
-    "ranked": {"prompt": "prompt", "responses": "responses", "scores": "scores", TOOLS: "tools"},
-}
-REMOVED_FORMATS = (
-    "openrlhf", "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",
-    "ms_swift", "ms_swift_messages",
-)  # fmt: skip

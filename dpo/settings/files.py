@@ -26,7 +26,7 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     `run_dir`, if given, is the default of `local_run_dir`.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    defaults = load_defaults(**options_in(config))
+    defaults = load_defaults(**{group: OmegaConf.select(config, f"{group}.name") for group in GROUPS})
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _find_missing(OmegaConf.to_container(config), defaults)
@@ -36,9 +36,9 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
     return filled
 
 
-def options_in(config: DictConfig) -> dict[str, Any]:
-    """Find which option of each group of GROUPS a config has."""
-    return {group: OmegaConf.select(config, f"{group}.name") for group in GROUPS}
+def options_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Find which option of each group of GROUPS is chosen by values of dotted keys."""
+    return {group: values.get(f"{group}.name") for group in GROUPS}
 
 
 def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def load_defaults(loss: str | None = None, lora: str | None = None, online: str 
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; an empty mapping is a value."""
+    """Yield dotted keys and values; a mapping that is empty or one of OPEN_MAPPINGS is a value."""
     for key, value in node.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in OPEN_MAPPINGS:
             yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -79,14 +79,14 @@ def flatten(config: DictConfig) -> dict[str, Any]:
     keys exist becomes UNRESOLVED: the value of one of these keys is wrong, and is reported separately.
     """
     values: Any = OmegaConf.to_container(config, resolve=False)
-    open_mappings = {key: values.pop(key) for key in OPEN_MAPPINGS if key in values}
-    flat = {key: value for key, value in dotted(values) if value != {}} | open_mappings
+    flat = {key: value for key, value in dotted(values) if value != {} or key in OPEN_MAPPINGS}
     for key, value in flat.items():
-        if isinstance(value, str) and "${" in value:
+        if "${" in str(value):
             try:
-                flat[key] = OmegaConf.select(config, key)
+                value = OmegaConf.select(config, key)
+                flat[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except OmegaConfBaseException:
-                keys_used = re.findall(r"\$\{([\w.]+)\}", value)
+                keys_used = re.findall(r"\$\{([\w.]+)\}", str(value))
                 if any(key_used in flat for key_used in keys_used):
                     flat[key] = UNRESOLVED
     return flat

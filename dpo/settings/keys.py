@@ -57,6 +57,9 @@ class Key(NamedTuple):
     choices: Collection[str] = ()
     how_to_set: str = ""  # "": give KEY=VALUE
 
+    def accepts(self, value: Any) -> bool:
+        return self.rule.holds(value) and (value is None or not self.choices or value in self.choices)
+
 
 class Problem(NamedTuple):
     """A problem of a config."""
@@ -485,19 +488,6 @@ def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
     return lambda v: is_above(v, low) and is_below(v, high), description
 
 
-def make_option_key(default: Any) -> Key:
-    """Make the entry for a loss's option that LossKeys lacks.
-
-    The option takes values of the type of its default in `config/loss`. An option without a default ('???') is a
-    number.
-    """
-    if isinstance(default, bool):
-        return read_key(bool)
-    if is_number(default) or default == "???":
-        return read_key(float)
-    return read_key(Text) if isinstance(default, str) else Key(Rule(lambda _: True, "anything"))
-
-
 def _list_keys() -> dict[str, Key]:
     keys = {}
     for section, prefix in SECTIONS.items():
@@ -510,3 +500,4 @@ def _list_keys() -> dict[str, Key]:
 
 
 KEYS = _list_keys()
+REMOVED: dict[str, str] = {}  # keys that went: the last commit that had it, and what to use, as in "COMMIT; use lr"

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
 from dpo.errors import InputError
-from dpo.settings.choices import FIELDS, FORMATS, OPTIONAL_FIELDS, REMOVED_FORMATS, join_with_or
+from dpo.settings.choices import FIELDS, OPTIONAL_FIELDS, join_with_or
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import Problem, is_text
 
@@ -23,7 +21,6 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
-METADATA = ("dataset_dict.json", "dataset_info.json", SAVED)  # files that `datasets` saves beside the data
 
 
 def find_suffix(name: str) -> str:
@@ -39,50 +36,34 @@ class Source:
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     # maps fields of choices.FIELDS to the source's columns, and those without a column to None
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    format: str | None = None  # one of choices.FORMATS; None: recognized
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
         """Parse the value of `dataset_sources.NAME`.
 
-        It is a path or Hub id, or `{path: ..., revision: ..., columns: ..., format: ...}`. Raises InputError for
-        anything else.
+        It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
         """
         if isinstance(value, str) and value:
             return cls(value)
         key = f"dataset_sources.{name}"
-        keys = {"path", "revision", "columns", "format"}
+        keys = {"path", "revision", "columns", "format"}  # the config of an earlier run may have a format
         if not isinstance(value, Mapping) or not value.get("path") or set(value) - keys:
             raise InputError(
                 f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
-                f"..., format: ...}}"
+                f"...}}"
             )
-        columns, data_format = value.get("columns") or {}, value.get("format")
-        if (columns or data_format) and name in list_built_in():
-            setting = f"columns={columns}" if columns else f"format={data_format}"
+        columns = value.get("columns") or {}
+        if columns and name in list_built_in():
             raise InputError(
-                f"{key}.{setting}: the built-in dataset {name} has fixed columns; choose another name for your data"
+                f"{key}.columns={columns}: the built-in dataset {name} has fixed columns; choose another name for your "
+                f"data"
             )
-        if data_format in REMOVED_FORMATS:
-            raise InputError(
-                f"{key}.format={data_format} was removed after af2ec09b: leave it out, as columns are recognized by "
-                f"their names, or name them with {key}.columns"
-            )
-        if data_format is not None and data_format not in tuple(FORMATS):
-            raise InputError(f"{key}.format={data_format} is not one of {', '.join(FORMATS)}")
-        if columns and data_format:
-            raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
         if not _are_columns(columns):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
                 f"{{prompt: question, chosen: best}}, or {join_with_or(OPTIONAL_FIELDS)} to null for none"
             )
-        return cls(str(value["path"]), value.get("revision"), columns, data_format)
-
-    @property
-    def reading(self) -> Mapping[str, str | None]:
-        """Format or columns by which records are read, as a mapping."""
-        return {"format": self.format} if self.format else dict(self.columns)
+        return cls(str(value["path"]), value.get("revision"), columns)
 
     @property
     def local(self) -> Path | None:
@@ -167,6 +148,12 @@ def find_dataset_problems(datasets: str | Sequence[str], sources: Any) -> list[P
             Source.parse(name, value)
         except InputError as error:
             problems.append(Problem("dataset_sources", str(error)))
+        if isinstance(value, Mapping) and value.get("format"):
+            sentence = (
+                f"dataset_sources.{name}.format was removed after a66c8634: leave it out, as columns are recognized by "
+                f"their names, or name them with dataset_sources.{name}.columns"
+            )
+            problems.append(Problem("dataset_sources", sentence))
     return problems
 
 
@@ -186,15 +173,20 @@ def _make_name(path: str) -> str:
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
-def place_datasets(config: DictConfig) -> None:
+def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace paths in `datasets` by names, and define these in `dataset_sources`.
 
-    The path of the chat template becomes absolute, as a later command may run in another directory.
+    The path of the chat template becomes absolute, as a later command may run in another directory. Invalid values stay
+    as they are.
     """
-    if config.chat_template:
-        config.chat_template = os.path.abspath(os.path.expanduser(config.chat_template))
-    sources: Any = OmegaConf.to_container(config.dataset_sources)
-    datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
-    names, named_sources, _ = name_datasets(datasets, sources)
-    with open_dict(config):
-        config.datasets, config.dataset_sources = names, named_sources
+    placed = dict(values)
+    template = values.get("chat_template")
+    if isinstance(template, str) and is_text(template):
+        placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
+    datasets, sources = values.get("datasets"), values.get("dataset_sources")
+    given = [datasets] if isinstance(datasets, str) else datasets
+    if isinstance(sources, Mapping) and isinstance(given, list) and all(map(is_text, given)):
+        names, named_sources, problems = name_datasets(given, sources)
+        if not problems:
+            placed |= {"datasets": names, "dataset_sources": named_sources}
+    return placed

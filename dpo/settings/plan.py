@@ -6,11 +6,12 @@ below `settings` do not read the config. Imports no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings.choices import (
@@ -23,7 +24,7 @@ from dpo.settings.choices import (
     TRAINERS,
     TrainerSpec,
 )
-from dpo.settings.files import flatten, load_defaults
+from dpo.settings.files import differences, flatten, load_defaults, options_in
 from dpo.settings.keys import (
     KEYS,
     SECTIONS,
@@ -39,8 +40,10 @@ from dpo.settings.keys import (
     TrainingPlan,
     WandbPlan,
 )
+from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
+from dpo.system.redaction import redact
 
 
 class ParallelDims(NamedTuple):
@@ -92,6 +95,7 @@ class Plan:
     wandb: WandbPlan
     tensorboard: bool
     values: Mapping[str, Any]  # of all keys, by dotted key
+    has_new_run_dir: bool = False  # whether local_run_dir is the default, a directory that no other run has
 
     @property
     def quantized(self) -> bool:
@@ -162,33 +166,50 @@ class Plan:
             values = {**lora_defaults, **self.values, "lora.name": value}
         else:
             values = {**self.values, key: value}
-        return make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
+        plan = make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
+        return replace(plan, has_new_run_dir=self.has_new_run_dir)
 
 
-def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """Make the plan of a config, whose values may be invalid.
+def resolve(
+    config: DictConfig | Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None
+) -> Plan:
+    """Make the plan of a config, whose values may be invalid: `find_problems` reports them.
 
-    Validation reports invalid values, with the help of this plan. `trainer` and `world_size` are given once the trainer
-    is constructed and its processes are started; until then they follow from the config and the machine.
+    A process makes it once, and hands it on. Paths in `datasets` become names that `dataset_sources` explains.
+    `trainer` and `world_size` follow from the config and the machine, unless they are given.
     """
-    return make_plan(flatten(config), trainer=trainer, world_size=world_size)
+    config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    values = place_datasets(flatten(config))
+    if isinstance(values.get("local_run_dir"), str):
+        values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
+    plan = make_plan(values, trainer=trainer, world_size=world_size)
+    return replace(plan, has_new_run_dir="get_local_run_dir" in str(raw.get("local_run_dir")))
 
 
 def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
     """Make the plan of values by dotted key; see `resolve`."""
     rank_env, gpus = find_rank_env(), count_gpus()
-    trainer = trainer or _find_trainer(values)
+    # validation reports the other values, with the help of this plan
+    valid = {key: value for key, value in values.items() if key in KEYS and KEYS[key].accepts(value)}
+    if trainer is None:
+        trainer = TRAINERS[valid.get("trainer", BASIC.name)]
+        if trainer is TENSOR_PARALLEL:
+            trainer = TENSOR_PARALLEL_BACKENDS[valid.get("tensor_parallel.backend", "dtensor")]
     if world_size is None and rank_env is not None:
         world_size = rank_env.world_size
     fsdp_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
-    loss = _find_loss(values)
-    reference = _find_reference(values) if loss.reference else None
+    loss = _find_loss(values, valid.get("loss.name"))
+    has_adapter = valid.get("lora.name") in ADAPTED
+    reference = None
+    if loss.reference:
+        reference = valid.get("lora.reference", "base") if has_adapter else "model"
     # without a model of its own, the reference computes in the policy's dtype
     reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
     return Plan(
         trainer=trainer,
-        dims=_find_dims(values, trainer, world_size=world_size, gpus=gpus),
+        dims=_find_dims(valid, trainer, world_size=world_size, gpus=gpus),
         compute_dtype=compute_dtype,
         reference_dtype=reference_dtype or compute_dtype,
         loss=loss,
@@ -198,7 +219,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         run=_read(RunPlan, values),
         fsdp=_read(FSDPPlan, values),
         model=_read(ModelPlan, values),
-        lora=_read(AdapterPlan, values) if values.get("lora.name") in ADAPTED else None,
+        lora=_read(AdapterPlan, values) if has_adapter else None,
         online=_read(OnlinePlan, values) if values.get("online.name") == "online" else None,
         chat=_read(ChatPlan, values),
         data=_read(DataPlan, values),
@@ -211,6 +232,16 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
     )
 
 
+def describe(plan: Plan) -> str:
+    """The settings that differ from the defaults, as text to print."""
+    values, options = redact(plan.nested_values()), options_in(plan.values)
+    run_dir = values.pop("local_run_dir")
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
+    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
+    settings = differences(values, load_defaults(**options))
+    return "\n".join([title, *(f"  {setting}" for setting in settings)])
+
+
 Section = TypeVar("Section")
 
 
@@ -220,68 +251,22 @@ def _read(section: type[Section], values: Mapping[str, Any]) -> Section:
     return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
 
 
-def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
-    """Find the trainer; BasicTrainer stands for an unknown name."""
-    trainer = _look_up(TRAINERS, values.get("trainer"), BASIC)
-    if trainer is TENSOR_PARALLEL:
-        return _look_up(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
-    return trainer
-
-
-def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
+def _find_dims(valid: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
     """Find the numbers of processes; `world_size` is None until decided."""
-    if world_size is None and not trainer.multi_process:
-        world_size = 1
-    elif world_size is None:
-        world_size = _read_size(values, "world_size") or max(1, gpus)
+    if world_size is None:
+        world_size = (valid.get("world_size") or max(1, gpus)) if trainer.multi_process else 1
     tensor_size = 1
     if trainer.cuts_layers and trainer.multi_process:
-        if values.get("tensor_parallel_size") is None:
-            tensor_size = world_size
-        else:
-            tensor_size = _read_size(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
-    return ParallelDims.of(world_size, shard_size=_read_size(values, "fsdp_shard_size"), tensor_size=tensor_size)
+        tensor_size = valid.get("tensor_parallel_size") or world_size
+    return ParallelDims.of(world_size, shard_size=valid.get("fsdp_shard_size"), tensor_size=tensor_size)
 
 
-def _find_loss(values: Mapping[str, Any]) -> Loss:
-    """Find the loss that `loss.name` names.
-
-    DPO stands for an unknown name, and losses that cannot be mixed are left out of a mix: validation reports both.
-    """
-    name = values.get("loss.name")
-    if not isinstance(name, str) or name not in LOSSES:
+def _find_loss(values: Mapping[str, Any], name: str | None) -> Loss:
+    """Find the loss of a name, with its options; DPO stands for an unknown name."""
+    if name is None:
         return LOSSES["dpo"]
-    options: dict[str, Any] = {}
-    weights: dict[str, Any] = {}
-    for key, value in values.items():
-        group, _, option = key.partition(".")
-        if group != "loss":
-            continue
-        option_name, _, mixed_loss = option.partition(".")
-        if option_name != "weights":
-            options[option] = value
-        elif mixed_loss in LOSSES and LOSSES[mixed_loss].can_be_mixed:
-            weights[mixed_loss] = value
+    prefix = "loss.weights."
+    weights = {key.removeprefix(prefix): value for key, value in values.items() if key in KEYS and prefix in key}
+    options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
+    options = {option: value for option, value in options.items() if not option.startswith("weights")}
     return find_loss({**options, "weights": weights} if weights else options)
-
-
-def _find_reference(values: Mapping[str, Any]) -> str:
-    """Find the source of the reference's log-probabilities, a choice of `lora.reference`.
-
-    Without an adapter, the source is a second model. `base` stands for an unknown name.
-    """
-    if values.get("lora.name") not in ADAPTED:
-        return "model"
-    source = values.get("lora.reference")
-    return str(source) if source in KEYS["lora.reference"].choices else "base"
-
-
-def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
-    """Look up a name, which may be a value of any type."""
-    return table.get(name, default) if isinstance(name, str) else default
-
-
-def _read_size(values: Mapping[str, Any], key: str) -> int | None:
-    """Return a key's value if it is valid, else None."""
-    value = values.get(key)
-    return value if KEYS[key].rule.holds(value) else None

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpo.errors import InputError, one_sentence
 from dpo.settings.files import flatten, with_defaults
 from dpo.settings.keys import KEYS
-from dpo.settings.plan import Plan, make_plan, resolve
+from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_problems, find_value_problem
 from dpo.system.plain_files import read_yaml
 
@@ -42,7 +42,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
     for key, value in values.items():
         is_checked = key in KEYS and key.startswith(prefixes) and value != "???"  # "???" marks a missing value
-        if is_checked and (problem := find_value_problem(key, value, KEYS)):
+        if is_checked and (problem := find_value_problem(key, value)):
             raise InputError(f"{path}: {problem}")
     return plan
 
@@ -54,11 +54,10 @@ def plan_recorded(config: Mapping[str, Any], *, keys: tuple[str, ...]) -> Plan:
     wrong; values of other keys may be wrong.
     """
     try:
-        values = flatten(with_defaults(config))
+        plan = resolve(with_defaults(config))
     except OmegaConfBaseException as error:
         raise InputError(f"config.yaml is not the config of a run: {one_sentence(error)}") from error
-    plan = make_plan(values)
-    sentences = [problem.sentence for problem in find_problems(values, plan) if problem.key in keys]
+    sentences = [problem.sentence for problem in find_problems(plan) if problem.key in keys]
     if sentences:
         raise InputError(f"config.yaml: {'; '.join(sentences)}")
     return plan
@@ -66,5 +65,4 @@ def plan_recorded(config: Mapping[str, Any], *, keys: tuple[str, ...]) -> Plan:
 
 def plan_model(name: str) -> Plan:
     """Make the plan of a model with all other keys at defaults."""
-    config: Mapping[str, Any] = {"model": {"name_or_path": name}}
-    return resolve(with_defaults(config))
+    return resolve(with_defaults({"model": {"name_or_path": name}}))

@@ -10,32 +10,28 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
 from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss
 from dpo.settings.choices import (
-    ADAPTED,
     BASIC,
     NEED_WHOLE_TENSORS,
     PACKAGE,
-    QUANTIZED,
     STEPS_OF_LR,
     TENSOR_PARALLEL,
     VARLEN,
     explain_unknown,
     join_with_or,
 )
-from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults, options_in
-from dpo.settings.keys import KEYS, Key, Problem, make_option_key
-from dpo.settings.places import find_dataset_problems, name_datasets, seen_from
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.files import CONFIG_DIR, UNRESOLVED, dotted, load_aliases, load_defaults, load_file, options_in
+from dpo.settings.keys import KEYS, REMOVED, Problem
+from dpo.settings.places import find_dataset_problems
+from dpo.settings.plan import Plan
 
 Values = Mapping[str, Any]  # by dotted key
 Level = Literal["error", "warning"]
@@ -78,7 +74,6 @@ LOSS_OF_PAIRS_WITH_REFERENCE = (
     f"{_list_losses(lambda loss: loss.trains_on != 'pairs' or not loss.reference)}"
 )
 LOSS_OF_LABELS = f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
-LOSS_WITH_OFFSET = f"a logistic loss of pairs: loss={_list_losses(lambda loss: loss.takes_offset, ' or ')}"
 LOSS_OF_MARGIN = (
     "a loss that depends only on the difference of the log-ratios: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
@@ -91,18 +86,12 @@ CHECKS = (
           lambda v, p: p.trainer.multi_process and not p.launched),
     needs("collective_timeout_secs", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
     needs("fsdp_shard_size", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
-    needs("fsdp_reduce_dtype lr_scaling", "several processes that see different examples: trainer=FSDPTrainer",
+    needs("fsdp_reduce_dtype fsdp_reshard_after_forward lr_scaling", "several processes: trainer=FSDPTrainer",
           lambda v, p: p.dims.data_size > 1),
-    needs("fsdp_reshard_after_forward", "processes that share weights: trainer=FSDPTrainer",
-          lambda v, p: p.dims.shard_size > 1),
     needs("fsdp_reduce_once", "gradient_accumulation_steps above 1 and processes that share weights: "
           "trainer=FSDPTrainer", lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
     needs("fsdp_frozen_weights", "trainer=FSDPTrainer, and an adapter or a reference that is a second model",
           lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
-    Check(lambda v, p: v["fsdp_reduce_once"] and p.fsdp.reduce_dtype != "float32"
-          and v["gradient_accumulation_steps"] > 1,
-          "fsdp_reduce_once=true adds up the gradients of microbatches in fsdp_reduce_dtype={fsdp_reduce_dtype}: leave "
-          "one of the two out, or use gradient_accumulation_steps=1", "warning"),
     needs("model.fsdp_policy_mp", f"{SEVERAL_PROCESSES}, or use model.autocast",
           lambda v, p: p.trainer.multi_process, "error"),
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
@@ -115,34 +104,21 @@ CHECKS = (
     needs("n_eval_tokens sample_temperature sample_top_p sample_top_k", "sample_during_eval=true",
           lambda v, p: v["sample_during_eval"]),
     needs("model.cache_implementation n_eval_model_samples", "sample_during_eval=true, or online=online",
-          lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
+          lambda v, p: v["sample_during_eval"] or p.online),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
-    needs("loss.sft_weight", LOSS_OF_PAIRS,
-          lambda v, p: p.loss.trains_on == "pairs" and not p.loss.scalar_head, "error"),
     needs("loss.wpo loss.ld_alpha", LOSS_OF_PAIRS_WITH_REFERENCE,
           lambda v, p: p.loss.trains_on == "pairs" and p.loss.reference, "error"),
     needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
-    Check(lambda v, p: v["online.name"] == "online" and v["online.labels"] == "bradley_terry"
-          and v["online.ties"] == "skip",
-          "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip "
-          "leaves ties out: use online.ties=keep", "warning"),
-    needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
-    needs("loss.offset_by_margin", LOSS_WITH_OFFSET, lambda v, p: p.loss.takes_offset, "error"),
-    Check(lambda v, p: v["online.name"] == "online" and v["loss.offset_by_margin"],
-          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave out one of the "
-          "two"),
-    needs("list_pairs", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs"),
-    Check(lambda v, p: p.loss.trains_on == "labels"
-          and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
-          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
+    needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
+    needs("list_pairs", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs"),
     needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",
           f"{LOSS_WITH_REFERENCE}, and a reference that is a second model: lora=none, or lora.reference=model",
           lambda v, p: p.reference == "model"),
     needs("online.sync_reference_every", f"{LOSS_WITH_REFERENCE}, and lora=none",
-          lambda v, p: p.reference == "model" and v["lora.name"] not in ADAPTED, "error"),
+          lambda v, p: p.reference == "model" and p.lora is None, "error"),
     needs("online.reward_model online.reward_format", "online.scorer=reward_model",
           lambda v, p: v["online.scorer"] == "reward_model"),
     needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function"),
@@ -170,58 +146,46 @@ CHECKS = (
           and v["batch_size"] % (v["gradient_accumulation_steps"] * p.dims.data_size),
           lambda v, p: _explain_batch_size(v["batch_size"], v["gradient_accumulation_steps"], p.dims.data_size)),
     # --- trainers, packages and hardware
-    Check(lambda v, p: v["sample_during_eval"] and p.trainer is PACKAGE,
-          "sample_during_eval=true does not work with tensor_parallel.backend=tensor_parallel: set "
-          "sample_during_eval=false, or tensor_parallel.backend=dtensor"),
-    Check(lambda v, p: v["online.name"] == "online" and p.trainer is PACKAGE,
-          "online=online does not work with tensor_parallel.backend=tensor_parallel, which cannot sample: set "
-          "tensor_parallel.backend=dtensor"),
-    Check(lambda v, p: v["model.autocast"] and p.trainer is PACKAGE,
-          "model.autocast={model.autocast} does not reach the threads of tensor_parallel.backend=tensor_parallel: set "
-          "model.policy_dtype instead"),
-    Check(lambda v, p: v["lora.name"] in ADAPTED and p.trainer is PACKAGE,
-          "lora={lora.name} does not work with tensor_parallel.backend=tensor_parallel, which would split the "
-          "adapters' layers too: set tensor_parallel.backend=dtensor"),
-    Check(lambda v, p: v["lora.name"] in QUANTIZED and p.trainer is TENSOR_PARALLEL,
+    Check(lambda v, p: p.trainer == PACKAGE and any(_find_beyond_package(v, p)),
+          lambda v, p: f"tensor_parallel.backend=tensor_parallel does not work with "
+          f"{', '.join(_find_beyond_package(v, p))}: leave it out, or set tensor_parallel.backend=dtensor"),
+    Check(lambda v, p: p.quantized and p.trainer == TENSOR_PARALLEL,
           "lora=qlora does not work with trainer={trainer}, which cannot cut packed weights: choose "
           "trainer=FSDPTrainer, or lora=lora"),
-    Check(lambda v, p: v["lora.name"] in QUANTIZED and p.trainer is BASIC and p.gpus > 1,
-          "lora=qlora with trainer={trainer} takes one GPU, and this machine has {gpus}: choose trainer=FSDPTrainer, "
-          "whose processes each hold the 4-bit base, or set CUDA_VISIBLE_DEVICES=0"),
-    Check(lambda v, p: v["lora.name"] in QUANTIZED and find_spec("bitsandbytes") is None,
+    Check(lambda v, p: (p.quantized or v["model.attn_implementation"] == "flex_attention")
+          and p.gpus > 1 and not p.trainer.multi_process,
+          lambda v, p: f"{'lora=qlora' if p.quantized else 'model.attn_implementation=flex_attention'} with "
+          f"trainer={p.trainer.name} takes one GPU, and this machine has {p.gpus}: choose trainer=FSDPTrainer, or set "
+          f"CUDA_VISIBLE_DEVICES=0"),
+    Check(lambda v, p: p.quantized and find_spec("bitsandbytes") is None,
           "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
+    Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
+          "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off"),
     # a base held whole is rounded to its compute dtype, and the self-test compares the rounded base with the reference
     Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
           lambda v, p: f"fsdp_frozen_weights=whole rounds the base to {p.compute_dtype}, and a separate reference in "
           f"{p.reference_dtype} would differ from it: set model.reference_dtype={p.compute_dtype}, or "
           f"lora.reference=base"),
-    Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
-          "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off"),
     Check(lambda v, p: v["model.attn_implementation"] in ("flex_attention", VARLEN) and not p.gpus,
           "model.attn_implementation={model.attn_implementation} cannot train on a CPU: use sdpa"),
     Check(lambda v, p: v["model.attn_implementation"] == VARLEN and p.gpus and not v["model.autocast"]
           and "float32" in (p.compute_dtype, p.reference_dtype),
-          lambda v, p: "model.attn_implementation=varlen takes no float32, in which the "
-          f"{'policy' if p.compute_dtype == 'float32' else 'reference'} computes: give model.autocast=bfloat16, or use "
-          "sdpa"),
+          "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give "
+          "model.autocast=bfloat16, or use sdpa"),
     Check(lambda v, p: v["model.attn_implementation"] == VARLEN and v["layout"] == "padded",
           "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa"),
     Check(lambda v, p: v["model.cache_implementation"] and (p.dims.world_size > 1 or p.gpus > 1),
           "model.cache_implementation={model.cache_implementation} compiles sampling for a model on one device, and "
           "this run has {processes} processes and {gpus} GPUs: use null, or set CUDA_VISIBLE_DEVICES=0"),
-    # FlexAttention's block masks read tensors that stay on the first GPU
-    Check(lambda v, p: v["model.attn_implementation"] == "flex_attention"
-          and p.gpus > 1 and not p.trainer.multi_process,
-          "model.attn_implementation=flex_attention with trainer={trainer} takes one GPU, and this machine has {gpus}: "
-          "choose trainer=FSDPTrainer, use sdpa, or set CUDA_VISIBLE_DEVICES=0"),
     # --- what is slower or larger on GPUs than it could be
-    Check(lambda v, p: p.trainer is BASIC and p.gpus > 1,
+    Check(lambda v, p: p.trainer == BASIC and p.gpus > 1,
           "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
           "trainer=FSDPTrainer uses them all at once", "warning"),
-    Check(lambda v, p: p.gpus and p.trainer is not PACKAGE and p.compute_dtype == "float32"
+    Check(lambda v, p: p.gpus and p.trainer != PACKAGE and p.compute_dtype == "float32"
           and not (v["model.autocast"] or v["model.fsdp_policy_mp"]),
-          lambda v, p: f"matrices are multiplied in float32 (TF32): {_name_compute_key(p)}=bfloat16 is faster on GPUs "
-          f"of the Ampere generation and later, and keeps float32 weights", "warning"),
+          lambda v, p: f"matrices are multiplied in float32 (TF32): "
+          f"{'model.fsdp_policy_mp' if p.trainer.multi_process else 'model.autocast'}=bfloat16 is faster on GPUs of "
+          f"the Ampere generation and later, and keeps float32 weights", "warning"),
     Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
           and p.reference_dtype not in ("float32", v["model.autocast"]),
           "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass: "
@@ -232,13 +196,14 @@ CHECKS = (
           "model.autocast={model.autocast} with trainer={trainer} gathers float32 weights and keeps a {model.autocast} "
           "copy of all weights until the backward pass: use model.fsdp_policy_mp={model.autocast} instead", "warning"),
     # --- models, lengths, intervals and rates
-    Check(lambda v, p: _is_missing(v["model.name_or_path"]),
-          lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),
-    Check(lambda v, p: _is_missing(v["model.tokenizer_name_or_path"]),
-          lambda v, p: _explain_missing("model.tokenizer_name_or_path", v), keys=("model.tokenizer_name_or_path",)),
-    Check(lambda v, p: v["chat_template"] and not os.path.isfile(os.path.expanduser(v["chat_template"])),
-          lambda v, p: f"chat_template={v['chat_template']} is no file{seen_from(Path(v['chat_template']))}: give the "
-                       f"path of a template in Jinja's language"),
+    *(Check(lambda v, p, key=key: v[key] is not None and _is_missing(v[key]),
+            f"{key}={{{key}}} does not exist: give a directory (~ is not expanded) or a Hub id")
+      for key in ("model.name_or_path", "model.tokenizer_name_or_path")),
+    Check(lambda v, p: v["chat_template"] and not os.path.isfile(v["chat_template"]),
+          "chat_template={chat_template} is no file: give the path of a template in Jinja's language"),
+    Check(lambda v, p: v["resume"] == "auto" and p.has_new_run_dir,
+          "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
+          "give local_run_dir=DIR"),
     Check(lambda v, p: v["lora.reference"] == "adapter" and v["model.archive"] is None,
           "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
     Check(lambda v, p: v["max_prompt_length"] >= v["max_length"],
@@ -251,46 +216,46 @@ CHECKS = (
     Check(lambda v, p: (v["save_every"] or 0) % v["batch_size"],
           lambda v, p: f"save_every={v['save_every']} (examples) must be a multiple of batch_size: "
           f"try {_find_multiple(v['save_every'], v['batch_size'])}"),
-    Check(lambda v, p: v["lr"] < 1e-6 and v["lora.name"] in ADAPTED and v["optimizer"] in STEPS_OF_LR,
+    Check(lambda v, p: v["lr"] < 1e-6 and p.lora and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
           "2e-4", "warning"),
     # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
-    Check(lambda v, p: v["lr"] < 1e-5 and v["model.policy_dtype"] == "bfloat16" and v["lora.name"] not in ADAPTED
+    Check(lambda v, p: v["lr"] < 1e-5 and v["model.policy_dtype"] == "bfloat16" and not p.lora
           and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
           "with model.autocast=bfloat16, or an lr of 1e-5 or more", "warning"),
     # --- losses. An unknown loss in loss.weights counts as a loss of pairs here, and is reported separately
+    Check(lambda v, p: p.loss.trains_on == "labels"
+          and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
+          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0"),
     Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_weigh_pairs(key) for key, w in v.items()),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
           "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"),
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
-    Check(lambda v, p: p.loss.scalar_head and v["sample_during_eval"],
-          "sample_during_eval=true needs a policy, and loss={loss.name} trains a reward model, which writes no text: "
-          "set sample_during_eval=false"),
-    Check(lambda v, p: p.loss.scalar_head and v["online.name"] == "online",
-          "online=online needs a policy, and loss={loss.name} trains a reward model, which gives no answers: choose "
-          "loss=dpo or another, with online.reward_model"),
-    Check(lambda v, p: p.loss.scalar_head and p.trainer is PACKAGE,
-          "loss={loss.name} does not work with tensor_parallel.backend=tensor_parallel, which cannot split a reward "
-          "model: set tensor_parallel.backend=dtensor"),
+    Check(lambda v, p: p.loss.scalar_head and (v["sample_during_eval"] or p.online),
+          "loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
+          "online=online"),
     # --- online pairs
-    Check(lambda v, p: v["online.name"] == "online" and p.loss.trains_on != "pairs",
+    Check(lambda v, p: p.online and not p.loss.scalar_head and p.loss.trains_on != "pairs",
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-    Check(lambda v, p: v["online.name"] == "online" and v["cache_reference_logps"] == "all",
+    Check(lambda v, p: p.online and v["loss.offset_by_margin"],
+          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave out one of the "
+          "two"),
+    Check(lambda v, p: p.online and v["online.labels"] == "bradley_terry" and v["online.ties"] == "skip",
+          "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip "
+          "leaves ties out: use online.ties=keep", "warning"),
+    Check(lambda v, p: p.online and v["cache_reference_logps"] == "all",
           "cache_reference_logps=all needs pairs that are known before training: with online=online, leave "
           "cache_reference_logps out"),
     Check(lambda v, p: v["online.mix_offline"] and not 0 < p.n_offline < v["batch_size"],
           lambda v, p: f"online.mix_offline={v['online.mix_offline']} of batch_size={v['batch_size']} gives "
           f"{p.n_offline} pairs of the data per batch, which must be 1 to {v['batch_size'] - 1}: give another "
           f"fraction, or 0"),
-    Check(lambda v, p: v["online.scorer"] == "reward_model" and v["online.reward_model"] is None,
-          "online.scorer=reward_model needs online.reward_model: give online.reward_model=DIR_OR_HUB_ID"),
-    Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"] is None,
-          "online.scorer=function needs online.function: give online.function=FILE.py:NAME"),
-    Check(lambda v, p: v["online.scorer"] == "keyword" and v["online.keyword"] is None,
-          "online.scorer=keyword needs online.keyword: give online.keyword=TEXT"),
+    *(Check(lambda v, p, scorer=scorer: v["online.scorer"] == scorer and v[f"online.{scorer}"] is None,
+            f"online.scorer={scorer} needs online.{scorer}: give online.{scorer}={value}")
+      for scorer, value in {"reward_model": "DIR_OR_HUB_ID", "function": "FILE.py:NAME", "keyword": "TEXT"}.items()),
     Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"] and not _find_script(v).is_file(),
           lambda v, p: f"online.function={v['online.function']}: there is no file {_find_script(v)}"),
     Check(lambda v, p: v["max_prompt_length"] + v["online.max_new_tokens"] > v["max_length"],
@@ -300,13 +265,19 @@ CHECKS = (
 # fmt: on
 
 
-def _name_compute_key(plan: Plan) -> str:
-    """The key that sets the dtype of matrix products, with weights unchanged."""
-    return "model.fsdp_policy_mp" if plan.trainer.multi_process else "model.autocast"
+def _find_beyond_package(v: Values, p: Plan) -> list[str]:
+    """List the settings that need more than the package tensor_parallel can do: sample, or split other layers."""
+    settings = {
+        "sample_during_eval=true": v["sample_during_eval"],
+        "online=online": p.online,
+        "model.autocast": v["model.autocast"],  # does not reach the package's threads
+        f"lora={v['lora.name']}": p.lora,
+        f"loss={p.loss.name}": p.loss.scalar_head,
+    }
+    return [setting for setting, is_set in settings.items() if is_set]
 
 
 def _tensor_size_fits(plan: Plan) -> bool:
-    """Return whether `tensor_parallel_size` divides the number of processes."""
     return plan.dims.world_size % plan.dims.tensor_size == 0
 
 
@@ -338,16 +309,8 @@ def _is_missing(name: str) -> bool:
     return (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists()
 
 
-def _explain_missing(key: str, v: Values) -> str:
-    hint = " (~ is not expanded)" if v[key].startswith("~") else ""
-    return f"{key}={v[key]} does not exist{hint}: give a directory or a Hub id"
-
-
 def _may_weigh_pairs(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs.
-
-    An unknown loss counts as a loss of pairs.
-    """
+    """Return whether a key weighs a loss of pairs, which an unknown loss counts as."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or (loss.trains_on == "pairs" and not loss.scalar_head))
 
@@ -356,69 +319,43 @@ def _find_script(v: Values) -> Path:
     return Path(v["online.function"].rpartition(":")[0]).expanduser()
 
 
-def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
-    """List the problems of a composed config, one sentence each.
-
-    A sentence has the value and the fix. `plan` is the config's plan, if it has been made already.
-    """
-    values = flatten(config)
-    sentences = [problem.sentence for problem in find_problems(values, plan or resolve(config))]
-    unresolved: Any = OmegaConf.to_container(config)
-    if values.get("resume") == "auto" and "get_local_run_dir" in str(unresolved["local_run_dir"]):
-        sentences.append(
-            "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
-            "give local_run_dir=DIR"
-        )
-    return sentences
-
-
-def check_values(config: DictConfig) -> None:
+def check_values(plan: Plan) -> None:
     """Raise InputError for an unknown key, or a missing or wrong value.
 
     A trainer that is made in Python needs no `exp_name`, nor what only `train.py` reads.
     """
-    values = flatten(config)
-    keys = _list_keys(values)
-    defaults = dotted(load_defaults(**options_in(config)))
-    missing = {key: default for key, default in defaults if default == "???" and key != "exp_name"}
-    problems = [
-        find_value_problem(key, value, keys)
-        for key, value in {"loss.name": "???", **missing, **values}.items()
-        if value is not UNRESOLVED and key not in ("dataset_sources", "exp_name")
-    ]
-    if any(problems):
-        raise InputError("; ".join(filter(None, problems)))
+    defaults = dotted(load_defaults(**options_in(plan.values)))
+    missing = {key: default for key, default in defaults if default == "???"}
+    problems = _find_value_problems({"loss.name": "???", **missing, **plan.values})
+    if sentences := [problem.sentence for problem in problems if problem.key != "exp_name"]:
+        raise InputError("; ".join(sentences))
 
 
-def find_problems(values: Values, plan: Plan) -> list[Problem]:
-    """List the problems of values by dotted key, and of their plan."""
-    keys = _list_keys(values)
-    valid: dict[str, Any] = {}
-    invalid: list[Problem] = []
-    for key in sorted(values, key=lambda key: key.startswith("loss.")):  # the loss comes last, as in --cfg job
-        if values[key] is UNRESOLVED or key == "dataset_sources":
-            continue
-        sentence = find_value_problem(key, values[key], keys)
-        if sentence is None:
-            valid[key] = values[key]
-        else:
-            invalid.append(Problem(key, sentence))
+def find_problems(plan: Plan) -> list[Problem]:
+    """List the problems of a plan and its values; a sentence has the value and the fix."""
+    values = plan.values
+    wrong = [*_find_value_problems(values), *_find_misplaced(values)]
+    wrong_keys = {problem.key for problem in wrong} | {key for key in values if values[key] is UNRESOLVED}
     # a check reads which losses a mix names, whether or not their weights are valid
-    valid |= {key: value for key, value in values.items() if key.startswith(WEIGHTS)}
+    valid = {key: value for key, value in values.items() if key not in wrong_keys or key.startswith(WEIGHTS)}
     return [
-        *_find_absent(values),
-        *invalid,
+        *wrong,
         *_run_checks(valid, plan, "error"),
         *find_dataset_problems(valid.get("datasets", []), values.get("dataset_sources", {})),
     ]
 
 
-def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
-    """List the warnings about a valid config, one sentence each."""
-    values = flatten(config)
-    sentences = [problem.sentence for problem in _run_checks(values, plan, "warning")]
-    names = name_datasets(values["datasets"], values["dataset_sources"]).names
-    for name, source in sorted(values["dataset_sources"].items()):
+def raise_problems(plan: Plan) -> None:
+    """Raise InputError if a plan has problems."""
+    if problems := find_problems(plan):
+        raise InputError("; ".join(problem.sentence for problem in problems))
+
+
+def find_warnings(plan: Plan) -> list[str]:
+    """List the warnings about a valid plan, one sentence each."""
+    sentences = [problem.sentence for problem in _run_checks(plan.values, plan, "warning")]
+    names = plan.data.datasets
+    for name, source in sorted(plan.data.dataset_sources.items()):
         if source is not None and name not in names:
             used = ",".join(names)
             sentences.append(
@@ -427,9 +364,19 @@ def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
     return sentences
 
 
+def _find_value_problems(values: Values) -> list[Problem]:
+    """List the values that are wrong by themselves; the loss comes last, as in --cfg job."""
+    problems = []
+    for key in sorted(values, key=lambda key: key.startswith("loss.")):
+        if values[key] is not UNRESOLVED and key != "dataset_sources":
+            sentence = find_value_problem(key, values[key])
+            problems += [Problem(key, sentence)] if sentence else []
+    return problems
+
+
 def _run_checks(values: Values, plan: Plan, level: Level) -> Iterator[Problem]:
     """Yield the problems that the checks of a level find."""
-    defaults = dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
+    defaults = dict(dotted(load_defaults(**options_in(values))))
     facts = {"processes": plan.dims.world_size, "gpus": plan.gpus}
     for check in CHECKS:
         if check.level != level:
@@ -453,68 +400,60 @@ def _fill(sentence: str, values: Values) -> str:
     return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(values[match[1]])), sentence)
 
 
-def _find_absent(values: Values) -> Iterator[Problem]:
-    """Yield problems of absent keys.
-
-    They are absent because of `~KEY`, or of `GROUP.name=OPTION` instead of `GROUP=OPTION`.
-    """
-    for key in KEYS:
-        if key not in values and not key.startswith(tuple(f"{group}." for group in GROUPS)):
-            yield Problem(key, f"{key} was removed from the config: give {key}=VALUE instead of ~{key}")
-    for group, options in (("lora", ADAPTED), ("online", ("online",))):
-        option = values.get(f"{group}.name")
-        missing_keys = [key for key in KEYS if key.startswith(f"{group}.") and key not in values]
-        if option in options and missing_keys:
-            yield Problem("", f"{group}.name={option} lacks {', '.join(missing_keys)}: choose {group}={option}")
+def _find_misplaced(values: Values) -> Iterator[Problem]:
+    """Yield problems of keys that the chosen loss, adapter or online option lacks."""
+    for group, option in options_in(values).items():
+        if not isinstance(option, str) or option not in KEYS[f"{group}.name"].choices:
+            continue
+        keys = dict(dotted({group: load_defaults(**{group: option})[group]}))
+        for key in values:
+            if key in KEYS and key.startswith(f"{group}.") and key not in keys:
+                yield Problem(key, _explain_misplaced(key))
 
 
-def _list_keys(values: Values) -> dict[str, Key]:
-    """List all keys, with those options of the loss that KEYS lacks."""
-    loss_name = values.get("loss.name")
-    if not isinstance(loss_name, str) or loss_name not in LOSSES:
-        return KEYS
-    options = dotted({"loss": load_defaults(loss_name)["loss"]})
-    return {key: make_option_key(default) for key, default in options} | KEYS
+def _explain_misplaced(key: str) -> str:
+    """Explain which options of its group have a key."""
+    group, _, name = key.partition(".")
+    files = sorted((CONFIG_DIR / group).glob("*.yaml"))
+    having = [file.stem for file in files if name in dict(dotted(load_file(file)))]
+    others = [file.stem for file in files if file.stem not in having]
+    if len(having) <= len(others):
+        return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={option}' for option in having)}"
+    return f"{key} does not exist here: it belongs to any {group} but {', '.join(others)}"
 
 
-def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
+def find_value_problem(key: str, value: Any) -> str | None:
     """Explain why a value is wrong by itself, if it is."""
-    if key not in keys and key.startswith(WEIGHTS):
-        return _explain_weight(key)
-    if key not in keys:
-        return explain_unknown_key(key, keys)
-    entry = keys[key]
+    if key not in KEYS:
+        return _explain_weight(key) if key.startswith(WEIGHTS) else explain_unknown_key(key)
+    entry = KEYS[key]
     if value == "???":
         return f"{key} is not set: {entry.how_to_set or f'give {key}=VALUE'}"
     if isinstance(value, str) and "${" in value:
         return f"{key}={value} cannot be resolved: {entry.how_to_set or 'no such key or resolver'}"
     if not entry.rule.holds(value):
         return f"{key}={_as_typed(value)} must be {entry.rule.wanted}"
-    if entry.choices and value is not None and value not in entry.choices:
+    if not entry.accepts(value):
         return explain_unknown(key, value, entry.choices)
     return None
 
 
 def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
-    name = key.removeprefix(WEIGHTS)
-    loss = LOSSES.get(name)
-    reason = ""
-    if loss is not None and loss.scalar_head:
-        reason = f"{name} trains a reward model, and a mix trains a policy"
-    elif loss is not None and loss.trains_on in ("labels", "lists"):
-        reason = f"{name} trains on {loss.trains_on}, and a mix trains on pairs"
-    elif loss is not None and loss.batch_statistic is not None:
-        reason = f"{name} compares the examples of a batch with each other"
-    explanation = f"{reason}, so it is trained alone, as loss={name}" if reason else f"no loss is called {name}"
+    name, explanation = key.removeprefix(WEIGHTS), "no such loss exists"
+    if name in LOSSES:
+        explanation = f"{name} is trained alone, as loss={name}, for a mix trains a policy on one pair at a time"
     return f"{key}: {explanation}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
-def explain_unknown_key(key: str, known_keys: Collection[str]) -> str:
-    """Explain that a key is unknown, and suggest a similar one."""
+def explain_unknown_key(key: str) -> str:
+    """Explain that a key is unknown or was removed, and suggest a similar one."""
+    if key in REMOVED:
+        return f"{key} was removed after {REMOVED[key]}"
     if name := load_aliases().get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    by_lower_case = {name.lower(): name for name in known_keys}
+    groups = [path.name for path in CONFIG_DIR.iterdir() if path.is_dir()]
+    by_lower_case = {name.lower(): name for name in [*KEYS, "dataset_sources", *groups]}
     similar = difflib.get_close_matches(key.lower(), by_lower_case, n=1)
     if similar:
         return f"unknown key {key}: did you mean {by_lower_case[similar[0]]}?"

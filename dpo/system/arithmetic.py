@@ -1,7 +1,4 @@
-"""Numerical settings of torch.
-
-These are matmul precision, attention kernels, determinism and the recompile limit.
-"""
+"""Numerical settings of torch: matmul precision, attention kernels, determinism, the recompile limit."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ GRAPHS = 32
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    """Apply a run's numerical settings to this process.
-
-    `compiles` says whether the run uses torch.compile, whose import takes half a second.
-    """
+    """Apply a run's numerical settings; `compiles` says whether it uses torch.compile, which is slow to import."""
     torch.backends.cuda.matmul.allow_tf32 = True
     # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, which most microbatches have
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -57,8 +51,8 @@ def without_compilation(*, cache_implementation: str | None = None) -> Iterator[
     """Run code eagerly inside, unless the cache of a generation is static.
 
     Generation with a cache that grows would compile a graph for every length, and so use up the recompile limit that
-    training needs. With a static cache transformers compiles decoding, so compiled code stays on. Nondeterministic
-    operations only give a warning inside: top-p sampling needs a cumulative sum, which is not deterministic on CUDA.
+    training needs. Nondeterministic operations only give a warning inside: top-p sampling needs a cumulative sum, which
+    is not deterministic on CUDA.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -21,7 +22,15 @@ from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the system kill this process when the process `parent`, its parent, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent has ended before the call above
+        os._exit(1)
 
 
 def is_rank_0() -> bool:
@@ -33,11 +42,7 @@ def is_rank_0() -> bool:
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device, also for child processes.
-
-    Some daemons start processes without standard streams. The next file that such a process opens would become its
-    standard output, and Python would have no stream to print to.
-    """
+    """Open closed standard streams on the null device, or the next file that is opened would become one."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # the system gives the lowest free descriptor, which is the closed stream's
@@ -60,10 +65,7 @@ class _Log(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """Make printing never fail.
-
-    Otherwise a full disk, a pipe that nobody reads, or a character that cannot be encoded would end the run.
-    """
+    """Make printing never fail: on a full disk, into a pipe that nobody reads, of characters that cannot be encoded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -75,11 +77,22 @@ def print_whatever_happens() -> None:
 
 
 def silence_bitsandbytes() -> None:
-    """Silence bitsandbytes' request for a kernel package that is not used here.
-
-    Call it before importing PEFT, which imports bitsandbytes if that is installed.
-    """
+    """Silence bitsandbytes' request for a kernel package that is not used here, before PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def prepare_transformers(seed: int, *, bars: bool) -> None:
+    """Import transformers, and seed Python's, numpy's and torch's generators by it.
+
+    Without `bars`, libraries show no progress bars.
+    """
+    silence_bitsandbytes()  # before `set_seed`, which imports PEFT
+    import transformers
+
+    transformers.set_seed(seed)
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -95,10 +108,7 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Turn garbage collection off inside, for faster imports.
-
-    Imports leave no garbage, and looking for it takes a quarter of their time.
-    """
+    """Turn garbage collection off inside: it takes a quarter of the time of imports, which leave no garbage."""
     gc.disable()
     try:
         yield
@@ -107,10 +117,9 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def never_collect_imports() -> None:
-    """Exempt the objects that exist now from garbage collection.
+    """Exempt the objects that exist after a run's imports from garbage collection.
 
-    Call it after a run's imports. In a sweep only the first call has an effect, as a later one would also exempt the
-    garbage of earlier runs.
+    In a sweep only the first call has an effect, as a later one would also exempt the garbage of earlier runs.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -123,11 +132,7 @@ def raise_open_file_limit() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory, for speed on a CPU.
-
-    By default glibc returns the memory of large tensors to the system. When memory is needed again, each page costs a
-    page fault; together the faults take a tenth of an update's time.
-    """
+    """Make glibc reuse the memory of large tensors, whose page faults take a tenth of an update's time on a CPU."""
     # the largest values that glibc accepts
     _set_malloc(M_MMAP_THRESHOLD, 2**25)
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -136,17 +141,13 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make glibc return large freed tensors to the system immediately.
 
-    By default glibc keeps freed tensors of growing sizes. Sharding gathers and frees tensors at every block, so the
-    memory that glibc keeps would grow to the size of the whole model.
+    Sharding gathers and frees tensors at every block, so what glibc keeps would grow to the size of the whole model.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**20)
 
 
 def release_freed_memory() -> None:
-    """Return all free memory to the system now.
-
-    By default glibc returns only the free memory at the end of the heap.
-    """
+    """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -200,10 +201,7 @@ def resident_memory() -> int:
 
 
 def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
-    """The number of GPUs that torch can use.
-
-    Imports torch, which takes seconds, only if a GPU driver is present.
-    """
+    """The number of GPUs that torch can use; torch is imported only if a GPU driver is present."""
     if "torch" not in sys.modules and not any(map(glob.glob, devices)):
         return 0
     import torch

@@ -1,6 +1,7 @@
 """Starting a run's processes, or joining a launcher's, and ending them together.
 
-torch is imported inside functions: a parent starts its workers first, and imports torch while they do.
+torch is imported inside functions: a parent starts its workers first, and imports torch while they do. `docs/LOG.md`
+says why torch's own launchers are not used.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.system.host import (
+    end_with_parent,
     keep_freed_memory,
     print_whatever_happens,
     raise_open_file_limit,
@@ -58,13 +61,10 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in processes that form a group.
 
-    - A process that a launcher started (`find_rank_env`) runs its own worker, and exits when the worker ends.
-    - Without `process_group`, the worker is called in this process.
-    - Otherwise `world_size` workers are spawned here and meet at `port` (None: a free one). They communicate over NCCL
-      with one GPU each, or over gloo on the CPU.
-
-    A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a worker found,
-    Stopped if the run was asked to stop, and WorkerFailed if a worker did not finish.
+    A process that a launcher started (`find_rank_env`) runs its own worker, and exits when the worker ends. Without
+    `process_group`, the worker is called in this process. Otherwise `world_size` workers are spawned here and meet at
+    `port` (None: a free one). A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input
+    that a worker found, Stopped if the run was asked to stop, and WorkerFailed if a worker did not finish.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
@@ -98,10 +98,7 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """The rank that torchrun or Slurm assigned; None without a launcher.
-
-    Slurm assigns ranks if an `srun` has several tasks. Raises InputError for variables that are missing or not numbers.
-    """
+    """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
         rank = _read_number("RANK")
@@ -144,8 +141,7 @@ def _first_node(nodes: str) -> str:
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if match is None:
         raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
-    prefix, number = match[1], match[2] or ""
-    return prefix + number
+    return match[1] + (match[2] or "")
 
 
 # --- in a worker ---------------------------------------------------------------------------------------------------
@@ -158,10 +154,7 @@ def get_open_port() -> int:
 
 
 def _backend(local_rank: int) -> str:
-    """The backend of the process group: NCCL with GPUs, else gloo.
-
-    Raises InputError if this machine has fewer GPUs than processes.
-    """
+    """NCCL with a GPU for each process, gloo without GPUs; anything between is an InputError."""
     import torch
 
     if not torch.cuda.is_available():
@@ -185,11 +178,11 @@ def init_distributed(
     store: dist.Store | None = None,
     local_rank: int | None = None,
 ) -> None:
-    """Join the default process group, through `store` or the environment.
+    """Join the default process group.
 
-    Without a store, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
+    Without a `store`, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
     `port`. `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is
-    the rank within the machine, and under NCCL the index of its GPU.
+    under NCCL the index of the GPU.
     """
     import torch
     import torch.distributed as dist
@@ -205,11 +198,7 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run the worker in a process group; return exit status and message.
-
-    The message is "" for a worker that is done. A rank that fails, or that loses contact to another rank, records this
-    in the store.
-    """
+    """Run the worker in a process group; return exit status and message, "" for a worker that is done."""
     with without_collecting_garbage():
         import torch.distributed as dist
         import tqdm
@@ -256,10 +245,8 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
     except KeyboardInterrupt:
         status, message = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # probably because another rank failed
-            status, message = LOST_CONTACT, f"rank {rank} lost contact:\n{traceback.format_exc()}"
-        else:
-            status, message = FAILED, f"rank {rank} failed:\n{traceback.format_exc()}"
+        status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
+        message = f"rank {rank} {what}:\n{traceback.format_exc()}"
     if store is not None:
         message += _record_failure(store, rank_env, timeout_secs, lost_contact=status == LOST_CONTACT)
     return status, message
@@ -269,7 +256,7 @@ def _record_failure(store: dist.Store, rank_env: RankEnv, timeout_secs: float, *
     """Record in the store that this rank failed or lost contact.
 
     A rank that lost contact waits, so that the rank that caused the loss exits first. Then it reads what other ranks
-    have recorded, and returns a text that names the cause. A rank that failed returns "" at once.
+    have recorded, and returns a text that names the cause.
     """
     import torch.distributed as dist
 
@@ -309,11 +296,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     """Run a spawned worker, and send its message to the parent process."""
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
-    with without_collecting_garbage():
-        import torch.multiprocessing
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end this process when its parent ends
-    if os.getppid() != parent:  # the parent has ended before the call above
-        os._exit(FAILED)
+    end_with_parent(parent)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer
@@ -362,6 +345,14 @@ class Outcome(Enum):
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
 
+class Ended(NamedTuple):
+    """A worker that has exited."""
+
+    outcome: Outcome
+    status: int  # negative: the signal that killed it
+    message: str | None  # None: it was killed before it could send one
+
+
 class _Workers:
     """The spawned processes of a run, by rank."""
 
@@ -369,10 +360,8 @@ class _Workers:
         self.timeout_secs = timeout_secs
         self.processes: list[Any] = []
         self.stop_signals: list[int] = []  # received by this process
-        self._pipes: list[Any] = []  # by rank, each with the message of a worker
-        # by rank, for workers that have exited, in the order of their exits
-        self._messages: dict[int, str | None] = {}  # None: the worker was killed before it could send a message
-        self._outcomes: dict[int, Outcome] = {}
+        self._pipes: list[Any] = []  # each with the message of a worker
+        self._ended: dict[int, Ended] = {}  # by rank, in the order of their exits
 
     def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
         """Start a worker; the caller starts them in rank order."""
@@ -389,42 +378,34 @@ class _Workers:
         self.processes.append(process)
 
     def stop(self, number: int) -> str:
-        """Forward a stop signal; return a message about it."""
+        """Forward a stop signal as SIGTERM, on which workers save and stop; return a message about it."""
         self.stop_signals.append(number)
         self.terminate()
         return "stopping after saving what was trained"
 
     def terminate(self) -> None:
-        """Send SIGTERM to all workers, which then save and stop."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all workers are done.
-
-        Raises a failed worker's error, or Stopped, or WorkerFailed if workers did not exit.
-        """
-        running = self._wait_for_exits()
-        outcomes = set(self._outcomes.values())
-        if not running and outcomes <= {Outcome.DONE}:
+        """Wait until all workers are done, or raise why they are not."""
+        stuck = self._wait_for_exits()
+        outcomes = {ended.outcome for ended in self._ended.values()}
+        if not stuck and outcomes <= {Outcome.DONE}:
             return
-        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes:
-            if self.stop_signals:  # workers that did not stop may be waiting for stopped ones: that is no failure
-                raise Stopped(self.stop_signals[0])
-            if not running and Outcome.LOST_CONTACT not in outcomes:
-                raise Stopped
-        if running and not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
-            for process in running.values():  # at least one of these hangs: make all print their stacks
+        # workers that were asked to stop and did not may be waiting for stopped ones: that is no failure
+        is_excused = self.stop_signals or (not stuck and Outcome.LOST_CONTACT not in outcomes)
+        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes and is_excused:
+            raise Stopped(*self.stop_signals[:1])
+        if stuck and not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
+            for process in stuck.values():  # at least one of these hangs: make all print their stacks
                 os.kill(process.pid, signal.SIGABRT)
-            wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
-        raise self._make_error(stuck=sorted(running))
+            wait_for_any([process.sentinel for process in stuck.values()], GRACE_SECS)
+        raise self._make_error(stuck=sorted(stuck))
 
     def _wait_for_exits(self) -> dict[int, Any]:
-        """Wait until all workers have exited, or time is up.
-
-        Once a worker has exited, the others get a limited time. Returns the processes that are still running, by rank.
-        """
+        """Wait until all workers have exited, or time is up since one has; return those that run on, by rank."""
         start = time.monotonic()
         running = dict(enumerate(self.processes))
         deadline = None
@@ -434,77 +415,69 @@ class _Workers:
             if not exited:
                 break
             for rank, process in list(running.items()):
-                if process.sentinel not in exited:
-                    continue
-                process.join()
-                del running[rank]
-                self._messages[rank] = _receive(self._pipes[rank])
-                self._outcomes[rank] = self._classify(rank, secs=time.monotonic() - start)
+                if process.sentinel in exited:
+                    process.join()
+                    del running[rank]
+                    self._ended[rank] = self._describe(rank, secs=time.monotonic() - start)
             deadline = time.monotonic() + self._find_time_left()
         return running
 
-    def _classify(self, rank: int, *, secs: float) -> Outcome:
-        """The outcome of a worker that exited after `secs` seconds."""
-        status, stop_signals = self.processes[rank].exitcode, self.stop_signals
-        if status == 0:
-            return Outcome.DONE if self._messages[rank] is not None else Outcome.FAILED
-        was_killed_by_stop = stop_signals and -status in (signal.SIGTERM, *stop_signals)  # before it began to train
-        if status == ASKED or was_killed_by_stop:
-            return Outcome.STOPPED
+    def _describe(self, rank: int, *, secs: float) -> Ended:
+        """The end of a worker that exited after `secs` seconds."""
+        status, pipe, message = self.processes[rank].exitcode, self._pipes[rank], None
+        with suppress(EOFError):
+            message = pipe.recv() if pipe.poll() else None
+        was_killed_by_stop = self.stop_signals and -status in (signal.SIGTERM, *self.stop_signals)  # before it trained
         # NCCL aborts a worker whose collective has timed out, so an abort before the timeout has another cause
-        was_aborted_by_nccl = status == ABORTED and (secs >= self.timeout_secs or stop_signals)
-        if status == LOST_CONTACT or was_aborted_by_nccl:
-            return Outcome.LOST_CONTACT
-        return Outcome.FAILED
+        was_aborted_by_nccl = status == ABORTED and (secs >= self.timeout_secs or self.stop_signals)
+        if status == 0 and message is not None:
+            outcome = Outcome.DONE
+        elif status == ASKED or was_killed_by_stop:
+            outcome = Outcome.STOPPED
+        elif status == LOST_CONTACT or was_aborted_by_nccl:
+            outcome = Outcome.LOST_CONTACT
+        else:
+            outcome = Outcome.FAILED
+        return Ended(outcome, status, message)
 
     def _find_time_left(self) -> float:
         """The number of seconds that running workers have to exit."""
-        outcomes = self._outcomes.values()
+        outcomes = {ended.outcome for ended in self._ended.values()}
         if Outcome.FAILED in outcomes:
             return FAILURE_SECS
         if Outcome.STOPPED in outcomes:
             return min(STOP_SECS, self.timeout_secs)
         if Outcome.LOST_CONTACT in outcomes:
-            if any(self.processes[rank].exitcode == ABORTED for rank in self._outcomes):
-                return ABORT_SECS
-            return 2 * GRACE_SECS  # another worker that lost contact waits GRACE_SECS before it exits; twice is safe
+            # another worker that lost contact waits GRACE_SECS before it exits; twice is safe
+            return ABORT_SECS if any(ended.status == ABORTED for ended in self._ended.values()) else 2 * GRACE_SECS
         return self.timeout_secs  # exited workers are done, and the others may be in a last collective
 
     def _make_error(self, *, stuck: list[int]) -> Exception:
-        """The exception for a run whose workers did not all finish.
-
-        `stuck` has the ranks that never exited.
-        """
-        lost_contact = [rank for rank, outcome in self._outcomes.items() if outcome == Outcome.LOST_CONTACT]
-        failed = [rank for rank, outcome in self._outcomes.items() if outcome in (Outcome.FAILED, Outcome.STOPPED)]
-        for rank in failed:  # bad input says more than other failures
-            message = self._messages[rank]
-            if self.processes[rank].exitcode == BAD_INPUT and message:
-                return InputError(message)
+        """The exception for a run whose workers did not all finish, with the ranks that never exited."""
+        failed = {
+            rank: ended for rank, ended in self._ended.items() if ended.outcome in (Outcome.FAILED, Outcome.STOPPED)
+        }
+        for ended in failed.values():  # bad input says more than other failures
+            if ended.status == BAD_INPUT and ended.message:
+                return InputError(ended.message)
         if failed:
-            cause = failed[0]  # the first worker that exited
-            return WorkerFailed(
-                self._messages[cause] or f"rank {cause} {_describe_exit(self.processes[cause].exitcode)}"
-            )
+            rank, ended = next(iter(failed.items()))  # the first worker that exited is the cause
+            return WorkerFailed(ended.message or f"rank {rank} {_describe_exit(ended.status)}")
         abort = "was killed by SIGABRT, as NCCL does when a collective times out"
-        messages = [self._messages[rank] or f"rank {rank} {abort}" for rank in lost_contact]
+        messages = [
+            ended.message or f"rank {rank} {abort}"
+            for rank, ended in self._ended.items()
+            if ended.outcome == Outcome.LOST_CONTACT
+        ]
         if stuck:
             answer = f"did not answer within collective_timeout_secs={self.timeout_secs:g}"
             messages.insert(0, f"{_name_ranks(stuck)} {answer}")
         return WorkerFailed("\n".join(messages))
 
 
-def _receive(pipe: Any) -> str | None:
-    """The message of a worker that has exited, if any."""
-    try:
-        return pipe.recv() if pipe.poll() else None
-    except EOFError:
-        return None
-
-
-def _describe_exit(exit_code: int) -> str:
+def _describe_exit(status: int) -> str:
     """Describe the end of a process that left no message."""
-    if exit_code >= 0:
-        return f"exited with status {exit_code} before it was done"
-    name = signal.Signals(-exit_code).name
+    if status >= 0:
+        return f"exited with status {status} before it was done"
+    name = signal.Signals(-status).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")

@@ -34,24 +34,40 @@ FILE_TYPES = {
 
 def check_readable(path: Path) -> None:
     """Raise InputError unless the path is or links to a regular file."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected")
+    if not stat.S_ISREG(mode := path.stat().st_mode):
+        raise _refuse(path, mode, "a regular file")
+
+
+def check_writable(path: Path) -> None:
+    """Raise InputError if the path exists and is not a regular file."""
+    if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
+        raise _refuse(path, mode, "a regular file", f": move {path} away")
+
+
+def check_link(path: Path) -> None:
+    """Raise InputError if the path exists and is not a symbolic link."""
+    if os.path.lexists(path) and not stat.S_ISLNK(mode := path.lstat().st_mode):
+        raise _refuse(path, mode, "a symbolic link to a step-N directory", f": remove {path}")
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory; raise InputError for a link, as what is written there would be elsewhere."""
+    if path.is_symlink():
+        raise _refuse(path, stat.S_IFLNK, "a directory", f": move {path} away")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _refuse(path: Path, mode: int, expected: str, fix: str = "") -> InputError:
+    return InputError(f"{path} is {FILE_TYPES.get(stat.S_IFMT(mode), 'a file')}; {expected} is expected{fix}")
 
 
 def read_json(path: Path) -> Any:
-    """Read an untrusted JSON file.
-
-    Raises InputError if it is invalid.
-    """
+    """Read an untrusted JSON file; raise InputError if it is invalid."""
     return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read an untrusted YAML file.
-
-    Raises InputError if it is invalid, or has aliases, as a few lines with aliases can expand to gigabytes.
-    """
+    """Read an untrusted YAML file; raise InputError if it is invalid."""
     return _read(path, "YAML", _parse_yaml)
 
 
@@ -67,7 +83,7 @@ def _read(path: Path, file_format: str, parse: Callable[[str], Any]) -> Any:
 
 def _parse_yaml(text: str) -> Any:
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-        raise ValueError("it has aliases (*NAME)")
+        raise ValueError("it has aliases (*NAME)")  # a few lines with aliases can expand to gigabytes
     return yaml.safe_load(text)
 
 
@@ -81,38 +97,8 @@ def check_depth(value: Any, level: int = 1) -> None:
         check_depth(child, level + 1)
 
 
-def check_writable(path: Path) -> None:
-    """Raise InputError if the path exists and is not a regular file."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected: move {path} away")
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory, unless it exists.
-
-    Raises InputError for a link in its place, as what is written there would be elsewhere.
-    """
-    if path.is_symlink():
-        raise InputError(f"{path} is a symbolic link; a directory is expected: move {path} away")
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def check_link(path: Path) -> None:
-    """Raise InputError if the path exists and is not a symbolic link."""
-    if os.path.lexists(path) and not path.is_symlink():
-        file_type = FILE_TYPES.get(stat.S_IFMT(path.lstat().st_mode), "a file")
-        raise InputError(f"{path} is {file_type}; a symbolic link to a step-N directory is expected: remove {path}")
-
-
 def remove(path: Path) -> None:
-    """Remove a file, directory or symbolic link, if it exists.
-
-    The target of a link is kept.
-    """
+    """Remove a file, directory or symbolic link (not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -120,26 +106,18 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path, name: str | None = None) -> Path:
-    """Rename a file or directory, by default to PATH.old.
-
-    If the new name is taken, adds .1, .2 and so on. Returns the new path.
-    """
+    """Rename a file or directory to PATH.old or `name`, with .1, .2 and so on if that is taken."""
     name = name or f"{path.name}.old"
-    new_path = path.with_name(name)
-    for n in itertools.count(1):
-        if not os.path.lexists(new_path):
-            break
-        new_path = path.with_name(f"{name}.{n}")
-    return path.rename(new_path)
+    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+    return path.rename(next(new for new in map(path.with_name, names) if not os.path.lexists(new)))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a path atomically by what the body writes.
+    """Replace a path atomically by the file or directory that the body writes to the yielded path beside it.
 
-    The body writes a file or a directory to the yielded path, which is beside `path`. The yielded
-    path's name contains this host and process, as other processes may be replacing `path` too, and this project's name.
-    Removes temporary files that killed processes of this host left.
+    The yielded path's name has this host and process, as others may be replacing `path` too. Removes temporary files
+    that killed processes of this host left.
     """
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):

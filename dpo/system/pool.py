@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from types import ModuleType
 from typing import Any, TypeVar
 
+import tqdm
+
 from dpo.errors import RunError
 
+ITEMS_PER_CHUNK = 1000
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 WORKER: dict[str, Callable[..., Any]] = {}  # in a worker: its function
@@ -42,6 +47,29 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
     finally:
         sys.modules["__main__"] = main
         pool.shutdown(cancel_futures=True)
+
+
+def map_chunks(
+    function: Callable[[list[Item]], Result],
+    items: Iterable[Item],
+    n_items: int,
+    description: str,
+    per_worker: int | None,
+    *,
+    silent: bool = False,
+) -> Iterator[Result]:
+    """Yield a function's results for chunks of items, in order, with a progress bar on a terminal.
+
+    Each core gets a process if there are `per_worker` items for each; None: this process does it all.
+    """
+    remaining = iter(items)
+    chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
+    workers = 1 if per_worker is None else min(len(os.sched_getaffinity(0)), n_items // per_worker)
+    results = map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
+    with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:
+        for result in results:
+            yield result
+            bar.update(min(ITEMS_PER_CHUNK, n_items - bar.n))
 
 
 def _begin_worker(function: Callable[..., Any]) -> None:

@@ -1,13 +1,11 @@
-"""Redaction of likely secrets, before anything is written.
-
-Does not import torch.
-"""
+"""Redaction of likely secrets, before anything is written."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from functools import lru_cache
 from typing import Any
 
 SECRET_KEY = re.compile(
@@ -31,21 +29,16 @@ INNER_KEY = re.compile(r"(?<![\w-])([\w-]+)[\"']?\s*[=:]")  # a key in the value
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
+@lru_cache(1000)
 def is_secret(name: Any) -> bool:
-    """Return whether a key is named like a secret.
-
-    Such keys are, for example, `api_key`, `authToken` and `db.password`.
-    """
+    """Return whether a key is named like a secret, as `api_key`, `authToken` and `db.password` are."""
     last_part = str(name).rpartition(".")[2]
     words = CAMEL_CASE_BOUNDARY.sub("_", last_part)
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
 def secrets_in(overrides: list[str]) -> list[str]:
-    """The values of secrets in a command line, well-formed or not.
-
-    An interpolation (`${oc.env:NAME}`) is not a secret.
-    """
+    """The values of secrets, which are no interpolations (`${oc.env:NAME}`), in a command line, well-formed or not."""
     values = []
     value_may_follow = False  # after `key` in `key = VALUE`, which a shell passes as three overrides
     for override in overrides:

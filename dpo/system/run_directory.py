@@ -39,34 +39,26 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
-    """`PREFIX/USER` for the first prefix that exists, else for the last.
-
-    Creates nothing, unlike the reference implementation.
-    """
+    """`PREFIX/USER` for the first prefix that exists, else for the last; not created, unlike in the reference code."""
     prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
     return os.path.join(prefix, getpass.getuser())
 
 
 def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
-    """The cache directory of models and datasets: `LOCAL_DIR/USER`.
-
-    None, the libraries' default, if the environment sets `XDG_CACHE_HOME` or `HF_HOME`.
-    """
+    """The cache directory of models and datasets; None is the libraries' default, which the environment may set."""
     return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
-    """The default path of a run, `LOCAL_DIR/EXP_NAME_TIMESTAMP`.
-
-    Creates nothing. The time is to the microsecond, so that the jobs of a quick sweep get different directories.
-    """
+    """The default path of a run, `LOCAL_DIR/EXP_NAME_TIMESTAMP`, which is not created."""
+    # to the microsecond, so that the jobs of a quick sweep get different directories
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
     """Raise InputError if a run would overwrite something, or cannot write.
 
-    What a run of ours left there is accepted, unless that run has begun to train.
+    What a run of ours that never began to train left there is accepted.
     """
     run_dir = Path(path)
     with _explaining_errors(path):
@@ -94,10 +86,10 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create a run's directory; check the files that it will have.
+    """Create a run's directory; check the files that it will have, and the `logs` to which it will append.
 
-    `logs` are the files to which the run will append. Raises InputError if the directory already holds a run, unless
-    that run is `continued`, or if a path that the run will write is not a regular file.
+    Raises InputError if the directory already holds a run that is not `continued`, or if a path that the run will write
+    is not a regular file.
     """
     if not continued:
         check_free(path, logs)
@@ -148,13 +140,17 @@ def write_record(
     """
     import torch  # not at the top, as the report imports this file without torch
 
+    versions = {}
+    for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     commit = _run_git("rev-parse", "HEAD")
     changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
     facts = {
         "run": run or secrets.token_hex(8),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": dict(_find_versions()),
+        "packages": versions,
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
@@ -165,8 +161,7 @@ def write_record(
         "git_uncommitted_changes": bool(changes) if commit else None,
     }
     with _explaining_errors(run_dir):
-        with replacing(run_dir / "env.json") as temporary:  # first, as it says whose the directory is
-            temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        _write_facts(run_dir, facts)  # first, as they say whose the directory is
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
 
 
@@ -178,12 +173,6 @@ def _find_seconds(run_dir: Path, *, until: float) -> float | None:
         return record["seconds_before"] + max(0.0, seconds)
     except (OSError, ValueError, KeyError, TypeError):  # a run that continues another's checkpoint has no record yet
         return None
-
-
-def _find_versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
-        with suppress(PackageNotFoundError):
-            yield name, version(name)
 
 
 def _run_git(*arguments: str) -> str:
@@ -207,8 +196,12 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 def add_to_record(run_dir: Path, **new_facts: Any) -> None:
     """Add facts to `env.json`, unless it is missing or damaged."""
     if facts := read_record(run_dir):
-        with replacing(run_dir / "env.json") as temporary:
-            temporary.write_text(json.dumps({**facts, **new_facts}, indent=2) + "\n", encoding="utf-8")
+        _write_facts(run_dir, {**facts, **new_facts})
+
+
+def _write_facts(run_dir: Path, facts: dict[str, Any]) -> None:
+    with replacing(run_dir / "env.json") as temporary:
+        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def now() -> str:
@@ -216,10 +209,9 @@ def now() -> str:
 
 
 def lock_run_dir(run_dir: Path) -> IO:
-    """Lock the directory while the returned file is open.
+    """Lock the directory while the returned file is open, at most until this process ends.
 
-    The system releases the lock when this process ends. Raises InputError if another process holds the lock; the file
-    says which.
+    Raises InputError if another process holds the lock; the file says which.
     """
     with _explaining_errors(run_dir):
         file = (run_dir / LOCK).open("a+", encoding="utf-8")
@@ -227,7 +219,7 @@ def lock_run_dir(run_dir: Path) -> IO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise _explain_lock(run_dir) from error
+        raise explain_lock(run_dir) from error
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     else:
@@ -241,13 +233,7 @@ def is_lock(path: Path) -> bool:
     return path.is_file() and (not path.stat().st_size or path.read_bytes().startswith(HOLDER.encode()))
 
 
-def check_unlocked(run_dir: Path) -> None:
-    """Raise InputError if another process holds the lock; writes nothing."""
-    if is_locked(run_dir):
-        raise _explain_lock(run_dir)
-
-
-def _explain_lock(run_dir: Path) -> InputError:
+def explain_lock(run_dir: Path) -> InputError:
     with suppress(OSError):
         holder = (run_dir / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
         if holder:

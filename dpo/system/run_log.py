@@ -6,13 +6,18 @@ It holds standard output and standard error of Python, not of libraries in C. Re
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dpo.errors import InputError, RunError
 from dpo.system.redaction import redact
 from dpo.system.run_directory import RUN_LOG
+from dpo.system.signals import Stopped
 
 
 class RunLog:
@@ -31,7 +36,7 @@ class RunLog:
         return kept
 
     def begin(self, kept: str = "") -> None:
-        """Record from now on, in memory; `kept` was printed before."""
+        """Record from now on; `kept` was printed before."""
         self.close()
         self._kept, self._unfinished = kept, ""
         for name in ("stdout", "stderr"):
@@ -76,10 +81,7 @@ class RunLog:
 
 
 class RecordedStream:
-    """A standard stream whose text a log gets too.
-
-    A progress bar is drawn on `screen`.
-    """
+    """A standard stream whose text a log gets too; a progress bar is drawn on its `screen`."""
 
     def __init__(self, screen: Any, log: RunLog) -> None:
         self.screen, self._log = screen, log
@@ -93,3 +95,21 @@ class RecordedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.screen, name)
+
+
+@contextmanager
+def exiting_on_failure(log: RunLog) -> Iterator[None]:
+    """Context that ends the process after a failure that is no bug: with one sentence, and the status that fits."""
+    try:
+        yield
+    except (InputError, RunError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if error.__cause__ is not None:  # a library's error: the log has all of it
+            log.add(traceback.format_exc())
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
+    except Stopped as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C changes nothing
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.status)

@@ -1,8 +1,7 @@
 """Signals that end a run with a checkpoint.
 
-They are Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP. A second Ctrl-C ends the run without a checkpoint. While a run starts
-there is nothing to save, so a signal ends the process at once, without an exception: a library might catch an
-exception, as in an attempted import, and C++ code might abort on one.
+A second Ctrl-C ends the run without one. While a run starts there is nothing to save, so a signal ends the process at
+once, without an exception, which a library might catch, as in an attempted import.
 """
 
 from __future__ import annotations
@@ -65,17 +64,13 @@ def end_on_stop_signals() -> None:
 
 
 def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
-    """Handle a signal by ending this process."""
     stopped = Stopped(number, run_dir)
     _end(str(stopped) if _prints_for_run() else "", stopped.status)
 
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Make signals end this process at once inside, unless handled otherwise.
-
-    Adds the `run_dir` to a Stopped that is raised inside, for its message.
-    """
+    """Make signals end this process at once inside; a Stopped that is raised inside gets the `run_dir`."""
     with handling_signals(partial(_end_by_signal, run_dir)):
         try:
             yield
@@ -86,10 +81,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act` on stop signals, and print its message.
-
-    `act` gets the signal's number. A second Ctrl-C raises PressedAgain. Ctrl-C and SIGHUP stay ignored if they were.
-    """
+    """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises PressedAgain."""
     first_times: dict[int, float] = {}  # when each signal came first, by its number
 
     def handle(number: int, _: object) -> None:
@@ -114,7 +106,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 @contextmanager
 def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
-    """Set a handler for signals inside, by default for all stop signals.
+    """Set a handler for signals inside, by default for all stop signals that are not ignored.
 
     Does nothing outside the main thread, which alone may set handlers.
     """
@@ -138,7 +130,6 @@ def _list_handled() -> list[int]:
 
 
 def _prints_for_run() -> bool:
-    """Return whether it is this process that prints the run's messages."""
     return multiprocessing.parent_process() is None and is_rank_0()
 
 

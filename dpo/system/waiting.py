@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dpo.errors import InputError
 
 T = TypeVar("T")
-BEAT_SECS = 2.0  # between two heartbeats
+BEAT_SECS = 0.5  # between two heartbeats
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 FAILED = "failed"  # the value that a rank sets after an error; results are set as "done RESULT"
 
@@ -35,11 +35,37 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """Wait for the values that ranks set in the store, by rank.
+def _heartbeat_key(rank: int) -> str:
+    """The key of a rank's counter of heartbeats in the store."""
+    return f"heartbeats of rank {rank}"
 
-    `keys` has each rank's key. Raises DistError if a rank failed, or neither sets its value nor sends a heartbeat for
-    `silence_secs`.
+
+@contextmanager
+def sending_heartbeats() -> Iterator[None]:
+    """Send heartbeats to waiting ranks, from a thread, while this rank works inside."""
+    if not is_shared():
+        yield
+        return
+    done, store, key = threading.Event(), default_store(), _heartbeat_key(dist.get_rank())
+
+    def beat() -> None:
+        with suppress(dist.DistError):  # if the store is gone, the other ranks notice it themselves
+            while not done.wait(BEAT_SECS):
+                store.add(key, 1)
+
+    thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
+    """Wait for the values that ranks set in the store under these keys; return them by rank.
+
+    Raises DistError if a rank failed, or neither sets its value nor sends a heartbeat for `silence_secs`.
     """
     store, values, pause = default_store(), {}, 0.005
     n_heartbeats = dict.fromkeys(keys, 0)  # by rank
@@ -62,41 +88,10 @@ def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _heartbeat_key(rank: int) -> str:
-    """The key of a rank's counter of heartbeats in the store."""
-    return f"heartbeats of rank {rank}"
-
-
-@contextmanager
-def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
-    """Send heartbeats from a thread, within the block, to waiting ranks."""
-    done, store, key = threading.Event(), default_store(), _heartbeat_key(dist.get_rank())
-
-    def beat() -> None:
-        with suppress(dist.DistError):  # if the store is gone, the other ranks notice it themselves
-            while not done.wait(beat_secs):
-                store.add(key, 1)
-
-    thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def report_progress() -> None:
-    """Tell waiting ranks that this rank has made progress."""
-    if is_shared():
-        default_store().add(_heartbeat_key(dist.get_rank()), 1)
-
-
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 has reached a place in the code.
+    """Wait until rank 0, which does not wait, has reached a place, whose name is used once in a run.
 
-    `place` is a name that is used once in a run. Rank 0 does not wait. Raises DistError if rank 0 neither arrives nor
-    makes progress within the collective timeout.
+    Raises DistError if rank 0 neither arrives nor sends a heartbeat within the collective timeout.
     """
     if not is_shared():
         return
@@ -108,10 +103,7 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Call `act()` on rank 0, then on the other ranks.
-
-    Each rank gets the result of its own call.
-    """
+    """Call `act()` on rank 0, then on the other ranks; each gets its own result."""
     if not is_shared():
         return act()
     if dist.get_rank() != 0:
@@ -124,10 +116,9 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
-    """Call `make()` in one process of each machine, and return its result.
+    """Call `make()` in one process of each machine; return its result to all, once all machines are done.
 
-    Every process must call this function, and gets the result of its machine once all machines are done. Raises
-    DistError if a call of `make` failed, or if its process sent no heartbeat for `silence_secs`.
+    Raises DistError if a call of `make` failed, or if its process sent no heartbeat for `silence_secs`.
     """
     if not is_shared():
         return make()
@@ -139,7 +130,7 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     keys = {maker: f"once per machine, call {call}, rank {maker}" for maker in makers}  # where makers put their results
     if rank in makers:
         try:
-            with sending_heartbeats(min(BEAT_SECS, silence_secs / 4)):
+            with sending_heartbeats():
                 result = make()
             store.set(keys[rank], f"done {result}")
         except BaseException:
@@ -151,10 +142,9 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Record arrival at a place; return whether all ranks get there.
+    """Record this rank's arrival at a place; return whether all ranks get there.
 
-    Every rank must call this function as often as the others. With `patience_secs` of 0 it does not wait; else until
-    another rank has sent no heartbeat for so long.
+    It waits until another rank has sent no heartbeat for `patience_secs`, and not at all if they are 0.
     """
     if not is_shared():
         return True

@@ -60,9 +60,8 @@ def with_mismatched(batches: Iterable[Batch]) -> Iterator[Batch]:
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
-    """Yield `prepare(item)` for each item in order, prepared ahead.
+    """Yield `prepare(item)` for each item in order, up to `ahead` of them prepared early in `workers` threads.
 
-    Up to `ahead` results are prepared early, in `workers` threads; with 0 workers each is prepared when it is due.
     Threads suffice, as tokenizers and tensor operations release Python's lock. An error in `prepare` is raised where
     its result is due.
     """
@@ -89,10 +88,8 @@ class Batches:
     `rank` is the process's index among the `size` processes that see different examples.
     """
 
-    def __init__(
-        self, plan: Plan, data: TrainingData, layout: Layout, *, seed: int, rank: int = 0, size: int = 1
-    ) -> None:
-        self.plan, self.data, self.layout, self.seed = plan, data, layout, seed
+    def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, rank: int = 0, size: int = 1) -> None:
+        self.plan, self.data, self.layout, self.seed = plan, data, layout, plan.run.seed
         self.rank, self.size = rank, size
         self.loss = plan.loss
         self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
@@ -104,40 +101,25 @@ class Batches:
         self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
-        """Iterate over training batches in the reference code's order.
-
-        Ends where the reference code does. The first `skip` batches are left out: a resumed run has trained on them.
-        """
+        """Iterate over training batches in the reference code's order, but for the first `skip`."""
         n_microbatches = self.plan.data.gradient_accumulation_steps
         prepare = partial(self._prepare, self.data.train, self._first_train_rows, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make the batch of an update from an item that `train` yields.
-
-        Here the item already is the batch; `OnlineBatches` draws pairs at this point.
-        """
+        """Make the batch of an update from an item that `train` yields; `OnlineBatches` draws pairs at this point."""
         return item
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the policy beyond the evaluation batches.
-
-        `OnlineBatches` evaluates answers to held-out prompts.
-        """
+        """Evaluate the policy beyond the evaluation batches; `OnlineBatches` answers held-out prompts."""
         return {}
 
     def held_out_examples(self) -> list[list[Example]]:
-        """Held-out prompts with placeholder answers, in groups.
-
-        Only `OnlineBatches` has any, as its data may have no pairs.
-        """
+        """Held-out prompts with placeholder answers, in groups; only `OnlineBatches`, without pairs, has any."""
         return []
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
-        """Yield `prepare(example_ids)` for each training batch after the first `skip`.
-
-        `counts` has the number of examples per prompt.
-        """
+        """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
         plan = self.plan
         batches = iterate_examples(
             counts,
@@ -150,10 +132,7 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
 
     def test(self) -> Iterator[Batch]:
-        """Iterate over evaluation batches, one microbatch per process.
-
-        Each example comes once, and the last batch may be partial.
-        """
+        """Iterate over evaluation batches of one microbatch per process; each example comes once."""
         plan = self.plan
         batches = iterate_once(
             self.data.test.counts.tolist(),
@@ -168,14 +147,13 @@ class Batches:
         return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
-        """Tokenize and truncate examples."""
         plan = self.plan.data
         return encode_examples(
             texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        """Split a global batch into microbatches; return this process's."""
+        """This process's microbatches of a global batch."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]

@@ -6,36 +6,25 @@ import math
 import shutil
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import trained_parameters
-from dpo.models.generation import (
-    Continuation,
-    SampleBatch,
-    Sampling,
-    before_each_forward,
-    choose_sampling,
-    describe_sampling,
-    fed_prompts,
-    find_added,
-    sample,
-    sample_batches,
-    write_turns,
-)
+from dpo.models.answers import Answer, Sampling, choose_sampling, find_added, show_fed, write_turns
+from dpo.models.loading import notes_on_base
+from dpo.models.pretrained import remarks
 from dpo.numbers import count
-from dpo.parallel.sharding import release_gathered
+from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batch
+from dpo.training.batches import Batch, Batches
+from dpo.training.drawing import Drawing, group
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
-from dpo.training.optimization import count_states
+from dpo.training.optimization import count_states, find_warmup_warnings
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
@@ -61,23 +50,8 @@ class Interval(NamedTuple):
         sampled = {n * batch_size for n in (0, per_interval, middle, updates)}
         return cls(per_interval * batch_size, 2 if keep is None and plan.run.save_every is None else keep, sampled)
 
-    def samples_after(self, n_examples: int) -> bool:
-        """Return whether an evaluation after so many examples draws samples."""
-        return self.sampled is None or n_examples in self.sampled
 
-
-def notes_on_interval(plan: Plan, interval: Interval) -> list[str]:
-    """A warning if evaluations cannot come exactly every `eval_every`."""
-    eval_every = plan.evaluation.eval_every
-    if eval_every in (None, interval.n_examples):
-        return []
-    return [
-        f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
-        f"{interval.n_examples} examples"
-    ]
-
-
-def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any, run_dir: Path) -> list[str]:
+def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any) -> list[str]:
     """The disk that a run's checkpoints and its export need."""
     if plan.run.debug:
         return []
@@ -85,7 +59,7 @@ def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any, run
     n_kept = n_saves if interval.keep is None else min(n_saves, interval.keep + 1)  # and BEST
     weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
     n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
-    free = shutil.disk_usage(run_dir).free
+    free = shutil.disk_usage(plan.run.local_run_dir).free
     parts = [f"{count(n_kept, 'checkpoint')} (keep_checkpoints)", *["LATEST/hf (export)"] * plan.run.export]
     return [
         f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
@@ -116,6 +90,28 @@ def notes_on_first_work(plan: Plan, data: TrainingData) -> list[str]:
     return [f"before the first update: {', '.join(wanted)}"] if wanted else []
 
 
+def list_notes(
+    plan: Plan, data: TrainingData, evaluator: Evaluator, scheduler: Any, *, is_first: bool
+) -> Iterator[str]:
+    """What a run says before it trains, `is_first` if it has not trained yet."""
+    policy, interval, eval_every = evaluator.objective.policy, evaluator.interval, plan.evaluation.eval_every
+    yield from remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    if eval_every not in (None, interval.n_examples):
+        yield (
+            f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating "
+            f"every {interval.n_examples} examples"
+        )
+    if plan.evaluation.sample_during_eval:
+        yield f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)"
+    yield from notes_on_base(plan)
+    yield from scheduler.notes
+    yield from find_warmup_warnings(plan.training, data.report.updates)
+    if evaluator.mesh.rank == 0:
+        yield from notes_on_disk(plan, interval, data.report.updates, policy)
+    if is_first:
+        yield from notes_on_first_work(plan, data)
+
+
 def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
     """The most tokens that an evaluation samples after a prompt."""
     n_left = plan.data.max_length - n_prompt_tokens
@@ -125,8 +121,7 @@ def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
 class Evaluator:
     """Metrics of the evaluation batches, and continuations of prompts.
 
-    `prompts` are batches of examples, whose responses do not matter. Methods raise Stopped before a batch or a sampled
-    token if any process was asked to stop.
+    Methods raise Stopped before a batch or a sampled token if any process was asked to stop.
     """
 
     def __init__(
@@ -134,32 +129,38 @@ class Evaluator:
         plan: Plan,
         data: TrainingData,
         objective: Objective,
-        batches: list[Batch],
-        prompts: Sequence[Sequence[Example]],
+        batches: Batches,
         progress: Progress,
         stop: StopRequest,
-        *,
-        seed: int,
     ) -> None:
-        self.plan, self.data, self.objective, self.batches, self.prompts = plan, data, objective, batches, prompts
-        self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
+        self.plan, self.data, self.objective, self.mesh = plan, data, objective, objective.mesh
+        self.progress, self.stop, self.seed = progress, stop, plan.run.seed
+        self.interval = Interval.of(plan, data.report.updates)
+        self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
+        # an online run may have no evaluation batches: samples are then of held-out prompts
+        self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
+        self.n_examples = sum(map(len, self.prompts))
+        self.drawing = Drawing(data.tokenizer, objective, progress, stop)
 
     @cached_property
-    def sampling(self) -> dict[str, Any]:
-        """Temperature, top_p and top_k of samples."""
+    def sampling(self) -> Sampling:
+        """How samples are drawn, but for their length and seed."""
         plan = self.plan.evaluation
         wanted = {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k}
         prompts = [self.data.test[example.id[0]] for examples in self._choose_prompts() for example in examples]
-        chat = all(prompt.rendered for prompt in prompts)
-        return choose_sampling(self.objective.policy.generation_config, wanted, chat=chat)
+        return choose_sampling(
+            self.objective.policy,
+            self.data.tokenizer,
+            wanted,
+            chat=all(prompt.rendered for prompt in prompts),
+            cache_implementation=self.plan.model.cache_implementation,
+        )
 
-    @property
-    def notes(self) -> list[str]:
-        """How samples are drawn."""
-        if not self.plan.evaluation.sample_during_eval:
-            return []
-        keys = ", ".join(f"sample_{name}" for name in self.sampling)
-        return [f"samples are drawn with {describe_sampling(self.sampling)} ({keys})"]
+    def draws_samples(self, n_examples: int) -> bool:
+        """Return whether an evaluation after so many examples draws samples."""
+        plan, sampled = self.plan.evaluation, self.interval.sampled
+        is_wanted = plan.do_first_sampling if n_examples == 0 else sampled is None or n_examples in sampled
+        return plan.sample_during_eval and is_wanted
 
     def metrics(self) -> Reduced:
         """Evaluate the policy on all evaluation batches, if there are any."""
@@ -183,98 +184,86 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Sample continuations of the first `n_eval_model_samples` prompts.
+        """Sample continuations of the first `n_eval_model_samples` prompts, in whole batches.
 
-        The number of prompts is rounded down to whole batches, at least one. `n_examples`, the number of examples the
-        policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
+        `n_examples`, the number of examples the policy was trained on, is part of the random seed. Raises
+        SamplingFailed on every process.
         """
         batches = self._choose_prompts()
-        continue_prompts = partial(self.continuations, n_examples=n_examples)
-        by_model: list[list[Continuation]] = []  # of the policy, then of the reference if there is one
+        sampling = self.sampling._replace(seed=(self.seed, n_examples))
         with closing(self.sampled_models()) as models:
-            for model in models:
-                by_model.append(self._continue_all(model, batches, continue_prompts))
-        texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.tokenizer)]
-        shown = [self.data.test[example.id[0]] for examples in batches for example in examples]
-        samples = [
-            Sample(
-                text,
-                continuation.text,
-                reference=None,
-                policy_ended=continuation.ended,
-                turns=write_turns(prompt, text, self.data.tokenizer),
-                added=find_added(prompt, self.data.tokenizer),
+            by_model = [self._answer(model, batches, sampling) for model in models]
+        samples = []
+        for i, example in enumerate(example for examples in batches for example in examples):
+            prompt = self.data.test[example.id[0]]
+            fed = show_fed(example, prompt, self.data.tokenizer)
+            policy, *reference = (answers[i] for answers in by_model)
+            samples.append(
+                Sample(
+                    fed,
+                    policy.text,
+                    reference[0].text if reference else None,
+                    policy_ended=policy.ended,
+                    reference_ended=reference[0].ended if reference else None,
+                    turns=write_turns(prompt, fed, self.data.tokenizer),
+                    added=find_added(prompt, self.data.tokenizer),
+                )
             )
-            for text, continuation, prompt in zip(texts, by_model[0], shown, strict=True)
-        ]
-        if len(by_model) == 1:
-            return samples
-        return [
-            sample._replace(reference=continuation.text, reference_ended=continuation.ended)
-            for sample, continuation in zip(samples, by_model[1], strict=True)
-        ]
+        return samples
 
     def answers(self) -> dict[str, str]:
-        """Answer the first N_ASKED held-out prompts, each token the most probable.
-
-        Raises SamplingFailed on every process.
-        """
+        """Answer the first N_ASKED held-out prompts, each token the most probable, or raise SamplingFailed."""
         # several examples may have one prompt
         by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
-        asked, size = [*by_prompt.values()][:N_ASKED], self.plan.data.eval_batch_size
-        batches = [asked[start : start + size] for start in range(0, len(asked), size)]
-        answers = self._continue_all(self.objective.policy, batches, self._answer)
-        texts = fed_prompts(asked, self.data.test, self.data.tokenizer)
+        asked = [*by_prompt.values()][:N_ASKED]
+        batches = group(asked, self.plan.data.eval_batch_size)
+        answers = self._answer(
+            self.objective.policy, batches, self.sampling._replace(temperature=0), most=N_ANSWER_TOKENS
+        )
+        texts = (show_fed(example, self.data.test[example.id[0]], self.data.tokenizer) for example in asked)
         return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
-
-    def _continue_all(
-        self, model: Any, batches: Sequence[Sequence[Example]], sample_batch: SampleBatch
-    ) -> list[Continuation]:
-        """Continue the prompts of all batches, on all processes together."""
-        self.objective.policy.eval()
-        collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
-        n_prompts = sum(map(len, batches))
-        prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
-        return sample_batches(model, sample_batch, prompts, self.mesh)
 
     def _choose_prompts(self) -> Sequence[Sequence[Example]]:
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         return self.prompts[:n_batches]
 
     def sampled_models(self) -> Generator[Any, None, None]:
-        """Yield the policy, then the reference if there is one.
-
-        The reference is in use while it is yielded, until the generator is closed.
-        """
+        """Yield the policy, then the reference if there is one, in use until the generator is closed."""
         yield self.objective.policy
         reference = self.objective.reference
         if reference is not None and reference.model is not None:
             with reference.in_use():
                 yield reference.model
 
-    def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
-        """Sample continuations of this process's collated prompts."""
-        return self._continue(model, prompts, seed=[self.seed, n_examples, self.mesh.data_rank], **self.sampling)
+    def _answer(
+        self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling, *, most: int | None = None
+    ) -> list[Answer]:
+        """Answer the prompts of all batches on all processes together, each with at most `most` tokens."""
+        self.objective.policy.eval()
+        n_prompts, rows = sum(map(len, batches)), self.plan.prompts_at_a_time
 
-    def _answer(self, model: Any, prompts: Any) -> list[Continuation]:
-        return self._continue(model, prompts, most=N_ANSWER_TOKENS, temperature=0)
+        def draw() -> dict[int, Answer]:
+            answers: dict[int, Answer] = {}
+            first = 0
+            with gathered_weights(model):  # once for all tokens, where memory allows
+                for examples in batches:
+                    prompts = [example.prompt for example in examples]
+                    limit = limit_new_tokens(self.plan, max(map(len, prompts)))
+                    settings = sampling._replace(max_new_tokens=min(limit, most or limit))
+                    numbers = range(first, first + len(prompts))
+                    share = self.drawing.answer_share(model, prompts, numbers, settings, rows=rows)
+                    answers |= {first + i: answer for i, answer in share.items()}
+                    first += len(prompts)
+            return answers
 
-    def _continue(self, model: Any, prompts: Any, *, most: int | None = None, **settings: Any) -> list[Continuation]:
-        """Continue collated prompts with these settings of `Sampling`."""
-        max_new_tokens = limit_new_tokens(self.plan, prompts["prompt_input_ids"].shape[1])
-        max_new_tokens = min(max_new_tokens, most or max_new_tokens)
-        cache_implementation = self.plan.model.cache_implementation
-        sampling = Sampling(max_new_tokens, cache_implementation=cache_implementation, **settings)
+        answers = self.drawing.gather_or_fail(model, draw)
+        return [answers[i] for i in range(n_prompts)]
 
-        def before_token(index: int) -> None:
-            self.stop.raise_before_token(index)
-            self.progress.part(index, max_new_tokens, "token")
-
-        with before_each_forward(model, before_token):
-            return sample(
-                model,
-                prompts,
-                self.data.tokenizer,
-                sampling,
-                in_step=self.mesh.world_size > 1,  # processes may share the model's shards
-            )
+    def continuations(self, model: Any, batch: Any, *, n_examples: int) -> list[str]:
+        """Continue the prompts of this process's collated batch."""
+        ids, mask = batch["prompt_input_ids"], batch["prompt_attention_mask"].bool()
+        prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True)]
+        sampling = self.sampling._replace(
+            max_new_tokens=limit_new_tokens(self.plan, ids.shape[1]), seed=(self.seed, n_examples, self.mesh.data_rank)
+        )
+        return [answer.text for answer in self.drawing.answer(model, prompts, range(len(prompts)), sampling)]

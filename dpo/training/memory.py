@@ -20,14 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from dpo.data.preflight import TrainingData
-from dpo.errors import InputError, RunError, one_sentence
+from dpo.errors import RunError, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
 from dpo.models.loading import find_policy_structure
-from dpo.models.logprobs import LOGITS_AT_ONCE
-from dpo.models.pretrained import DTYPES, choose_attention
+from dpo.models.logprobs import LOGITS_AT_ONCE, find_attention
+from dpo.models.pretrained import DTYPES
 from dpo.models.quantization import Linear4bit
-from dpo.models.reward_model import find_reward_structure
+from dpo.models.scoring import load_reward_model
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
@@ -41,7 +41,6 @@ Bytes = Counter[str]  # memory of a process in bytes, by purpose
 KEPT_SHARE = 0.3  # of what a CPU allocates while training, lost to fragmentation; measured on SmolLM2
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
 MAX_HELD_SHARE = 0.5  # of a GPU's memory, for frozen weights to be whole: the rest is for activations
-MIN_SAVED_SHARE = 0.03  # a setting is suggested if it saves at least this share of the memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
@@ -92,7 +91,7 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
         n_elements = _count_elements(weights) - _count_elements(adapter_weights(policy, POLICY).values())
         held["reference"] = n_elements * DTYPES[plan.reference_dtype].itemsize // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
-        held["scorer"] = _count_bytes(find_reward_structure(plan).model.parameters())
+        held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
         blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
         in_blocks = {parameter for block in blocks for parameter in block}
@@ -140,9 +139,9 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
         prompts = [encode_prompt(prompt, data, plan) for prompt in some_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
-        pairs = [add_placeholders(prompt, plan.online.max_new_tokens, n_answers=2) for prompt in longest]
+        pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout, seed=plan.run.seed, size=plan.dims.data_size)  # others have about as many
+    batches = Batches(plan, data, layout, size=plan.dims.data_size)  # others have about as many
     microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 
@@ -171,8 +170,8 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
-    if policy.config._attn_implementation not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
-        policy.set_attn_implementation(choose_attention(policy.config, "sdpa"))
+    if find_attention(policy.config) not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
+        policy.set_attn_implementation("sdpa")
     for module in policy.modules():
         if isinstance(module, Linear4bit) and autocast:  # it multiplies where `_OnMeta` does not see it
             module.register_forward_pre_hook(lambda _, args: (args[0].to(autocast),))
@@ -185,7 +184,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(autocast):
-        layout.forward(policy.train(), microbatch.map(lambda tensor: tensor.to("meta")).inputs)
+        layout.forward(policy.train(), microbatch.to("meta").inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
 
@@ -237,35 +236,28 @@ def decide_frozen_weights(plan: Plan) -> Plan:
 SUGGESTIONS = (  # settings that may save memory: a key, and a function that returns the value to try, or None
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
+    ("cache_reference_logps", lambda plan: "all" if plan.reference == "model" else None),
     # with several processes autocast would keep a second copy of all weights
     ("model.autocast", lambda plan: None if plan.trainer.multi_process else "bfloat16"),
     ("model.fsdp_policy_mp", lambda plan: "bfloat16" if plan.trainer.multi_process else None),
-    ("cache_reference_logps", lambda plan: "all"),
-    ("max_length", lambda plan: plan.data.max_length // 2),
     ("fsdp_frozen_weights", lambda plan: "sharded" if plan.dims.shard_size > 1 and plan.has_frozen_weights else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None if plan.quantized else "qlora"),
+    ("max_length", lambda plan: plan.data.max_length // 2),
 )
 
 
-def suggest_settings(plan: Plan, data: TrainingData, memory: Bytes) -> str:
-    """The three settings that save most, each alone, with the memory then needed."""
+def suggest_settings(plan: Plan) -> str:
+    """Settings that may save memory, in the order in which to try them."""
     suggestions = []
     for key, choose_value in SUGGESTIONS:
         value = choose_value(plan)
         if value is None or plan.values.get(key) == value:
             continue
         changed = plan.change(key, value)
-        if find_problems(changed.values, changed):
-            continue
-        try:
-            total = predict(changed, data)[0].total()
-        except InputError:  # as for lora=qlora, if bitsandbytes has no kernels for this machine
-            continue
-        if total < (1 - MIN_SAVED_SHARE) * memory.total():
+        if not find_problems(changed):
             text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
-            suggestions.append((total, f"{key}={text} (then {total / 1e9:.2f} GB per process)"))
-    best = ", or ".join(text for _, text in sorted(suggestions)[:3])
-    return best or "a smaller model, or more processes with trainer=FSDPTrainer"
+            suggestions.append(f"{key}={text}")
+    return f"{', '.join(suggestions)}, a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
@@ -277,8 +269,7 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     total = f"{memory.total() / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB"
     print(f"{'total':>12} {total}", *notes, sep="\n")
     if memory.total() > available:
-        print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
-        print(f"try {suggest_settings(plan, data, memory)}")
+        print(f"won't fit: try {suggest_settings(plan)}")
 
 
 @contextmanager
@@ -296,5 +287,5 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
         memory, notes = predict(plan, data)
         available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
         needed = f"a process needs about {memory.total() / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB"
-        advice = "; ".join([needed, *notes, f"try {suggest_settings(plan, data, memory)}"])
+        advice = "; ".join([needed, *notes, f"try {suggest_settings(plan)}"])
         raise RunError(f"out of memory: {advice} ({' '.join(str(error).split())[:200]})") from error

@@ -13,11 +13,12 @@ import torch
 from dpo.data.examples import Example
 from dpo.losses import ROLES
 from dpo.system.host import list_own_gpus
+from dpo.training.batches import Batch
 
-REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which travel with the metrics
+REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
-MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+MicrobatchMetrics = list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 def scale_weights(weights: Sequence[float]) -> list[float]:
@@ -102,11 +103,22 @@ def reduce_metrics(
     )
 
 
-def peak_memory_gb() -> float:
-    """Peak memory of this process in GB (1e9 bytes).
+def measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of the time that an update took, sampling and scoring included."""
+    seconds = step_seconds + sum(batch.seconds.values())
+    metrics = {
+        "examples_per_second": len(batch.examples) / seconds,
+        "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+    }
+    if batch.drawn:
+        n_tokens = sum(len(answer.tokens) for drawn in batch.drawn.values() for answer in drawn.answers)
+        metrics["online/seconds_per_token"] = batch.seconds["sampling"] / n_tokens
+    return metrics
 
-    Memory allocated on its GPUs if there are any, else resident memory.
-    """
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process in GB (1e9 bytes): of its GPUs if there are any, else resident."""
     if torch.cuda.is_available():
         gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9

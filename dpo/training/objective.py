@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, one_sentence
 from dpo.losses import BETWEEN, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
@@ -31,54 +32,43 @@ from dpo.training.reference import Reference, read_logps
 NamedTensors = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 
 
-def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> NamedTensors:
+def sum_tokens(
+    tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool, prefix: str = ""
+) -> NamedTensors:
     """Sum a model's log-probabilities over each response's tokens.
 
-    `tokens` are (sides, B, T), with one side for each response of an example. Returns fields of `Scores` by name, such
-    as `chosen`, and with `tails` also `chosen_tail`, summed over the tokens beyond the shorter response's length.
+    `tokens` are (sides, B, T), with one side for each response of an example. Returns columns of `make_scores`, such as
+    `chosen`, and with `tails` also `chosen_tail`, summed over the tokens beyond the shorter response's length.
     """
     lengths = microbatch.lengths  # (sides, B)
     n_examples = lengths.shape[1]
     # a process without examples feeds another process's example, which is dropped here
     logps = tokens.logps[:, :n_examples]
-    sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the field
+    sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the column
     if tails:
         shorter_length = lengths.amin(0)[:, None]  # (B, 1)
         is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= shorter_length  # (B, T)
         sums["_tail"] = (logps * is_in_tail).sum(-1)
     if tokens.squares is not None:
         sums["_squares"] = tokens.squares[:, :n_examples].sum(-1)
-    columns = {}
-    for suffix, by_side in sums.items():
-        for role, values in microbatch.by_role(by_side, roles).items():
-            columns[role + suffix] = values
-    return columns
+    return {
+        f"{prefix}{role}{suffix}": values
+        for suffix, by_side in sums.items()
+        for role, values in microbatch.by_role(by_side, roles).items()
+    }
 
 
-def name_scores(
-    policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors, offsets: torch.Tensor | None
-) -> NamedTensors:
-    """Name the sums of policy and reference, (B,) each, for `make_scores`.
+def make_scores(columns: NamedTensors, **more: Any) -> Scores:
+    """Make the input of a loss from columns, (B,) each, that have the names of its fields.
 
-    `lengths` are the numbers of scored tokens by role, `offsets` is `Microbatch.offsets`.
+    In place of `between` there is a column for each role between best and worst.
     """
-    columns = dict(policy)
-    columns |= {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
-    columns |= {f"reference_{name}": values for name, values in reference.items()}
-    if offsets is not None:
-        columns["offset"] = offsets
-    return columns
-
-
-def make_scores(columns: NamedTensors) -> Scores:
-    """Make the input of a loss from the columns of `name_scores`."""
     fields = dict(columns)
-    # the columns of all roles between best and worst become one field
     for form in ("{}", "{}_lengths", "reference_{}"):
         names = [form.format(role) for role in BETWEEN if form.format(role) in fields]
         if names:
             fields[form.format("between")] = torch.stack([fields.pop(name) for name in names], dim=1)  # (B, names)
-    return Scores(**fields)
+    return Scores(**fields, **more)
 
 
 def find_shares_ranked_right(
@@ -105,10 +95,7 @@ def find_shares_ranked_right(
 
 
 class BatchContext(NamedTuple):
-    """Values that the microbatches of a global batch share.
-
-    B is the number of examples of the global batch. Tensors are on the device.
-    """
+    """Values on the device that the microbatches of a global batch of B examples share."""
 
     weights: torch.Tensor  # (B,), `Batch.weights` divided by the largest
     total_weight: float  # the sum of `weights`, or 1 if all are 0
@@ -118,10 +105,7 @@ class BatchContext(NamedTuple):
 
 
 class RunningAverage:
-    """The running average of `Loss.running_statistic` over updates.
-
-    It is saved in checkpoints. It restarts at 0 when the reference changes.
-    """
+    """The running average of `Loss.running_statistic` over updates with the same reference, a part of checkpoints."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -168,13 +152,12 @@ class Objective:
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
         self.models_are_equal = state["models_are_equal"]
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> NamedTensors:
-        """Run a model on a microbatch and sum its log-probabilities.
-
-        Returns the columns of `sum_tokens`. The microbatch is on the device.
-        """
+    def forward(
+        self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False, prefix: str = ""
+    ) -> NamedTensors:
+        """Run a model on a microbatch on the device; return the columns of `sum_tokens`."""
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
-        return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
+        return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails, prefix=prefix)
 
     def forward_tokens(
         self, model: torch.nn.Module, layout: Layout, inputs: Any, *, with_squares: bool = False
@@ -183,10 +166,34 @@ class Objective:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return layout.forward(model, inputs, with_squares=with_squares)
 
+    @torch.no_grad()
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         """Run `forward` on the reference, which must have a model."""
         with self.reference.in_use():
-            return self.forward(self.reference.model, microbatch)
+            return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
+
+    def score(
+        self, microbatch: Microbatch, cached_reference: torch.Tensor | None = None, *, with_reference: bool
+    ) -> NamedTensors:
+        """Score a microbatch on the device with policy and reference; return the columns of `make_scores`.
+
+        `cached_reference` has the reference's log-probabilities of the global batch, if known.
+        """
+        reference: NamedTensors = {}
+        if with_reference and cached_reference is not None:
+            logps = cached_reference[microbatch.indices].unbind(1)
+            reference = dict(zip(self.loss.reference_columns, logps, strict=True))
+        elif with_reference:  # before the policy's forward, whose activations stay in memory
+            reference = self.reference_forward(microbatch)
+        columns = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
+        columns |= {name: values.to(columns["chosen"]) for name, values in reference.items()}  # device and dtype
+        return columns | self.given_columns(microbatch)
+
+    def given_columns(self, microbatch: Microbatch) -> NamedTensors:
+        """The columns of `make_scores` that no model computes: numbers of tokens, and the offset."""
+        lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
+        columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+        return columns if microbatch.offsets is None else columns | {"offset": microbatch.offsets}
 
     def losses(
         self,
@@ -196,21 +203,18 @@ class Objective:
         split: str,
         loss: Loss | None = None,
     ) -> tuple[torch.Tensor, NamedTensors]:
-        """Compute the losses of a microbatch, (B,), and detached metrics.
+        """Compute the losses of a microbatch on the device, (B,), and detached metrics.
 
-        `loss` replaces the run's loss. The metrics include the reference's log-probabilities, under REFERENCE. Raises
-        InputError for a loss that needs values which the run's forward passes do not compute.
+        `loss` replaces the run's loss. The metrics include the reference's log-probabilities. Raises InputError for a
+        loss that needs values which the run's forward passes do not compute.
         """
         loss = loss or self.loss
-        lacks_tails = loss.needs_tails and not self.loss.needs_tails
-        lacks_squares = loss.needs_squares and not self.loss.needs_squares
-        if lacks_tails or lacks_squares:
+        if loss.needs_tails > self.loss.needs_tails or loss.needs_squares > self.loss.needs_squares:
             raise InputError(
                 "loss.ld_alpha and loss.wpo need values that only a run configured with them computes: set them in the "
                 "trainer's config"
             )
-        cached_reference = context.reference if context else None
-        columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
+        columns = self.score(microbatch, context and context.reference, with_reference=loss.reference)
         statistic = None
         if context is not None:
             # examples of weight 0, such as an online run's ties, are detached, as 0 times the gradient of an infinite
@@ -220,12 +224,17 @@ class Objective:
             columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
             if context.statistic is not None:
                 statistic = context.statistic[microbatch.indices]
-        scores = make_scores(columns)
-        output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
-        return output.losses, self._metrics(scores, reference, output, split=split)
+        output = loss(make_scores(columns, average=self.average.value, batch_statistic=statistic))
+        return output.losses, self._metrics(columns, output, split=split)
 
-    def _metrics(self, scores: Scores, reference: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
-        """Metrics per example, detached, with `reference` added to them."""
+    def weigh(self, losses: torch.Tensor, microbatch: Microbatch, context: BatchContext) -> torch.Tensor:
+        """A microbatch's part of the weighted mean over the global batch."""
+        weights = context.weights[microbatch.indices]  # (B,)
+        weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
+        return weighted_sum * self.mesh.data_size / context.total_weight  # data_size undoes FSDP's averaging
+
+    def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
+        """Metrics per example, detached, with the reference's log-probabilities among them."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.has_margins:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
@@ -241,82 +250,58 @@ class Objective:
         if not self.loss.scalar_head:  # the scores of a reward model are its rewards
             roles = list(output.rewards) or ["chosen"]  # only SFT has no rewards
             for role in reversed(roles):  # rejected first, as in the reference implementation's logs
-                metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
+                metrics[f"logps_{split}/{role}"] = columns[role].detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
-        return metrics | reference | {f"loss/{split}": output.losses.detach()}
-
-    def _compute_scores(
-        self, microbatch: Microbatch, cached_reference: torch.Tensor | None, *, with_reference: bool
-    ) -> tuple[NamedTensors, NamedTensors]:
-        """Score a microbatch with policy and reference.
-
-        `cached_reference` has the reference's log-probabilities of the global batch, if known. Returns the columns of
-        `make_scores`, and the reference's log-probabilities of the microbatch under REFERENCE.
-        """
-        reference: NamedTensors = {}
-        if with_reference and cached_reference is not None:
-            logps = cached_reference[microbatch.indices].unbind(1)
-            reference = dict(zip(self.loss.reference_columns, logps, strict=True))
-        elif with_reference:  # before the policy's forward, whose activations stay in memory
-            with torch.no_grad():
-                reference = self.reference_forward(microbatch)
-        policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
-        reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}  # device and dtype
-        lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
-        columns = name_scores(policy, lengths, reference, microbatch.offsets)
-        return columns, {f"{REFERENCE}{name}": values for name, values in reference.items()}
+        metrics |= {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
+        return metrics | {f"loss/{split}": output.losses.detach()}
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
         """Compute the values that the microbatches of a global batch share.
 
         A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
-        Values that the reference's cache lacks are computed in this pass if it covers the microbatches,
-        else in the update.
+        If it covers the microbatches, it also computes what the reference's cache lacks.
         """
         relative_weights = scale_weights(batch.weights)
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is not None and batch.mismatched is None and not loss_finds_statistic:
-            scores, reference_logps = self._compute_all_scores([batch])
-            reference = self._to_device(self._stack_reference(reference_logps)) if reference_logps else None
-            return BatchContext(weights, total_weight, reference, self._compute_statistic(scores, batch.weights))
+            columns = self._score_all([batch])
+            reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
+            return BatchContext(weights, total_weight, reference, self._compute_statistic(columns, batch.weights))
         statistic = None
         if batch.mismatched is not None:
-            scores, _ = self._compute_all_scores([batch.mismatched])
-            statistic = self._compute_statistic(scores, batch.weights)
+            statistic = self._compute_statistic(self._score_all([batch.mismatched]), batch.weights)
         reference = self.cached_reference(batch)
         rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
         return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
 
-    def _compute_statistic(self, scores: Scores, weights: Sequence[float]) -> torch.Tensor | None:
-        """Compute the loss's statistic of a global batch, (B, k).
+    def _compute_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> torch.Tensor | None:
+        """Compute the loss's statistic of a global batch, (B, k), on the device.
 
-        It is on the device. Examples of weight 0 (ties) do not count, as in the loss; their rows are zeros. None if all
-        examples are ties.
+        Examples of weight 0 (ties) do not count, as in the loss; their rows are zeros. None if all examples are ties.
         """
         if not any(weights):
             return None
         has_weight = torch.tensor([weight > 0 for weight in weights])
-        # fields of `Scores` that are not tensors have no values per example
-        weighted = Scores(*(field[has_weight] if torch.is_tensor(field) else field for field in scores))
-        values = self.loss.find_batch_statistic(weighted._replace(average=self.average.value))
+        weighted = {name: values[has_weight] for name, values in columns.items()}
+        values = self.loss.find_batch_statistic(make_scores(weighted, average=self.average.value))
         statistic = values.new_zeros(len(weights), values.shape[1])
         statistic[has_weight] = values
         return self._to_device(statistic.float())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
-        """Evaluate all examples of the batches, as one batch.
+        """Evaluate all examples of the batches, of these weights, as one batch.
 
         A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
-        examples. With `loss.momentum=1` the average is disabled and stays 0. `mismatched` are the mismatched
-        batches, if the loss needs them; `weights` are the weights of all examples.
+        examples. With `loss.momentum=1` the average is disabled and stays 0.
         """
-        scores, reference = self._compute_all_scores(batches)
+        columns = self._score_all(batches)
+        scores = make_scores(columns)
         if self.loss.mismatched:
-            mismatched_scores, _ = self._compute_all_scores(mismatched)
+            mismatched_scores = make_scores(self._score_all(mismatched))
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
@@ -326,7 +311,7 @@ class Objective:
             means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
             average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
-        metrics = self._metrics(scores, reference, output, split="eval")
+        metrics = self._metrics(columns, output, split="eval")
         if self.loss.trains_on == "labels" and has_all_roles:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
@@ -339,38 +324,29 @@ class Objective:
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
         """Log-ratios of examples whose only response is `chosen`."""
-        scores, _ = self._compute_all_scores(batches)
-        return (scores.chosen - scores.reference_chosen).tolist()
+        columns = self._score_all(batches)
+        return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
-    def _compute_all_scores(self, batches: Iterable[Batch]) -> tuple[Scores, NamedTensors]:
-        """Score all examples of the batches; every process gets all scores.
+    def _score_all(self, batches: Iterable[Batch]) -> NamedTensors:
+        """Score all examples of the batches, in float64 on the host of every process.
 
-        Returns `Scores` and, under REFERENCE, the reference's log-probabilities, which are also cached. All are
-        float64, on the host.
+        The reference's log-probabilities are also cached.
         """
-        with_reference = self.loss.reference
-        microbatch_scores, cache_rows, n_examples, needs_caching = [], [], 0, False
+        microbatch_columns, cache_rows, n_examples, needs_caching = [], [], 0, False
         for batch in batches:
             cached = self.cached_reference(batch)
-            if with_reference and cached is None:
-                needs_caching = True
+            needs_caching |= self.loss.reference and cached is None
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
-                scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
-                columns = {name: values.double() for name, values in (scores | reference).items()}
-                microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices over all batches
+                columns = self.score(microbatch, cached, with_reference=self.loss.reference)
+                in_float64 = {name: values.double() for name, values in columns.items()}
+                microbatch_columns.append((microbatch.indices + n_examples, in_float64))  # indices over all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
-        all_columns = self.reduce(microbatch_scores, n_examples, cache_rows if needs_caching else ()).examples
-        reference = {name: values for name, values in all_columns.items() if name.startswith(REFERENCE)}
-        score_columns = {name: values for name, values in all_columns.items() if name not in reference}
-        return make_scores(score_columns), reference
+        return self.reduce(microbatch_columns, n_examples, cache_rows if needs_caching else ()).examples
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Update running values after a step of the optimizer.
-
-        `metrics` are the means over the global batch.
-        """
+        """Update running values after a step of the optimizer, by means over the global batch."""
         self.models_are_equal = False
         if self.loss.running_statistic:
             beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
@@ -381,20 +357,14 @@ class Objective:
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 
     def sync_if_due(self, update: int) -> None:
-        """Copy the policy to the reference if due after this update.
-
-        Updates that a callback refused count too.
-        """
+        """Copy the policy to the reference if due after this update, which a callback may have refused."""
         if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
             self.average.value = 0.0  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
-        """The reference's cached log-probabilities of a global batch.
-
-        They are (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
-        """
+        """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
         if not self.loss.reference:
             return None
         cached = self.reference.logps.find(batch.cache_rows)
@@ -415,30 +385,25 @@ class Objective:
     ) -> Reduced:
         """Gather metrics of all examples and sum `scalars`, on every process.
 
-        Unless `rows_to_cache` is empty, the reference's log-probabilities of the examples go to these rows of its
-        cache.
+        The reference's log-probabilities go to `rows_to_cache`, if there are any.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if rows_to_cache:
             self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
         return reduced
 
-    def _stack_reference(self, metrics: NamedTensors) -> torch.Tensor:
-        """Stack the log-probabilities under REFERENCE, (B, columns of `Loss.reference_columns`)."""
-        return torch.stack([metrics[f"{REFERENCE}{name}"] for name in self.loss.reference_columns], dim=1)
+    def _stack_reference(self, columns: NamedTensors) -> torch.Tensor:
+        return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
     @torch.no_grad()
     def find_reference_logps(self, batch: Batch) -> torch.Tensor:
-        """Score a global batch with the reference, on every process.
-
-        Returns log-probabilities, (B, columns of `Loss.reference_columns`).
-        """
+        """Score a global batch with the reference, on every process: (B, columns of `Loss.reference_columns`)."""
         logps = []
         for microbatch in batch.microbatches:
             microbatch = microbatch.to(self.device)
             logps.append((microbatch.indices, self.reference_forward(microbatch)))
         reduced = reduce_metrics(logps, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
-        return torch.stack(list(reduced.examples.values()), dim=1)
+        return self._stack_reference(reduced.examples)
 
     def cache_reference(self, batches: Iterable[Batch], path: Path) -> str:
         """Cache the reference's log-probabilities of all examples; save them at `path`.
@@ -465,16 +430,18 @@ def make_objective(
     plan: Plan,
     policy: Any,
     reference: Reference | None,
+    data: TrainingData,
     mesh: Mesh,
     *,
-    longest_example: int,
     log: Callable[[str], None],
 ) -> Objective:
     """Make the objective, with a layout that both models support.
 
-    `longest_example` is the largest number of tokens in a prompt with one response. If the layout is not the one that
-    the config asks for, `log` gets the reason.
+    If that is not the layout that the config asks for, `log` gets the reason.
     """
+    # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
+    has_other_responses = plan.online or plan.loss.mismatched
+    longest_example = plan.data.max_length if has_other_responses else data.report.longest(plan.data.max_length)
     layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
     # only a reference of another class may not support the layout chosen for the policy
     if reference is not None and type(reference.model) is not type(policy) and not fallback_reason:
@@ -504,10 +471,7 @@ def make_objective(
 def _choose_layout(
     plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest_example: int
 ) -> tuple[Layout, str | None]:
-    """Choose a layout that a model supports.
-
-    Returns the layout, and a message with the reason if it is not `plan.data.layout`.
-    """
+    """A layout that a model supports, and a message with the reason if it is not `plan.data.layout`."""
     autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
     batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):

@@ -10,54 +10,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
-from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize, truncate_example
+from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
-from dpo.models.generation import before_each_forward, write_turns
-from dpo.models.scoring import Scorer, ScorerFailed, load_scorer, seeded_generators
+from dpo.models.answers import Answer, Drawn, Tokens, choose_sampling, write_turns
+from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
+from dpo.training.drawing import Drawing, group
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
-AnsweredPrompt = tuple[Prompt, list[Answer]]
-Item = TypeVar("Item")
 N_CHECKED_PROMPTS = 400  # training prompts that the scorer checks at the start
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
 OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
 POLICY, REFERENCE = 0, 1  # part of the number of an answer to a held-out prompt, and of the seed of its score
-
-
-class ScorerState:
-    """The part of a checkpoint that identifies the scorer."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
-
-    def state_dict(self) -> dict[str, str]:
-        return {"scorer": self.scorer.digest}
-
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Check the scorer. Raises InputError if it has changed."""
-        if state["scorer"] != self.scorer.digest:
-            raise InputError(
-                f"{self.scorer.name} has changed since the checkpoint: restore the scorer, or start a new run"
-            )
 
 
 class OnlineBatches(Batches):
@@ -68,31 +49,40 @@ class OnlineBatches(Batches):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        objective: Objective,
-        stop: StopRequest,
-        progress: Progress,
-        *,
-        seed: int,
+        self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
     ) -> None:
         mesh = objective.mesh
-        super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
-        self.objective, self.mesh, self.stop, self.progress = objective, mesh, stop, progress
+        super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
+        self.objective, self.mesh, self.stop = objective, mesh, stop
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
-        self.held_out = {prompt.index_in_split: prompt for prompt in list_held_out(plan, data)}
-        self._encoded = {index: encode_prompt(prompt, data, plan) for index, prompt in self.held_out.items()}
-        for prompt in (*some_prompts(data), *self.held_out.values()):
+        self.held_out = list_held_out(plan, data)
+        self._encoded = [encode_prompt(prompt, data, plan) for prompt in self.held_out]
+        for prompt in (*some_prompts(data), *self.held_out):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
             progress.line(note)
-        self.states = {"online": ScorerState(self.scorer)}
+        self.states = {"online": self}
         self.online = online = plan.online
-        self.sampling = Sampling(
-            online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
+        self.drawing = Drawing(data.tokenizer, objective, progress, stop)
+        self.sampling = choose_sampling(
+            objective.policy,
+            data.tokenizer,
+            {"temperature": online.temperature, "top_p": online.top_p, "top_k": 0},
+            max_new_tokens=online.max_new_tokens,
+            seed=(self.seed,),
+            cache_implementation=plan.model.cache_implementation,
         )
         self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
+
+    def state_dict(self) -> dict[str, str]:
+        return {"scorer": self.scorer.digest}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Check the scorer. Raises InputError if it has changed."""
+        if state["scorer"] != self.scorer.digest:
+            raise InputError(
+                f"{self.scorer.name} has changed since the checkpoint: restore the scorer, or start a new run"
+            )
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         """Iterate over the prompts of each training batch.
@@ -107,41 +97,40 @@ class OnlineBatches(Batches):
         `n_offline` prompts get a pair from the data. The policy answers all other prompts, and the best and the worst
         answer are the pair. Raises ScorerFailed on every process.
         """
-        prompts = item
+        prompts, n_samples = item, self.online.n_samples
         # examples and answers are keyed by the prompt's index in the batch
-        offline_pairs = self._choose_offline_pairs(prompts, update)
-        examples = dict(zip(offline_pairs, self.encode(list(offline_pairs.values())), strict=True))
-        encoded_prompts = {
-            index: encode_prompt(prompt, self.data, self.plan)
-            for index, prompt in enumerate(prompts)
-            if index not in offline_pairs
-        }
-        sampling_start = time.perf_counter()
-        answers = self._answer(encoded_prompts, update)
-        scoring_start = time.perf_counter()
-        answered = [(prompts[index], answers[index]) for index in encoded_prompts]
-        scored = self._score(answered, seed=(self.seed, update, SCORING_STREAM))
-        drawn, weights = {}, [1.0] * len(prompts)
-        for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
-            pair = choose_pair(prompts[index], prompt_answers)
-            drawn[index] = pair._replace(turns=write_turns(prompts[index], pair.prompt, self.data.tokenizer))
+        offline = self._choose_offline_pairs(prompts, update)
+        asked = {i: encode_prompt(prompt, self.data, self.plan) for i, prompt in enumerate(prompts) if i not in offline}
+        repeated = [i for i in asked for _ in range(n_samples)]  # once for each answer
+        first = update * self.plan.data.batch_size * n_samples
+        numbers = [first + i * n_samples + k for i in asked for k in range(n_samples)]
+        rows = self.plan.prompts_at_a_time * n_samples
+
+        started = time.perf_counter()
+        answers = self._draw(self.objective.policy, [asked[i].prompt for i in repeated], numbers, rows=rows)
+        sampled = time.perf_counter()
+        answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
+        scored = time.perf_counter()
+
+        drawn = {}
+        for i, answers_to_one in zip(asked, group(answers, n_samples), strict=True):
+            pair = choose_pair(prompts[i], answers_to_one)
             if self.online.labels == "bradley_terry":
-                seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
-                drawn[index] = draw_label(drawn[index], seed)
-            if drawn[index].is_tie and self.online.ties != "keep":
-                # a tie stays in the batch, so that every process has as many forwards as without ties
-                weights[index] = 0.0
-            examples[index] = _add_pair(encoded_prompt, drawn[index])
-        in_order = [examples[index] for index in range(len(prompts))]
-        microbatches = self.split(in_order, self.plan.data.gradient_accumulation_steps)
+                pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
+            drawn[i] = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
+        examples = dict(zip(offline, self.encode(list(offline.values())), strict=True))
+        examples |= {i: _add_pair(asked[i], pair) for i, pair in drawn.items()}
+        # a tie stays in the batch, so that every process has as many forwards as without ties
+        ties = set() if self.online.ties == "keep" else {i for i, pair in drawn.items() if pair.is_tie}
+        in_order = [examples[i] for i in range(len(prompts))]
         return Batch(
             in_order,
-            weights,
-            microbatches,
+            [float(i not in ties) for i in range(len(prompts))],
+            self.split(in_order, self.plan.data.gradient_accumulation_steps),
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
-            seconds={"sampling": scoring_start - sampling_start, "scoring": time.perf_counter() - scoring_start},
+            seconds={"sampling": sampled - started, "scoring": scored - sampled},
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -161,53 +150,43 @@ class OnlineBatches(Batches):
                 self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
         reference_columns = _list_measures(self._reference_answers)
         scores = zip(columns["score"], reference_columns["score"], strict=True)
-        columns["win_rate"] = [
-            0.5 if policy_score == reference_score else float(policy_score > reference_score)
-            for policy_score, reference_score in scores
-        ]
+        columns["win_rate"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
         columns["kl"] = self._find_log_ratios(answers)
         columns |= {f"reference_{name}": values for name, values in reference_columns.items()}
         return _average(columns)
 
     def held_out_examples(self) -> list[list[Example]]:
-        placeholders = [add_placeholders(encoded, n_tokens=2, n_answers=2) for encoded in self._encoded.values()]
-        return _group(placeholders, self.plan.data.eval_batch_size)
+        placeholders = [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded]
+        return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, who: int) -> list[Answer]:
-        """Sample and score an answer of a model to each held-out prompt.
-
-        `who` is POLICY or REFERENCE.
-        """
+        """Draw and score an answer of a model, POLICY or REFERENCE, to each held-out prompt."""
         # other numbers for the reference: with the policy's numbers, the win rate would compare correlated answers
-        numbers = {index: FIRST_HELD_OUT + 2 * index + who for index in self.held_out}
-        answers = self._sample(model, self._encoded, numbers, n_samples=1)
+        numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + who for prompt in self.held_out]
+        prompts = [encoded.prompt for encoded in self._encoded]
+        answers = self._draw(model, prompts, numbers, rows=self.plan.prompts_at_a_time)
         release_gathered(model)
-        answered = [(prompt, answers[index]) for index, prompt in self.held_out.items()]
-        return [answer for [answer] in self._score(answered, seed=(self.seed, who, HELD_OUT_STREAM))]
+        return self._score(self.held_out, answers, seed=(self.seed, who, HELD_OUT_STREAM))
 
     def _find_log_ratios(self, answers: Sequence[Answer]) -> list[float]:
         """Log-ratios of policy and reference on held-out answers."""
         examples = [
             encoded._replace(responses=(answer.tokens,), roles=("chosen",))
-            for encoded, answer in zip(self._encoded.values(), answers, strict=True)
+            for encoded, answer in zip(self._encoded, answers, strict=True)
         ]
-        groups = _group(examples, self.plan.data.eval_batch_size)
-        batches = (Batch(group, [1.0] * len(group), self.split(group, 1), cache_rows=()) for group in groups)
-        log_ratios = self.objective.find_log_ratios(self._stopping_between(batches))
+
+        def iterate() -> Iterator[Batch]:
+            for some in group(examples, self.plan.data.eval_batch_size):
+                self.stop.raise_if_any()
+                yield Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
+
+        log_ratios = self.objective.find_log_ratios(iterate())
         for model in (self.objective.policy, self.objective.reference.model):
             release_gathered(model)
         return log_ratios
 
-    def _stopping_between(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            self.stop.raise_if_any()
-            yield batch
-
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Choose `n_offline` random prompts, and a random pair of each.
-
-        Returns the pairs by the prompt's index in the batch.
-        """
+        """Choose a random pair of `n_offline` random prompts, by the prompt's index in the batch."""
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         chosen_pairs = {}
         for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
@@ -215,105 +194,51 @@ class OnlineBatches(Batches):
             chosen_pairs[index] = pairs[rng.integers(len(pairs))]
         return chosen_pairs
 
-    def _answer(self, encoded_prompts: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """Sample `n_samples` answers of the policy per prompt.
+    def _draw(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], *, rows: int) -> list[Answer]:
+        """Draw a model's answer to each prompt; every process gets all."""
+        with gathered_weights(model.eval()):  # once for all tokens, where memory allows
+            share = self.drawing.answer_share(model, prompts, numbers, self.sampling, rows=rows)
+        answers = {i: answer for of_rank in self.mesh.gather_all(share) for i, answer in of_rank.items()}
+        return [answers[i] for i in range(len(prompts))]
 
-        Prompts and answers are keyed by the prompt's index in the batch.
-        """
-        n_before, n_samples = update * self.plan.data.batch_size, self.online.n_samples
-        numbers = {index: (n_before + index) * n_samples for index in encoded_prompts}
-        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=n_samples)
-
-    def _sample(
-        self, model: Any, encoded_prompts: Mapping[int, Example], numbers: Mapping[int, int], *, n_samples: int
-    ) -> dict[int, list[Answer]]:
-        """Sample a model's answers to prompts; every process gets all.
-
-        `numbers` has the number of each prompt's first answer in the run. Prompts are sorted by length and dealt out in
-        turn, so that all processes have about equally many prompts, of about equal lengths.
-        """
-        by_length = sorted(encoded_prompts, key=lambda index: len(encoded_prompts[index].prompt))
-        own_indices = by_length[self.rank :: self.size]
-        max_per_process = math.ceil(len(by_length) / self.size)
-        # all processes take part in every forward, so a process with one prompt less repeats the longest
-        repeated_indices = by_length[-1:] * (max_per_process - len(own_indices))
-        batches = _group(own_indices + repeated_indices, self.plan.prompts_at_a_time)
-        answers: list[tuple[int, list[Answer]]] = []  # (index of the prompt, its answers)
-        model = model.eval()
-        with gathered_weights(model):  # once for all tokens, where memory allows
-            for indices in self.progress.over(batches, total=len(batches), what="sample"):
-                prompts = [encoded_prompts[index].prompt for index in indices]
-                first_numbers = [numbers[index] for index in indices]
-                answers += zip(indices, self._answer_batch(model, prompts, first_numbers, n_samples), strict=True)
-        return dict(self.mesh.gather_list(answers[: len(own_indices)]))  # without answers to the repeated prompt
-
-    def _answer_batch(
-        self, model: Any, prompts: Sequence[Tokens], first_numbers: Sequence[int], n_samples: int
-    ) -> list[list[Answer]]:
-        """Sample `n_samples` answers to each of these prompts.
-
-        The number of an answer seeds its sampling, whichever process and batch it is in.
-        """
-        max_new_tokens, autocast = self.sampling.max_new_tokens, self.objective.autocast
-
-        def before_token(token_index: int) -> None:
-            self.stop.raise_before_token(token_index)
-            self.progress.part(token_index, max_new_tokens, "token")
-
-        with (
-            before_each_forward(model, before_token),
-            torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
-        ):
-            # in step, as each forward may gather shards from all processes
-            answers = answer(
-                model,
-                self.data.tokenizer,
-                [prompt for prompt in prompts for _ in range(n_samples)],
-                [first + i for first in first_numbers for i in range(n_samples)],
-                self.sampling,
-                in_step=self.mesh.world_size > 1,
-            )
-        return _group(answers, n_samples)
-
-    def _score(self, answered: Sequence[AnsweredPrompt], *, seed: Sequence[int]) -> list[list[Answer]]:
-        """Score all answers; return them by prompt, on every process.
+    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
+        """Score the answers to these prompts on every process.
 
         `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
+
+        def score_or_explain(own: Sequence[int]) -> list[float] | str:
+            try:
+                with seeded_generators(*seed):  # so that a resumed run draws the same numbers
+                    return self.scorer([prompts[i] for i in own], [answers[i] for i in own])
+            except ScorerFailed as error:
+                return str(error)
+
+        everything = np.arange(len(answers))
         if self.scorer.in_parallel:
-            own_indices = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
-            outcomes = self.mesh.gather_all(self._score_or_explain([answered[i] for i in own_indices], seed))
+            own = np.array_split(everything, self.mesh.world_size)[self.mesh.rank]
+            outcomes = self.mesh.gather_all(score_or_explain(own))
         else:  # rank 0 alone has loaded the user's function
-            outcome = self._score_or_explain(answered, seed) if self.mesh.rank == 0 else None
-            outcomes = [from_rank_0(outcome)]
+            outcomes = [from_rank_0(score_or_explain(everything) if self.mesh.rank == 0 else None)]
         for outcome in outcomes:
             if isinstance(outcome, str):  # errors are exchanged like scores, so that all processes raise together
                 raise ScorerFailed(outcome)
-        scores = iter([score for outcome in outcomes for score in outcome])  # of all prompts' answers, in order
-
-        def add_score(answer: Answer) -> Answer:
-            penalty = 0.0 if answer.ended else self.online.missing_eos_penalty
-            return answer._replace(score=next(scores) - penalty)
-
-        return [[add_score(answer) for answer in answers] for _, answers in answered]
-
-    def _score_or_explain(self, answered: Sequence[AnsweredPrompt], seed: Sequence[int]) -> list[float] | str:
-        """Score answers; return the scorer's error message if it fails.
-
-        Random generators are seeded, so that a resumed run draws the same numbers.
-        """
-        prompts = [prompt for prompt, answers in answered for _ in answers]  # one for each answer
-        answers = [answer for _, answers in answered for answer in answers]
-        try:
-            with seeded_generators(*seed):
-                return self.scorer(prompts, answers)
-        except ScorerFailed as error:
-            return str(error)
+        penalty = self.online.missing_eos_penalty
+        scores = [score for outcome in outcomes for score in outcome]
+        return [
+            answer._replace(score=score if answer.ended else score - penalty)
+            for answer, score in zip(answers, scores, strict=True)
+        ]
 
 
-def _group(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split items into lists of `size`; the last may be shorter."""
-    return [list(items[start : start + size]) for start in range(0, len(items), size)]
+def make_batches(
+    plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
+) -> Batches:
+    """The batches of a run: pairs of its data, or drawn from its policy."""
+    if plan.online:
+        return OnlineBatches(plan, data, objective, stop, progress)
+    mesh = objective.mesh
+    return Batches(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:
@@ -328,13 +253,9 @@ def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
     return [data.test[index] for [(index, _)] in batches]
 
 
-def add_placeholders(encoded_prompt: Example, n_tokens: int, n_answers: int) -> Example:
-    """Add answers of `n_tokens` to a prompt's example.
-
-    The answers differ, as the shared-prefix layout would pack equal answers only once.
-    """
-    answers = tuple((token,) * n_tokens for token in range(n_answers))
-    return encoded_prompt._replace(responses=answers, roles=TRAINS_ON["pairs"][:n_answers])
+def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
+    """Add two answers of `n_tokens` to a prompt's example; they differ, as equal answers are packed once."""
+    return encoded_prompt._replace(responses=((0,) * n_tokens, (1,) * n_tokens), roles=TRAINS_ON["pairs"])
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
@@ -346,7 +267,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     [tokens] = tokenize([example], data.encode)
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     fed, _, is_cut, _ = truncate_example(
-        example, tokens, data.tokenizer, new_tokens=plan.online.max_new_tokens, **limits
+        prompt, [], tokens, data.encode, new_tokens=plan.online.max_new_tokens, **limits
     )
     ids = (prompt.index_in_split, 0)
     return Example(tuple(fed), (), id=ids, dataset=prompt.dataset, truncated=is_cut, prompt_is_cut=is_cut)
@@ -373,7 +294,6 @@ def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
 
 
 def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
-    """Add the pair drawn for a prompt to its example."""
     texts = {role: answer.text for role, answer in zip(encoded_prompt.roles, drawn.pair, strict=True)}
     return encoded_prompt._replace(
         responses=tuple(answer.tokens for answer in drawn.pair),
@@ -383,7 +303,6 @@ def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
 
 
 def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """List measures of each answer, by name."""
     return {
         "score": [answer.score for answer in answers],
         "length": [float(len(answer.tokens)) for answer in answers],
@@ -392,10 +311,7 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Average values over prompts, with standard errors.
-
-    A single prompt has no standard error.
-    """
+    """Average values over prompts, with standard errors if there are several."""
     metrics = {}
     with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
         for name, values in columns.items():
@@ -407,15 +323,14 @@ def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
     """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
-    answers = [answer for prompt_drawn in drawn for answer in prompt_drawn.answers]
+    answers = [answer for one in drawn for answer in one.answers]
     metrics = {
-        "online/score": fmean(answer.score for answer in answers),
-        "online/score_best": fmean(prompt_drawn.answers[prompt_drawn.best].score for prompt_drawn in drawn),
-        "online/score_worst": fmean(prompt_drawn.answers[prompt_drawn.worst].score for prompt_drawn in drawn),
-        "online/length": fmean(len(answer.tokens) for answer in answers),
-        "online/eos": fmean(answer.ended for answer in answers),
-        "online/ties": fmean(prompt_drawn.is_tie for prompt_drawn in drawn),
+        "score": fmean(answer.score for answer in answers),
+        "score_best": fmean(one.answers[one.best].score for one in drawn),
+        "score_worst": fmean(one.answers[one.worst].score for one in drawn),
+        "length": fmean(len(answer.tokens) for answer in answers),
+        "eos": fmean(answer.ended for answer in answers),
+        "ties": fmean(one.is_tie for one in drawn),
+        **({"flipped": fmean(one.is_flipped for one in drawn)} if may_flip else {}),
     }
-    if may_flip:
-        metrics["online/flipped"] = fmean(prompt_drawn.is_flipped for prompt_drawn in drawn)
-    return metrics
+    return {f"online/{name}": value for name, value in metrics.items()}

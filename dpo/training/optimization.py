@@ -30,10 +30,7 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 
 
 def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter], **options: Any) -> Any:
-    """Make the plan's optimizer; `optimizer_args` go before `options`.
-
-    Raises InputError for arguments that its class does not take.
-    """
+    """Make the plan's optimizer; raise InputError for arguments that its class does not take."""
     optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args or {}
     try:
         return optimizer_class(parameters, **{"lr": training.lr, **options, **arguments})
@@ -61,10 +58,7 @@ def count_states(training: TrainingPlan) -> int:
 
 
 def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
-    """A message on the initial learning rate, if it is scaled.
-
-    `size` is the number of processes that see different examples.
-    """
+    """A message on the initial learning rate, if it is scaled for the processes that see different examples."""
     lr, scaling = training.lr, training.lr_scaling
     if scaling == "none":
         return []
@@ -90,7 +84,7 @@ def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
         advice = f"warmup_steps={tenth} would be a tenth of the updates"
     else:
         advice = "set warmup_steps=0, as the run is too short for a warm-up"
-    return [f"warmup_steps={warmup} {problem}; {advice}"]
+    return [f"warning: warmup_steps={warmup} {problem}; {advice}"]
 
 
 def choose_warmup(training: TrainingPlan, updates: int) -> int:
@@ -127,10 +121,7 @@ class Schedule(LambdaLR):
 
     @classmethod
     def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
-        """Scale the optimizer's rate, and make the schedule of a run.
-
-        `updates` is the length of the run, `size` the number of processes that see different examples.
-        """
+        """Scale the optimizer's rate for `size` processes, and make the schedule of a run of so many updates."""
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
         schedule = cls(

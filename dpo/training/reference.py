@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.errors import InputError, RunError, one_sentence
+from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import gather_like, local_tensor
 from dpo.system.plain_files import check_readable, make_directory, replacing
@@ -28,10 +28,7 @@ TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Read a file written by `ReferenceLogps.save`, (examples, columns).
-
-    Raises InputError for any other file or shape.
-    """
+    """Read a file written by `ReferenceLogps.save`; raise InputError for any other file or shape."""
     try:
         check_readable(path)
         with np.load(path, allow_pickle=False) as file:
@@ -61,18 +58,12 @@ class ReferenceLogps:
         return n_examples, n_columns
 
     def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
-        """Add log-probabilities of the examples in these rows.
-
-        `logps` is (B, columns), on the host. Values that are not finite stay unknown.
-        """
+        """Add log-probabilities, (B, columns) on the host; those that are not finite stay unknown."""
         values = logps.double().numpy()
         self._table[rows] = np.where(np.isfinite(values), values, np.nan)
 
     def find(self, rows: Sequence[int]) -> torch.Tensor | None:
-        """The values of these rows, (B, columns) in float64.
-
-        None if any of them is unknown, or if there are no rows.
-        """
+        """The values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
         if not len(rows):
             return None
         values = self._table[rows]
@@ -90,25 +81,12 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self._table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`; ignore it if its data or lengths differ.
-
-        Data differ if, for instance, a run resumes with another test split.
-        """
+        """Restore a `state_dict()`, unless its data or lengths differ, as with another test split."""
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._table.shape:
             self._table = logps.astype(np.float64)
 
-    @staticmethod
-    def find_obstacle(path: Path) -> str:
-        """The reason why no file can be saved at `path`, if any."""
-        try:
-            make_directory(path.parent)
-        except OSError as error:
-            return one_sentence(error)
-        return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is not writable"
-
     def save(self, path: Path) -> None:
-        """Write the table to a file, atomically."""
         make_directory(path.parent)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, logps=self._table)
@@ -157,10 +135,7 @@ class ReferenceLogps:
 
 
 def _check_stored(stored: np.ndarray | None, rows: Sequence[int], logps: torch.Tensor, path: Path) -> None:
-    """Raise InputError if stored rows differ from the reference's values.
-
-    Stored values that are NaN are unknown, and differ from nothing.
-    """
+    """Raise InputError if stored rows that are known differ from the reference's values."""
     if stored is None:
         return
     expected = logps.double().numpy()

@@ -17,7 +17,8 @@ from dpo.models.layouts import Padded
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import without_compilation, without_tf32
-from dpo.training.objective import NamedTensors, Objective, make_scores, name_scores
+from dpo.training.metrics import REFERENCE
+from dpo.training.objective import NamedTensors, Objective, make_scores
 
 Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
@@ -42,8 +43,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         objective.policy,
         partial(objective.forward, objective.policy, microbatch, with_squares=loss.needs_squares),
         partial(objective.reference_forward, microbatch) if loss.reference else None,
-        lengths=microbatch.by_role(microbatch.lengths, loss.roles),
-        offsets=microbatch.offsets,
+        given=objective.given_columns(microbatch),
         loss=loss,
         other_policy_dtype=None if has_same_dtype else plan.compute_dtype,
         # under tensor parallelism, forwards of the same inputs may differ by the rounding of this dtype
@@ -88,8 +88,7 @@ def check_models(
     forward: Forward,
     reference_forward: Forward | None,
     *,
-    lengths: NamedTensors,
-    offsets: torch.Tensor | None = None,
+    given: NamedTensors,
     loss: Loss,
     other_policy_dtype: str | None = None,
     repeat_dtype: torch.dtype | None = None,
@@ -100,9 +99,8 @@ def check_models(
     are 0; and that the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
     likely cause. Leaves the policy in train mode.
 
-    - `forward` and `reference_forward` return log-probabilities as `Objective.forward` does. `reference_forward` is
-      None if the loss needs no reference.
-    - `lengths`: numbers of scored tokens by role; `offsets`: `Microbatch.offsets`.
+    - `forward` and `reference_forward` return columns of `make_scores`. `reference_forward` is None if the loss needs
+      no reference. `given` are the columns that no model computes.
     - `other_policy_dtype`: the policy's dtype, if the reference computes in another; then rewards need not be 0.
     - `repeat_dtype`: the dtype whose rounding is allowed between two forwards; None: that of the log-probabilities.
     """
@@ -110,16 +108,15 @@ def check_models(
     if reference_forward is None:
         return [f"self-test passed: finite {'rewards' if loss.scalar_head else 'log-probabilities'}, dropout off"]
 
-    reference_logps_if_equal = {column: policy_logps[column] for column in reference_logps}
-    scores_if_equal = make_scores(name_scores(policy_logps, lengths, reference_logps_if_equal, offsets))
-    expected_loss = loss(scores_if_equal).losses.mean().item()
+    reference_logps_if_equal = {name: policy_logps[name.removeprefix(REFERENCE)] for name in reference_logps}
+    expected_loss = loss(make_scores(given | policy_logps | reference_logps_if_equal)).losses.mean().item()
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(expected_loss):
         raise InputError(
             f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, which "
             f"overflows float32: choose a beta closer to 0.1"
         )
-    output = loss(make_scores(name_scores(policy_logps, lengths, reference_logps, offsets)))
+    output = loss(make_scores(given | policy_logps | reference_logps))
     largest_reward = max(values.abs().max().item() for values in output.rewards.values())
     if other_policy_dtype:
         return [

@@ -1,14 +1,16 @@
 """The runs of all methods from one reference, and their rows.
 
-A sweep can be killed at any time: what is complete in its directory is not made again.
+A policy is trained by the command line of train.py, or by `plain.py`, and measured by `exact.py`. A sweep can be killed
+at any time: what is complete in its directory is not made again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,24 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.frontier import exact, runs
-from experiments.frontier.jobs import Job, Row, import_all, iterate_rows, keep_settings, run_all, write_whole
-from experiments.frontier.methods import (
-    BATCH,
-    METHODS,
-    REWARD_MODELS,
-    REWEIGHTED_BETA,
-    RM_BETAS,
-    RM_DRAWS,
-    SCALES,
-    Method,
-)
+from experiments.frontier import exact, files
+from experiments.frontier.jobs import QUIET, Job, Row, import_all, run_all
+from experiments.frontier.methods import BATCH, METHODS, REWARD_MODELS, RM_BETAS
 from experiments.frontier.task import Pairs, Task, draw_pairs
 
+COMMON = (*QUIET, "n_eval_examples=16", "eval_batch_size=16", "eval_every=1000000000")
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
-DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N
 EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
-COURSE = 3  # parts of a run; a policy along the run is measured after each part but the last
 
 
 class Size(NamedTuple):
@@ -42,10 +34,7 @@ class Size(NamedTuple):
     pairs: int
     sft_epochs: int
     seeds: tuple[int, ...]
-    tasks: tuple[int, ...] = (0,)
-    core: bool = False  # only the methods of the paper's comparison
     most_passes: int = 64
-    course: bool = False  # policies along the runs of the first seed are measured too
 
 
 class Run(NamedTuple):
@@ -56,102 +45,106 @@ class Run(NamedTuple):
     seed: int
     lr: float
     passes: int
-    label_noise: float = 0.0  # share of flipped labels
-    course: bool = False  # policies along the run are measured too
 
     @property
     def name(self) -> str:
-        parts = (self.method, self.beta, self.seed, self.lr, self.passes, self.label_noise or None)
+        parts = (self.method, self.beta, self.seed, self.lr, self.passes)
         return "-".join(str(part) for part in parts if part is not None)
-
-    @property
-    def data(self) -> str:
-        """Name of the dataset of its pairs."""
-        noise = f"_noise_{self.label_noise:g}".replace(".", "_") if self.label_noise else ""
-        return f"pairs_{self.seed}{noise}"
 
     @property
     def batch(self) -> int:
         """Pairs or prompts of an update."""
         method = METHODS[self.method]
-        if method.fresh:  # as many updates as `passes` over the pairs make, each with fewer prompts
-            return max(1, method.pairs // self.passes)
-        return method.pairs
+        # if they are fresh, as many updates as `passes` over the pairs make, each with fewer prompts
+        return max(1, method.pairs // self.passes) if method.fresh else method.pairs
+
+
+def list_runs(size: Size) -> list[Run]:
+    """List a sweep's runs."""
+    wanted = []
+    for seed in size.seeds:
+        for name, method in METHODS.items():
+            for beta in method.betas:
+                # if the knob is the passes, its value multiplies them
+                passes = method.passes * int(beta or 1) if method.knob == "passes" else method.passes
+                wanted.append(Run(name, beta, seed, method.lr, min(passes, size.most_passes)))
+    return wanted
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs from one reference, with their directory and common overrides.
+    """Runs from one reference."""
 
-    Policies are measured on the held-out prompts, or on those for `tuning`.
-    """
-
-    root: Path
+    out: Path
     task: Task
     size: Size
     overrides: Sequence[str]
-    tuning: bool = False
+
+    @cached_property
+    def root(self) -> Path:
+        """Directory of these settings; others have another one, so that no run is taken for one of theirs."""
+        settings = [dataclasses.asdict(self.task), self.size.pairs, self.size.sft_epochs, *self.overrides]
+        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+        return self.out / "frontier-runs" / f"{self.task.seed}-{digest}"
 
     # --- the reference and the data -----------------------------------------------------------------------------------
 
     def train_reference(self) -> None:
-        """Train all methods' reference by SFT on a demonstrator's texts.
-
-        Raises InputError if the directory has runs of other settings.
-        """
+        """Train all methods' reference by SFT on a demonstrator's texts."""
         root, task = self.root, self.task
         rng = np.random.default_rng([task.seed, 5])
-        settings = {"task": dataclasses.asdict(task), "pairs": self.size.pairs, "sft_epochs": self.size.sft_epochs}
-        keep_settings(root, {**settings, "overrides": [*self.overrides], "tuning": self.tuning})
         import_all()
         if (root / "reference.pt").exists():
             return
-        runs.write_model(root / "model", task)
+        files.write_model(root / "model", task)
 
         def demonstrate(prompts: np.ndarray) -> Pairs:  # SFT trains on the chosen responses alone
             return Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
 
         train, test = demonstrate(task.train_prompts), demonstrate(task.test_prompts[:EVALUATED])
-        runs.write_pairs(root / "data" / "sft", task, train, test)
-        common = runs.list_overrides(root, task, data="sft")
-        job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides))
+        files.write_pairs(root / "data" / "sft", task, train, test)
+        overrides = (*self._list_common("sft"), *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides)
 
-        def keep_policy(job: Job) -> None:
+        def keep_policy(job: Job) -> list[Row]:
             shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.part")
             (root / "reference.part").replace(root / "reference.pt")
+            return []
 
-        list(run_all([job], keep_policy, at_once=1))
+        list(run_all([Job(root / "runs" / "sft", overrides)], keep_policy))
+
+    def _list_common(self, data: str) -> tuple[str, ...]:
+        """List the overrides common to all runs on the dataset `data`."""
+        root, task = self.root, self.task
+        length = task.prompt_length + task.response_length
+        return (
+            f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true",
+            f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]",
+            f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON,
+            "layout=padded",  # without EOS there is no token to pad with, and rows of one length need none
+        )  # fmt: skip
 
     @cached_property
     def reference(self) -> Any:
         """The model after SFT."""
-        return runs.load_policy(self.root, self.root / "reference.pt")
-
-    @property
-    def prompts(self) -> np.ndarray:
-        """Prompts on which policies are measured."""
-        return self.task.tuning_prompts if self.tuning else self.task.test_prompts
+        return files.load_policy(self.root / "model", self.root / "reference.pt")
 
     @cached_property
     def limit(self) -> exact.Limit:
-        """The reference's log-probabilities, and the true rewards."""
-        rewards = self.task.reward(self.prompts[:, None], self.task.leaves[None])
-        return exact.Limit(exact.leaf_logps(self.reference, self.task, self.prompts), rewards)
+        """The reference's log-probabilities, and the true rewards, of all responses to the held-out prompts."""
+        prompts = self.task.test_prompts
+        rewards = self.task.reward(prompts[:, None], self.task.leaves[None])
+        return exact.Limit(exact.leaf_logps(self.reference, self.task, prompts), rewards)
 
-    def write_preferences(self, wanted: Sequence[Run]) -> None:
-        """Write the datasets of labelled pairs that the runs train on.
-
-        Datasets of one seed have the same responses, and differ in the share of flipped labels.
-        """
-        run_by_data = {run.data: run for run in wanted}
-        for run in run_by_data.values():
-            rng = np.random.default_rng([self.task.seed, 6, run.seed])
+    def write_preferences(self) -> None:
+        """Write the datasets of labelled pairs that the runs of each seed train on."""
+        for seed in self.size.seeds:
+            rng = np.random.default_rng([self.task.seed, 6, seed])
             write = partial(exact.draw, self.reference, self.task, rng=rng)
             train, test = (
-                draw_pairs(self.task, prompts, write, rng, noise=run.label_noise)
+                draw_pairs(self.task, prompts, write, rng)
                 for prompts in (self.task.train_prompts[: self.size.pairs], self.task.test_prompts[:EVALUATED])
             )
-            runs.write_pairs(self.root / "data" / run.data, self.task, train, test)
+            files.write_pairs(self.root / "data" / f"pairs_{seed}", self.task, train, test)
 
     # --- the runs -----------------------------------------------------------------------------------------------------
 
@@ -160,87 +153,39 @@ class Sweep:
         method, directory = METHODS[run.method], self.root / "runs" / run.name
         if not method.overrides:
             return Job(directory)
-        scorer = runs.write_scorer(self.root, self.task, run.seed)
-        longest = self.task.response_length
-        batch_size = run.batch * method.examples_per_pair
+        scorer = files.write_scorer(self.root, self.task, run.seed)
         overrides = [
-            *runs.list_overrides(self.root, self.task, data=run.data),
-            *method.list_overrides(beta=run.beta, noise=run.label_noise, scorer=scorer, longest=longest),
+            *self._list_common(f"pairs_{run.seed}"),
+            *method.list_overrides(beta=run.beta, scorer=scorer, longest=self.task.response_length),
             f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}",
-            f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={batch_size}", "warmup_steps=10",
+            f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={run.batch * method.examples_per_pair}",
+            "warmup_steps=10",
         ]  # fmt: skip
-        course = self.list_course(run)
-        if course:
-            overrides.append(f"save_every={course[0] * batch_size}")
         return Job(directory, (*overrides, *self.overrides))
 
-    def count_updates(self, run: Run) -> int:
-        return self.size.pairs // BATCH * run.passes
-
-    def list_course(self, run: Run) -> list[int]:
-        """List the updates after which a policy along the run is measured."""
-        part = self.count_updates(run) // COURSE
-        return [part * i for i in range(1, COURSE)] if run.course and part else []
-
-    def finish(self, job: Job, run: Run) -> None:
-        """Train by `plain.py` if train.py did not, measure, and write rows."""
-        method, n_updates, course = METHODS[run.method], self.count_updates(run), self.list_course(run)
-        rows: list[Row] = []
-
-        def measure_along(update: int, model: Any) -> None:
-            if update in course:
-                logps = exact.leaf_logps(model, self.task, self.prompts)
-                rows.append(self.make_row(run.method, run, logps, share=update / n_updates))
-
-        if method.overrides:
-            for update in course:
-                checkpoint = job.directory / f"step-{update * run.batch * method.examples_per_pair}"
-                measure_along(update, runs.load_policy(self.root, checkpoint / "policy.pt"))
-            model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
+    def finish(self, job: Job, run: Run) -> list[Row]:
+        """Train by `plain.py` if train.py did not, measure, and make rows."""
+        task = self.task
+        if job.overrides:
+            model = files.load_policy(self.root / "model", job.directory / "LATEST" / "policy.pt")
         else:
-            model = self._train_plainly(run, measure_along)
+            from experiments.frontier import plain
+
+            pairs = files.read_pairs(self.root / "data" / f"pairs_{run.seed}" / "train.jsonl", task)
+            updates = self.size.pairs // BATCH * run.passes
+            model = plain.train(self.reference, task, pairs, run, updates)
         if run.method in REWARD_MODELS:
-            rows += self._measure_reward_model(run, model.leaf_scores(self.task, self.prompts))
-        else:
-            logps = exact.leaf_logps(model, self.task, self.prompts)
-            rows.append(self.make_row(run.method, run, logps, **_read_ties(job)))
-            if (run.method, run.beta) == ("dpo", REWEIGHTED_BETA):
-                rows += self._measure_reweighted(run, logps)
-        write_whole(job.result, json.dumps(rows))
-
-    def _train_plainly(self, run: Run, watch: Callable[[int, Any], None]) -> Any:
-        from experiments.frontier import plain
-
-        pairs = runs.read_pairs(self.root / "data" / run.data / "train.jsonl", self.task)
-        setting = plain.Setting(run.method, run.beta, run.seed, run.lr, self.count_updates(run), run.batch)
-        return plain.train(self.reference, self.task, pairs, setting, watch)
-
-    def _measure_reweighted(self, run: Run, logps: np.ndarray) -> Iterator[Row]:
-        for scale in SCALES:
-            reweighted = exact.reweight(scale, logps, self.limit.reference)
-            # if both policies were optimal, training with beta / scale would give `scale` times the log-ratio
-            yield self.make_row("dpo_reweighted", run, reweighted, beta=REWEIGHTED_BETA / scale, scale=scale)
-
-    def _measure_reward_model(self, run: Run, scores: np.ndarray) -> Iterator[Row]:
-        """Measure a reward model's optimum for each beta, and best of N."""
-        for beta in RM_BETAS:
-            yield self.make_row(run.method, run, exact.optimum(beta, self.limit.reference, scores), beta=beta)
-        for n in RM_DRAWS:
-            best = exact.best_of_n(n, self.limit.reference, scores)
-            yield self.make_row(f"best_by_{run.method}", run, best, beta=n, n=n)
+            scores, reference = model.leaf_scores(task, task.test_prompts), self.limit.reference
+            optima = {beta: exact.optimum(beta, reference, scores) for beta in RM_BETAS}
+            return [self.make_row(run.method, run, logps, beta=beta) for beta, logps in optima.items()]
+        logps = exact.leaf_logps(model, task, task.test_prompts)
+        return [self.make_row(run.method, run, logps, **_read_ties(job))]
 
     def train_all(self, wanted: Sequence[Run]) -> list[Row]:
         """Train all runs, and return their rows in the order of `wanted`."""
         run_of_job = {self.make_job(run): run for run in wanted}
-
-        def finish(job: Job) -> None:
-            self.finish(job, run_of_job[job])
-
-        def describe(job: Job, rows: list[Row]) -> str:
-            return f"reward {rows[-1]['reward']:.3f} at KL {rows[-1]['kl']:.3f}"
-
         # `finish` runs in the job's process, so that policies are measured on all cores
-        done = iterate_rows([*run_of_job], finish, describe, name=self.task.name)
+        done = run_all([*run_of_job], lambda job: self.finish(job, run_of_job[job]))
         rows_of_run = {run_of_job[job]: rows for job, rows in done}
         return [row for run in wanted for row in rows_of_run[run]]
 
@@ -250,14 +195,13 @@ class Sweep:
         """Make the row of a policy; `run`, if any, trained the policy."""
         row = {
             "task": self.task.seed,
-            "fixed_length": self.task.fixed_length,
             "method": method,
             "beta": None if run is None else run.beta,
             "seed": None if run is None else run.seed,
-            **self.limit.measure(logps, self.task, optimal=method == "pi_star"),
+            **self.limit.measure(logps, optimal=method == "pi_star"),
         }
         if run is not None:
-            row |= {"label_noise": run.label_noise, "lr": run.lr, "passes": run.passes}
+            row |= {"lr": run.lr, "passes": run.passes}
         return row | others
 
     def list_known(self) -> list[Row]:
@@ -267,7 +211,6 @@ class Sweep:
         return [
             self.make_row("sft", None, reference),
             *(self.make_row("pi_star", None, exact.optimum(beta, reference, rewards), beta=beta) for beta in betas),
-            *(self.make_row(f"best_of_{n}", None, exact.best_of_n(n, reference, rewards), n=n) for n in DRAWS),
         ]
 
 
@@ -277,43 +220,3 @@ def _read_ties(job: Job) -> dict[str, float]:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     ties = [metrics["online/ties"] for metrics in map(json.loads, lines) if "online/ties" in metrics]
     return {"ties": float(np.mean(ties))} if ties else {}
-
-
-# --- lists of runs ----------------------------------------------------------------------------------------------------
-
-
-def list_runs(size: Size, task: Task, noise: float, settings: dict[str, dict[str, Any]] | None = None) -> list[Run]:
-    """List a sweep's runs; with `noise` 0, noisy methods are left out.
-
-    `settings` has learning rates and passes by method, as `--tune` wrote them; the default is those of `methods.py`.
-    """
-    wanted = []
-    for seed in size.seeds:
-        for name, method in METHODS.items():
-            if method.noisy and noise == 0:
-                continue
-            if not task.fixed_length and not method.control:
-                continue
-            tuned = (settings or {}).get(name.removesuffix("_noisy"), {})
-            betas = method.core if size.core else (*method.betas, *method.between)
-            wanted += [make_run(name, method._replace(**tuned), beta, seed, size, noise) for beta in betas]
-    return wanted
-
-
-def make_run(name: str, method: Method, beta: float | None, seed: int, size: Size, noise: float = 0.0) -> Run:
-    passes = min(method.count_passes(beta), size.most_passes)
-    course = size.course and seed == size.seeds[0] and name not in REWARD_MODELS
-    return Run(name, beta, seed, method.lr, passes, noise if method.noisy else 0.0, course)
-
-
-def list_tuning_runs(size: Size, rates: Sequence[float], passes: Sequence[int]) -> list[Run]:
-    """List the runs of --tune, with every second beta."""
-    return [
-        make_run(name, method._replace(lr=lr, passes=n), beta, seed, size)
-        for name, method in METHODS.items()
-        if not method.noisy
-        for lr in rates
-        for n in passes
-        for beta in method.betas[::2]
-        for seed in size.seeds
-    ]

@@ -1,8 +1,8 @@
 """Short strings, a known true reward, and labelled pairs.
 
-A prompt is a string of a few symbols. A response is a string of `response_length` symbols; if `fixed_length` is false,
-EOS may end it earlier. So a prompt has finitely many responses, the leaves of a tree, on which `exact.py` evaluates
-models. docs/frontier.md has the formulas. Imports no torch.
+A prompt is a string of a few symbols, a response one of `response_length` symbols. So a prompt has finitely many
+responses, the leaves of a tree, on which `exact.py` evaluates models. docs/frontier.md has the formulas. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 SYMBOLS = "abcdefgh"
-NONE = -1  # in place of a symbol, after the end of a response
-
 SYMBOL_REWARD, REPETITION_COST = 0.5, 0.6  # in the true reward
-LOGIT_SCALE, STOP_PROBABILITY = 0.7, 0.2  # of the demonstrator; it may stop after each symbol
+LOGIT_SCALE = 0.7  # of the demonstrator
 
 
 class Pairs(NamedTuple):
@@ -37,19 +35,9 @@ class Task:
     symbols: int = 5
     prompt_length: int = 5
     response_length: int = 5
-    fixed_length: bool = True  # every response has `response_length` symbols, and there is no EOS
     held_out: int = 500  # number of prompts on which policies are measured
-    for_tuning: int = 129  # number of prompts on which settings are chosen; training uses the remaining prompts
+    for_tuning: int = 129  # number of prompts on which settings were chosen; training uses the remaining prompts
     seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{'fixed' if self.fixed_length else 'free'}-{self.seed}"
-
-    @property
-    def shortest(self) -> int:
-        """Number of symbols of the shortest response."""
-        return self.response_length if self.fixed_length else 0
 
     @functools.cached_property
     def _prompts(self) -> np.ndarray:
@@ -62,23 +50,13 @@ class Task:
         return self._prompts[: self.held_out]
 
     @property
-    def tuning_prompts(self) -> np.ndarray:
-        return self._prompts[self.held_out :][: self.for_tuning]
-
-    @property
     def train_prompts(self) -> np.ndarray:
         return self._prompts[self.held_out + self.for_tuning :]
 
     @functools.cached_property
     def leaves(self) -> np.ndarray:
-        """All responses, shorter ones first, (leaves, response_length)."""
-        leaves = []
-        for length in range(self.shortest, self.response_length + 1):
-            shape = self.symbols**length, length  # (1, 0) for the empty response
-            responses = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
-            n_missing = self.response_length - length
-            leaves.append(np.pad(responses, ((0, 0), (0, n_missing)), constant_values=NONE))
-        return np.concatenate(leaves)
+        """All responses, (leaves, response_length)."""
+        return np.array([*itertools.product(range(self.symbols), repeat=self.response_length)])
 
     # --- the true reward ----------------------------------------------------------------------------------------------
 
@@ -102,13 +80,13 @@ class Task:
         middle, last = x[..., self.prompt_length // 2, None], x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)
         two_before = np.concatenate((middle, one_before[..., :-1]), axis=-1)
-        symbol_rewards = (  # (..., response_length); arbitrary where y is NONE, and masked below
+        symbol_rewards = (  # (..., response_length)
             SYMBOL_REWARD
             + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
         )
         n_occurrences = (y[..., None] == np.arange(self.symbols)).sum(-2)  # of each symbol in the response
         n_repetitions = (n_occurrences * (n_occurrences - 1) / 2).sum(-1)  # pairs of equal symbols
-        return (symbol_rewards * (y != NONE)).sum(-1) - REPETITION_COST * n_repetitions
+        return symbol_rewards.sum(-1) - REPETITION_COST * n_repetitions
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
@@ -134,28 +112,24 @@ class Task:
         """Draw a response of the demonstrator to each prompt, (prompts, response_length).
 
         The demonstrator is a Markov chain: the next symbol depends on the symbol before and on the prompt's first
-        symbol, not on the reward. Unless all responses have the same length, the chain may stop after each symbol.
+        symbol, not on the reward.
         """
         table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
         by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
-        responses = np.full((len(prompts), self.response_length), NONE)
+        responses = np.empty((len(prompts), self.response_length), dtype=int)
         symbols = prompts[:, -1]  # the last symbol of each prompt, then of each response so far
-        goes_on = np.full(len(prompts), True)
         for t in range(self.response_length):
-            if t > 0 and not self.fixed_length:  # so no response is empty
-                goes_on &= rng.random(len(prompts)) >= STOP_PROBABILITY
             logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
             symbols = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
-            responses[:, t] = np.where(goes_on, symbols, NONE)
+            responses[:, t] = symbols
         return responses
 
     def text(self, symbols: Sequence[int]) -> str:
-        return "".join(SYMBOLS[symbol] for symbol in symbols if symbol != NONE)
+        return "".join(SYMBOLS[symbol] for symbol in symbols)
 
-    def read(self, text: str, length: int) -> np.ndarray:
-        """Read the symbols of a text, (length,), with NONE after its end."""
-        symbols = [SYMBOLS.index(letter) for letter in text]
-        return np.array(symbols + [NONE] * (length - len(symbols)))
+    def read(self, texts: Sequence[str]) -> np.ndarray:
+        """Read the symbols of texts of one length, (texts, length)."""
+        return np.array([[SYMBOLS.index(letter) for letter in text] for text in texts])
 
 
 def draw_pairs(
@@ -163,23 +137,16 @@ def draw_pairs(
     prompts: np.ndarray,
     write: Callable[[np.ndarray], np.ndarray],
     rng: np.random.Generator,
-    *,
-    noise: float = 0.0,
 ) -> Pairs:
-    """Draw two different responses to each prompt with `write`, and label them; data may have no empty responses.
+    """Draw two different responses to each prompt with `write`, and label them.
 
-    By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)). Then each label is flipped
-    with probability `noise`. The responses, and the labels before the flips, are the same for every `noise`.
+    By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)).
     """
     y, z = write(prompts), write(prompts)
-    while (is_empty := (y == NONE).all(-1)).any():
-        y[is_empty] = write(prompts[is_empty])
-    while (is_unfit := (y == z).all(-1) | (z == NONE).all(-1)).any():
-        z[is_unfit] = write(prompts[is_unfit])
+    while (is_same := (y == z).all(-1)).any():
+        z[is_same] = write(prompts[is_same])
     margins = task.reward(prompts, y) - task.reward(prompts, z)
     chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margins))
-    is_flipped = rng.random(len(prompts)) < noise
-    chooses_y ^= is_flipped
     return Pairs(prompts, np.where(chooses_y[:, None], y, z), np.where(chooses_y[:, None], z, y))
 
 
@@ -192,8 +159,6 @@ def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str
     rng = np.random.default_rng([task.seed, 7, seed])
 
     def score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        x = np.stack([task.read(text, task.prompt_length) for text in prompts])
-        y = np.stack([task.read(text, task.response_length) for text in responses])
-        return (task.reward(x, y) + rng.gumbel(size=len(x))).tolist()
+        return (task.reward(task.read(prompts), task.read(responses)) + rng.gumbel(size=len(prompts))).tolist()
 
     return score

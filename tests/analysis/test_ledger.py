@@ -1,4 +1,4 @@
-"""The ledger: its summary, its part of the report, its files."""
+"""The ledger: its summary and its files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.ledgers import row, with_ledger
-from support.records import update, write_run
 
 from dpo.analysis import ledger_file
 from dpo.analysis.ledger import Pair, summarize
@@ -25,8 +23,6 @@ from dpo.analysis.ledger_file import (
     read_ledger,
     write_parquet,
 )
-from dpo.analysis.page import render, summarize_ledger
-from dpo.analysis.runs import read_run
 from dpo.errors import InputError
 from scripts.ledger import make_lines
 
@@ -62,8 +58,8 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     assert (summary.rows, summary.examples) == (11, 5)
     assert (summary.n_seen_again, summary.n_never_flipped) == (3, 2)
     assert summary.never_flipped == [
-        Pair("wrong", "hh", "train", 2, -0.1, -0.3, -0.1, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
-        Pair("tie", "hh", "eval", 2, 0.0, 0.0, 0.0, 0.0),
+        Pair("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
+        Pair("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
     ]
 
 
@@ -74,7 +70,7 @@ def drawn(example: str, update: int, margin: float, scores: tuple[float, float],
     return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers, **facts}
 
 
-def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_neither_right_nor_wrong():
+def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_not_wrong():
     nothing = dict.fromkeys(DRAWN.names)
     rows = [
         *(visit("given", update, -0.2) | nothing for update in (2, 3)),
@@ -87,10 +83,7 @@ def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_neither_right_n
         ("wrong", {"prompt": "Why?", "chosen": " wrong", "rejected": " no"}, (2.0, 1.0)),
         ("given", None, None),
     ]
-    [lengths] = summary.lengths
-    assert sum(found.pairs for found in lengths.classes) == 5
-    assert summary.drift[0].right == 3 / 5
-    assert summary.drift[0].visits == 6
+    assert summary.n_seen_again == 1
 
 
 def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise():
@@ -98,7 +91,6 @@ def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise
     after = [visit(name, update, -0.0004) for name in ("c", "d", "e") for update in (2, 3)]
     summary = summarize(table_of(*before, *after))
     assert (summary.n_never_flipped, summary.n_suspected_noise) == (0, 0)
-    assert summary.drift[0].right is None  # before the first update nothing is ranked
 
     trained = [visit("c", 9, -0.2), visit("c", 10, -0.2), visit("d", 10, 0.1)]
     assert [pair.example for pair in summarize(table_of(*before, *trained)).suspected_noise] == ["c"]
@@ -115,88 +107,11 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     assert summary.n_never_flipped == 0  # seen once each
 
 
-def test_margins_are_compared_with_lengths_at_the_last_visit():
-    differences = (-100, -16, -1, 0, 1, 16, 80)
-    rows = [visit(f"{d}", 3, d / 10, chosen_tokens=200 + d, rejected_tokens=200) for d in differences]
-    rows = [visit("gone", 2, -7.0), *rows, visit("gone", 4, 1.0, chosen_tokens=20, rejected_tokens=10)]
-    [lengths] = summarize(table_of(*rows)).lengths
-
-    assert (lengths.split, lengths.correlation) == ("train", pytest.approx(1.0))
-    assert [(c.difference, c.pairs, pytest.approx(c.margin), c.right) for c in lengths.classes] == [
-        ("below -64", 1, -10.0, 0.0),
-        ("-16 to -1", 2, -0.85, 0.0),
-        ("0", 1, 0.0, 0.0),
-        ("1 to 16", 3, 0.9, 1.0),
-        ("65 and more", 1, 8.0, 1.0),
-    ]
-
-
-def test_drift_is_by_dataset_split_and_period():
-    rows = [visit("a", u, u / 100, policy_chosen=-3 - u / 100, loss=float(u)) for u in range(1, 101)]
-    rows += [visit("b", 100, -1.0, dataset="shp", split="eval"), visit("b", 0, 0.0, dataset="shp", split="eval")]
-    drift = summarize(table_of(*rows)).drift
-
-    assert [(p.dataset, p.split, p.first_update, p.last_update, p.visits) for p in drift] == [
-        *(("hh", "train", 10 * i + 1, 10 * i + 10, 10) for i in range(10)),
-        ("shp", "eval", 0, 0, 1),
-        ("shp", "eval", 100, 100, 1),
-    ]
-    assert drift[0].loss == pytest.approx(5.5)
-    assert drift[9].margin == pytest.approx(0.955)
-    assert drift[9].chosen_change == pytest.approx(-0.955)
-    assert (drift[9].rejected_change, drift[9].right) == (-2.0, 1.0)
-    assert drift[-1].right == 0.0
-
-
-def test_without_pairs_there_is_drift_alone_and_without_rows_nothing():
+def test_without_pairs_nothing_is_listed():
     absent = dict.fromkeys(("policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens"))
     summary = summarize(table_of(*(visit("a", update, None, truncated=True, **absent) for update in (1, 2))))
-    assert (summary.examples, summary.truncated, summary.n_seen_again, summary.lengths) == (1, 1, 0, [])
-    assert [(p.loss, p.margin, p.chosen_change) for p in summary.drift] == [(0.5, None, None)] * 2
-
-    nothing = summarize(ledger_file.SCHEMA.empty_table())
-    assert (nothing.rows, nothing.drift) == (0, [])
-
-
-def test_a_skipped_update_leaves_the_means_as_they_are():
-    rows = [visit("a", 2, 1.0), visit("b", 2, float("nan"), loss=float("nan"))]
-    summary = summarize(table_of(*rows))
-    assert [(p.visits, p.loss, p.margin) for p in summary.drift] == [(2, 0.5, 1.0)]
-    assert summary.lengths[0].classes[0].pairs == 1
-
-
-# --- in the report -------------------------------------------------------------------------------------------------
-
-
-def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
-    wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]
-    right = [row(f"good{i}", n, "train", 1.0, -1.0, (5, 5)) for n in (2, 3) for i in range(4)]
-    run = read_run(with_ledger(tmp_path, [*wrong, *right]))
-    asked = []
-
-    def find_texts(run, pairs):
-        asked.extend(pair.example for pair in pairs)
-        return {"bad": {"prompt": "Why?", "chosen": "<b>no</b>", "rejected": "because"}}
-
-    view = summarize_ledger(run, find_texts)
-
-    assert asked == ["bad", "bad"]  # it never flips either
-    never, noise = view.lists()
-    assert never.text.startswith("1 of 5 pairs that were seen at least twice was wrong each time")
-    assert [pair.texts["chosen"] for pair in noise.pairs] == ["<b>no</b>"]
-    page = render([run], [], find_texts=find_texts)
-    assert "&lt;b&gt;no&lt;/b&gt;" in page
-    assert "<b>no" not in page
-    assert 'href="#ledger"' in page
-    assert summarize_ledger(run).note == f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-
-
-@pytest.mark.parametrize("rows", [[], [row("a", 0, "eval", 0.0, 0.0, (5, 5))]])
-def test_a_ledger_that_has_just_begun_is_shown(tmp_path, rows):
-    run = read_run(with_ledger(tmp_path, rows))
-    assert run.problems == []
-    assert (summarize_ledger(run) is None) == (not rows)
-    assert "<h1>" in render([run], [])
+    assert (summary.examples, summary.truncated, summary.n_seen_again) == (1, 1, 0)
+    assert summarize(ledger_file.SCHEMA.empty_table()).rows == 0
 
 
 # --- the files -----------------------------------------------------------------------------------------------------
@@ -232,17 +147,6 @@ def test_the_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path
     assert read_ledger(tmp_path / "a").to_pylist() == ROWS
 
 
-def test_drawn_pairs_are_in_both_files(tmp_path):
-    rows = [drawn("a", 1, 0.5, (2.0, -1.0)), visit("b", 1, 0.5) | dict.fromkeys(DRAWN.names)]
-    begin(tmp_path / STREAM, ONLINE_SCHEMA)
-    append(tmp_path / STREAM, {name: [row[name] for row in rows] for name in ONLINE_SCHEMA.names})
-    assert write_parquet(tmp_path / STREAM, tmp_path / PARQUET) == 2
-    assert read_ledger(tmp_path).to_pylist() == rows
-    (tmp_path / STREAM).unlink()
-    assert read_ledger(tmp_path).to_pylist() == pq.read_table(tmp_path / PARQUET).to_pylist() == rows
-    assert summarize(read_ledger(tmp_path)).rows == 2
-
-
 def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
     sizes = (1, 2, 3)
     ends = [len(stream_of(tmp_path / str(n), *sizes[:n]).read_bytes()) for n in range(len(sizes) + 1)]
@@ -263,13 +167,11 @@ def test_a_stream_that_lost_its_beginning_does_not_hide_the_parquet_file(cut, tm
 
 
 @pytest.mark.parametrize("name", [STREAM, PARQUET])
-def test_another_file_is_refused_and_a_problem_of_the_run(name, tmp_path):
+def test_another_file_is_refused(name, tmp_path):
     assert read_ledger(tmp_path) is None
-    run_dir = write_run(tmp_path, [update(1)])
     (tmp_path / name).write_bytes(b"PAR1" + bytes(1000))
     with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
         read_ledger(tmp_path)
-    assert [problem.partition(":")[0] for problem in read_run(run_dir).problems] == ["the ledger cannot be read"]
 
     other = pa.table({"example": ["a"], "loss": [1.0]})
     if name == PARQUET:

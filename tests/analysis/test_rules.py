@@ -12,8 +12,7 @@ import pytest
 from support.records import CONFIG, PREFLIGHT, evaluation, rewards, sample, update
 
 from dpo.analysis import rules
-from dpo.analysis.measures import is_broken
-from dpo.analysis.rules import RULES, find_all
+from dpo.analysis.rules import RULES, find_all, is_broken
 from dpo.analysis.runs import Log, Run, State
 
 N = 100  # updates
@@ -82,20 +81,18 @@ KTO = {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight"
 FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginning of the numbers that are told
     "Loss or gradient was not a number": [
         (replace(HEALTHY, train=train(grad_norm=lambda k: None if k in (3, 5) else 1.0)), "2 of 100 updates: 3, 5"),
-        (replace(HEALTHY, state=State("aborted", ""), nonfinite=[101]), "1 of 100 updates: 101"),
     ],
-    "The run has diverged": [
+    "The run has collapsed": [
         (replace(HEALTHY, train=train(**{"loss/train": lambda k: 3.0 if k > 50 else 0.6})),
-         "loss/train 3 over the last 10 updates, 0.69 at the start"),
+         "loss/train 3 now, 0.69 at the start"),
     ],
     "Chosen responses become much less likely": [  # of 20 tokens
         (replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
          f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),
-        (replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -61.0, -90.0))), "change of"),
     ],
     "Held-out pairs are ranked no better than by chance": [
         (replace(HEALTHY, **held_out(evaluate(0.69, 0.45))),
-         "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511"),
+         "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.387 to 0.512"),
     ],
     "The held-out loss rises while the training loss falls": [
         (replace(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
@@ -108,15 +105,10 @@ FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginnin
     ],
     "Samples are empty or repeat themselves": [
         (replace(HEALTHY, **sampled(["", " \n"] * 4 + ANSWERS[8:])), "8 of 16 samples, the reference's 0 of 16"),
-        (replace(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:])), "8 of 16 samples, the reference's 0 of 16"),
         (replace(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
     ],
     "Samples have changed in length": [
         (replace(HEALTHY, **sampled([answer * 2 for answer in ANSWERS])), "21 words on average, the reference's 11"),
-        (replace(HEALTHY, **sampled([answer[:15] for answer in ANSWERS])), "4 words on average"),
-        (with_settings(replace(HEALTHY, samples=[
-            *(sample(0, answer, None, answer) for answer in ANSWERS),
-            *(sample(400, answer * 2, None, answer) for answer in ANSWERS)])), "21 words on average, its first 11"),
     ],
     "Training examples are cut": [
         (replace(HEALTHY, **counts("train", truncated_responses=4, identical_pairs=3)),
@@ -129,7 +121,6 @@ FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginnin
     "The answers have not become better": [
         (replace(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | WIN_RATE])),
          "online_eval/win_rate 0.4, standard error 0.03, on 256 held-out prompts"),
-        (replace(HEALTHY_ONLINE, **drawn(score=lambda k: -k / 100)), f"online/score {MINUS}0.055 at first"),
         (replace(HEALTHY_ONLINE, **drawn(score=1.0)), "online/score 1 at first, 1 now, a change of +0 to +0"),
     ],
     "Most prompts give a tie": [(replace(HEALTHY_ONLINE, **drawn(ties=0.8)), "online/ties 0.8")],
@@ -146,7 +137,6 @@ FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginnin
     ],
     "Length predicts the preference in the data": [
         (replace(HEALTHY, **counts("train", chosen_longer=0.85)), "chosen is longer in 85 % of the training pairs"),
-        (replace(HEALTHY, **counts("train", chosen_longer=0.1)), "chosen is shorter or as long in 90 %"),
     ],
     "Some examples contradict each other or are faulty": [
         (replace(HEALTHY, **counts("train", contradictory_pairs=5, empty_responses=400)),
@@ -205,7 +195,7 @@ NEARLY = {
         replace(HEALTHY, **sampled([answer * 3 for answer in ANSWERS])), loss={"name": "sft"}
     ),
     "one sample is very long": replace(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
-    "published splits share prompts": replace(HEALTHY, **counts("test", prompts_in_train=26)),
+    "published splits share prompts": replace(HEALTHY, **counts("test", prompts_like_train=26)),
     "less than 1 % is cut": replace(HEALTHY, **counts("train", truncated_responses=3)),
     "half of forty prompts tie": replace(HEALTHY_ONLINE, **drawn(ties=0.6)),
     "longer answers that score less": replace(
@@ -286,7 +276,7 @@ def with_shares(rng: np.random.Generator, name: str, share: float) -> Run:
     [
         (rules.no_better_than_chance, with_held_out, {"accuracy": 0.56}, {"accuracy": 0.47}),
         (rules.overfitted, with_held_out, {"accuracy": 0.7}, {"accuracy": 0.7, "rise": 0.4}),
-        (rules.diverged, with_losses, {"end": 2 * 0.69}, {"end": 6.0}),
+        (rules.collapsed, with_losses, {"end": 2 * 0.69}, {"end": 4.0}),
         (rules.broken_samples, with_samples, {}, {"empty": 0.7}),
         (rules.sample_lengths, with_samples, {}, {"factor": 3.0}),
         (rules.answers_no_better, with_scores, {"rise": 1.5}, {"rise": -1.5}),

@@ -12,8 +12,9 @@ import pytest
 from support.records import evaluation, rewards, update, write_run
 from support.runs import write_rows
 
+from dpo.analysis.measures import auc_interval, share_interval
 from dpo.analysis.runs import read_run
-from dpo.analysis.verdict import auc_interval, describe_result, exact_interval
+from dpo.analysis.verdict import describe_result
 
 FLOAT32 = {"policy_dtype": "float32", "reference_dtype": "float32"}
 GAINED = "In ", " held-out pairs the chosen response gained on the rejected one"
@@ -138,4 +139,4 @@ def test_the_interval_of_an_auc_covers_it_as_often_as_it_says():
             covered += low <= true <= high
         assert 0.93 < covered / 400 <= 1, (n, shift, covered)
     # the exact one of shares: 5 of 5 begins at the fifth root of 0.025
-    assert exact_interval(1.0, 5) == (pytest.approx(0.025 ** (1 / 5), abs=1e-6), 1.0)
+    assert share_interval(1.0, 5) == (pytest.approx(0.025 ** (1 / 5), abs=1e-6), 1.0)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.runs import PARTS, ROOT, run_script
+from support.runs import PARTS
 
 from dpo.checkpoint import files, saver
 from dpo.checkpoint.files import (
     DamagedCheckpoint,
     check_complete,
     find_checkpoints,
-    hash_manifest,
     point,
     prune,
     read_state,
@@ -77,31 +73,6 @@ def test_a_directory_that_is_saved_again_holds_only_the_new_files(tmp_path):
     saved = write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}})
     assert sorted(os.listdir(saved)) == ["manifest.json", "policy.pt"]
     assert read(saved) == {"a": 2}
-
-
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from dpo.checkpoint.files import write_checkpoint
-
-class Killer:
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-run = Path(sys.argv[1])
-write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}.items(), step_idx=8, metrics=None, facts={})
-states = {"policy": {"a": torch.zeros(1)}, "optimizer": {"a": torch.zeros(1), "b": Killer()}}
-write_checkpoint(run / "step-8", states.items(), step_idx=16, metrics=None, facts={})
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_while_saving_again_leaves_what_was_complete(tmp_path):
-    result = run_script("-c", KILLED_WHILE_SAVING, str(tmp_path), PYTHONPATH=str(ROOT))
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == ["step-8"]
-    assert read(tmp_path / "step-8")["a"].item() == 1
 
 
 class CannotBeSaved:
@@ -174,40 +145,28 @@ class Counter:
 
 
 def test_one_write_runs_at_a_time_and_its_failure_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    running, most, may_end, writes = [], [], threading.Event(), []
-    monkeypatch.setattr(saver, "write_checkpoint", lambda *_, **__: writes.pop(0)())
+    may_end, noted = threading.Event(), []
     (tmp_path / "step-8").mkdir()
     checkpoints = saver.Checkpoints(tmp_path, Mesh(), keep=None, log=print)
 
-    def save(write: Callable[[], None]) -> None:
-        writes.append(write)
-        checkpoints.save([Part("a", Counter())], step_idx=8, metrics=None, quality=None, facts=dict)
-
     def write_slowly() -> None:
-        running.append(1)
-        most.append(len(running))
+        noted.append("begun")
         assert may_end.wait(60)
-        running.pop()
+        noted.append("ended")
 
     def fail() -> None:
         raise RunError("no space")
 
-    def check_until_it_fails() -> None:
-        for _ in range(1000):
-            checkpoints.check()
-            time.sleep(0.01)
-
-    save(write_slowly)  # does not wait
-    may_end.set()
-    save(write_slowly)
-    save(fail)
-    assert most == [1, 1]
-    with pytest.raises(RunError, match="no space"):
-        check_until_it_fails()
-    checkpoints.check()  # told once
-    save(fail)
+    writes = iter([write_slowly, write_slowly, fail])
+    monkeypatch.setattr(saver, "write_checkpoint", lambda *_, **__: next(writes)())
+    for n in range(3):
+        checkpoints.save([Part("a", Counter())], step_idx=8, metrics=None, quality=None, facts=dict)
+        assert n or noted in ([], ["begun"])  # the first call did not wait
+        may_end.set()
+    assert noted == ["begun", "ended", "begun", "ended"]
     with pytest.raises(RunError, match="no space"):
         checkpoints.wait()
+    checkpoints.check()  # told once
 
 
 # --- recognised ----------------------------------------------------------------------------------------------------
@@ -238,12 +197,6 @@ def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
             check_complete(saved)
 
 
-def vouch(directory: Path, **changes: Any) -> None:
-    """Change a manifest, and its own checksum with it."""
-    manifest = json.loads((directory / "manifest.json").read_text()) | changes
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
-
-
 def test_a_manifest_that_says_something_else_is_damage(tmp_path):
     [saved] = write(tmp_path, 8)
     manifest = json.loads((saved / "manifest.json").read_text())
@@ -252,14 +205,6 @@ def test_a_manifest_that_says_something_else_is_damage(tmp_path):
         (saved / "manifest.json").write_text(content)
         with pytest.raises(DamagedCheckpoint, match="step-8"):
             check_complete(saved)
-
-
-@pytest.mark.parametrize("blocks", [3, [], {"policy.pt": 3}, {"policy.pt": []}, {"policy.pt": [1]}, {}, None])
-def test_odd_checksums_of_blocks_are_damage(blocks, tmp_path):
-    [saved] = write(tmp_path, 8)
-    vouch(saved, blocks=blocks)
-    with pytest.raises(DamagedCheckpoint, match="step-8"):
-        check_complete(saved)
 
 
 def test_a_state_is_mapped_and_not_read_where_the_format_allows(tmp_path):

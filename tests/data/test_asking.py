@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dpo.data.asking import apply_template, as_messages, choose_format, common_format, render
+from dpo.data.asking import as_messages, choose_format, common_format, render
 from dpo.data.demo import get_demo
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -54,22 +54,6 @@ def test_a_dialogue_is_as_in_the_data(tokenizer):
     assert last == "\n\nHuman: Is the ladder still here?\n\nAssistant:"
     assert render(asked, "hh", tokenizer, "here") == asked  # it is one already
     assert all(render(prompt, "hh", tokenizer, "here") == prompt for prompt in list(get_demo("test"))[:9])
-
-
-@pytest.mark.parametrize("last", [{}, {"thinking": "why"}, {"name": "Eve"}])
-@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": True}, {"tools": [{"name": "find"}]}])
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_template_gets_what_transformers_gives_it(last, options, is_named, tokenizer):
-    tokenizer = copy.copy(tokenizer)
-    template = (
-        "{{ bos_token }}{{ tools | tojson }}{{ documents is none }}{{ add_generation_prompt }}{% if tools is defined %}"
-        "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.items() | list }}\n{% endfor %}{% endif %}"
-    )
-    tokenizer.chat_template = {"default": template, "tool_use": "tools:" + template} if is_named else template
-    messages = [*TALK, {"role": "assistant", "content": "No.", **last}]
-    assert apply_template(tokenizer, messages, **options) == tokenizer.apply_chat_template(
-        messages, tokenize=False, **options
-    )
 
 
 def test_a_chat_goes_through_the_template(chatty):

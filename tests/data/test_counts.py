@@ -10,12 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import Unigram
-from transformers import PreTrainedTokenizerFast
 
 from dpo.data import counts
-from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
+from dpo.data.counts import SplitCounter, SplitReport, count_updates
 from dpo.data.examples import iterate_examples
 from dpo.data.table import Prompt, PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
@@ -109,7 +106,7 @@ COUNTED = {
 @pytest.mark.parametrize(("prompts", "found"), COUNTED.values(), ids=COUNTED)
 def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts, found):
     report = asdict(inspect(tokenizer, *prompts))
-    noted = {key: report[key] for key in report.keys() - {"longest"} if isinstance(report[key], int) and report[key]}
+    noted = {key: report[key] for key in report.keys() - {"longest"} if type(report[key]) is int and report[key]}
     n = sum(len(prompt.examples) for prompt in prompts)
     assert noted == {"prompts": len(prompts), "examples": n, "tokenized": n, **found}
 
@@ -117,7 +114,7 @@ def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts,
 def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
     first = prompt_of("a", (" b c", " b"), (" b", " c"))  # 3 and 2 tokens, 2 and 2
     report = inspect(tokenizer, first, prompt_of("a", (" b c d e b c", " b")))  # 7 cut to 4, and 2
-    assert (report.mean_prompt_tokens, report.mean_chosen_tokens, report.mean_rejected_tokens) == (1, 3, 2)
+    assert (report.mean_chosen_tokens, report.mean_rejected_tokens) == (3, 2)
     assert report.chosen_longer == pytest.approx(2 / 3)
     assert report.longest == 5
     assert inspect(tokenizer, first).longest == 4
@@ -128,71 +125,38 @@ def test_targets_have_no_counts_of_pairs(tokenizer):
     prompts = [Prompt(text, [target], [{"chosen": 0}], "keep_end", False) for text, target in targets.items()]
     report = inspect(tokenizer, *prompts)
     assert (report.prompts, report.examples, report.empty_responses, report.mean_chosen_tokens) == (2, 2, 0, 2.5)
-    pairwise = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
-    assert [getattr(report, name) for name in pairwise] == [None] * 5  # not counted, which is not 0
-
-
-def test_test_prompts_that_are_in_train_are_counted_whole_and_by_their_first_turn(tokenizer):
-    def dialogue(first: str, then: str = "") -> Prompt:
-        later = f" Yes.\n\nHuman: {then}\n\nAssistant:" if then else ""
-        return prompt_of(f"\n\nHuman: {first}\n\nAssistant:{later}", (" b", " c"))
-
-    def count_prompts(*prompts: Prompt) -> SplitCounter:
-        counter = SplitCounter(TextEncoder(tokenizer))
-        list(counter.watch(prompts))
-        return counter
-
-    long, other = "Can a hamster eat some lettuce?", "How far away is the moon tonight?"
-    train = count_prompts(dialogue(long), dialogue("Hi", "one"), dialogue("Hi", "two"), prompt_of("a", (" b", " c")))
-    test = count_prompts(
-        dialogue(long),  # whole
-        dialogue(long, "And a rabbit?"),  # its first turn
-        dialogue("Hi", "three"),  # a greeting tells nothing
-        dialogue("Hi", "one"),  # whole
-        prompt_of("a", (" d", " e")),  # whole, in another format
-        dialogue(other),
-    )
-    test.count_in_train(train)
-    assert (test.counts["prompts_in_train"], test.counts["first_turns_in_train"]) == (3, 4)
+    assert (report.mean_rejected_tokens, report.chosen_longer, report.duplicated_pairs) == (None, None, 0)
 
 
 def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
     prompts = [Prompt(text, [], [], "keep_end", False) for text in ("a b", " b c d e f g h i", "a")]
     offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))
-    assert (offline.prompts, offline.examples, offline.tokenized, offline.mean_prompt_tokens) == (3, 0, 0, 0.0)
+    assert (offline.prompts, offline.examples, offline.tokenized) == (3, 0, 0)
     assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
-    assert online.describe("train") == (
-        "train: 3 prompts without responses, 1 with a truncated prompt; 1.7 tokens per prompt"
-    )
-    with pytest.raises(InputError, match=r"1 text contains the EOS token"):
+    assert online.describe("train") == "train: 3 prompts without responses, 1 with a truncated prompt"
+    with pytest.raises(InputError, match="a text contains the EOS token"):
         inspect(tokenizer, Prompt("a<|endoftext|> b", [], [], "keep_end", False), trains_on="prompts")
 
 
 def test_labels_are_counted(tokenizer):
     examples = [{"chosen": 0}, {"rejected": 1}, {"rejected": 0}, {"chosen": 0}]
-    counter = SplitCounter(TextEncoder(tokenizer), trains_on="labels")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "split.arrow"
-        write_prompts(path, counter.watch([Prompt("a", [" b", " c d"], examples, "keep_end", False)]))
-        report = counter.count_tokens(PromptTable(path), max_length=6, max_prompt_length=2)
-    assert (report.desirable, report.undesirable, report.duplicated_pairs) == (2, 2, None)
+    labelled = Prompt("a", [" b", " c d"], examples, "keep_end", False, weights=[2.0, 1.0, 1.0, 4.0])
+    report = inspect(tokenizer, labelled, trains_on="labels")
+    assert (report.desirable, report.undesirable, report.has_numbers) == (2, 2, True)
+    assert (report.desirable_weights, report.undesirable_weights) == (6, 2)
+    assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
     assert report.describe("train") == (
         "train: 4 examples of 1 prompt, 2 desirable and 2 undesirable, 2 responses with both labels; "
         "2.0 tokens per desirable response, 2.5 per undesirable response"
     )
 
 
-def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(tokenizer, monkeypatch):
+def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeypatch):
+    monkeypatch.setattr(counts, "COUNTED_WHOLE", 1)
     monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
-    with pytest.raises(InputError) as error:
-        inspect(
-            tokenizer,
-            *[prompt_of("fine", (" b", " c"))] * 30,
-            prompt_of("guilty<|endoftext|> prompt", (" b", " c"), (" b", " d")),  # counts once
-            prompt_of("fine too", (" guilty<|endoftext|> response", " c")),
-        )
-    assert str(error.value).startswith("2 texts contain the EOS token '<|endoftext|>'")
-    assert "The first text has it in 'guilty<|endoftext|> prompt'" in str(error.value)
+    good, bad = prompt_of("fine", (" b", " c")), prompt_of("fine too", (" guilty<|endoftext|> response", " c"))
+    with pytest.raises(InputError, match=r"remove it from ' guilty<\|endoftext\|> response'; .* ends in 'fine too'"):
+        inspect(tokenizer, *[good] * 30, bad)
     # a chat template may write it
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
 
@@ -209,27 +173,14 @@ def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(toke
         ("どこ？", "ここ", 0),  # no spaces in this script
     ],
 )
-def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
+def test_words_that_run_together_are_warned_of_with_an_example(prompt, response, joined, tokenizer):
     pairs = (response, " x"), (" y", " z")
     report = inspect(tokenizer, prompt_of(prompt, *pairs), max_length=64)
-    assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
-    lines = Preflight(report, report, updates=1, dropped_examples=0, examples_per_epoch=2).describe(2).splitlines()
-    warnings = [line for line in lines if line.startswith("warning: in ")]
-    assert len(warnings) == joined
-    for warning in warnings:
-        assert "in 1 of 2 examples (train) and 1 of 2 examples (test) a response follows its prompt" in warning
-        assert "without a space, as in 'Where?Here'" in warning
+    assert [*report.find_warnings("train")] == [
+        "warning: in 1 of 2 examples (train) a response follows its prompt without a space, as in 'Where?Here': texts "
+        "are used verbatim, so begin responses with a space, or end prompts with one"
+    ] * joined
     assert inspect(tokenizer, prompt_of(prompt, *pairs, rendered=True)).joined_words == 0  # a template may
-
-
-def test_words_do_not_run_together_if_the_tokenizer_begins_texts_with_a_space():
-    spaced = Tokenizer(
-        Unigram([("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "abHWerh?")], unk_id=0)
-    )
-    spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()  # as Llama 2's
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="</s>")
-    report = inspect(tokenizer, prompt_of("Where?", ("Here", " x"), (" y", " z")), max_length=64)
-    assert report.joined_words == 0
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
@@ -240,16 +191,13 @@ def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
     assert found == {"talks": "hh", "chats": "chat", "texts": "raw", "mixed": "raw"}
 
 
-def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer, monkeypatch):
+@pytest.mark.parametrize(("whole", "tokenized"), [(100, 100), (99, 20)])
+def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(whole, tokenized, tokenizer, monkeypatch):
     prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
-    monkeypatch.setattr(counts, "SAMPLE_SIZE", 20)
-    monkeypatch.setattr(counts, "TOKENIZED_AT_ONCE", 7)
+    for name, value in {"COUNTED_WHOLE": whole, "SAMPLE_SIZE": 20, "TOKENIZED_AT_ONCE": 7}.items():
+        monkeypatch.setattr(counts, name, value)
     report = inspect(tokenizer, *prompts)
-    assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
-    assert 0 < report.truncated_prompts < 20
-    assert f"; in a random sample of 20, {report.truncated_prompts} with a truncated prompt" in report.describe("train")
-
-
-def test_one_of_a_kind_is_in_the_singular(tokenizer):
-    report = inspect(tokenizer, prompt_of("a", (" b", " c"), (" c", " b")))
-    assert report.describe("train").startswith("train: 2 examples of 1 prompt, 1 contradictory pair; ")
+    assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, tokenized)
+    assert 0 < report.truncated_prompts < tokenized
+    said = f"; in a random sample of 20, {report.truncated_prompts} with a truncated prompt"
+    assert (said in report.describe("train")) == (tokenized == 20)

@@ -1,8 +1,7 @@
-"""The user's own pairs: texts or chat messages."""
+"""The user's own data: what is trained on, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from decimal import Decimal
@@ -17,11 +16,11 @@ from dpo.analysis.ledger_file import read_ledger
 from dpo.data import custom
 from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
-from dpo.data.records import split_shared_prompt
 from dpo.data.sources import load_rows
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.settings.places import Source
+from dpo.system import pool
 from preference_datasets import get_batch_iterator
 
 # "<user>Hi" and "<assistant>Hello" joined, with or without EOS after each turn
@@ -34,90 +33,6 @@ ENDS_TURNS_WITH_SEMICOLON = "{% for message in messages %}" + TURN + ";{% endfor
 HELLO = {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go away")]}
 
 
-# texts
-
-
-def test_texts_with_a_prompt_are_taken_as_they_are(tokenizer):
-    rows = [
-        {"prompt": "Q:", "chosen": " yes", "rejected": " no", "source": "other columns are ignored"},
-        {"prompt": "Q:", "chosen": " sure", "rejected": " never"},
-    ]
-    data = get_custom(rows, "mine", tokenizer)
-    assert data == {
-        "Q:": {"responses": [" yes", " no", " sure", " never"], "pairs": [(0, 1), (2, 3)], "sft_target": " sure"}
-    }
-    assert (data.truncation_mode, data.rendered) == ("keep_end", False)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "expected"),
-    [
-        # the shared beginning ends in the middle of "there" / "then"; the prompt ends at the word before
-        ("Is it there", "Is it then", ("Is it", " there", " then")),
-        # one text is the beginning of the other
-        ("Go on", "Go on now", ("Go", " on", " on now")),
-        # a dialogue is cut at its last shared marker, though " I " is shared beyond it
-        (
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I do",
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I don't",
-            ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " I do", " I don't"),
-        ),
-        # dialogues that part at the first answer are cut there, whatever follows
-        (
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
-            "\n\nHuman: a\n\nAssistant: e",
-            ("\n\nHuman: a\n\nAssistant:", " b\n\nHuman: c\n\nAssistant: d", " e"),
-        ),
-    ],
-)
-def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected, tokenizer):
-    assert split_shared_prompt(chosen, rejected) == expected
-    (data,) = get_custom([{"chosen": chosen, "rejected": rejected}], "mine", tokenizer).items()
-    assert (data[0], *data[1]["responses"]) == expected
-
-
-def test_texts_that_share_nothing_need_a_prompt(tokenizer):
-    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns=\{prompt: COL"):
-        get_custom([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
-
-
-RENAMED = {"prompt": "question", "chosen": "best", "rejected": "worst"}
-
-
-def test_columns_may_have_other_names(tokenizer, chat):
-    rows = [{"question": "Q:", "best": " yes", "worst": " no", "prompt": "another column"}]
-    assert get_custom(rows, "mine", tokenizer, RENAMED) == {
-        "Q:": {"responses": [" yes", " no"], "pairs": [(0, 1)], "sft_target": " yes"}
-    }
-    messages = {RENAMED[key]: value for key, value in HELLO.items()}
-    template = chat(ENDS_TURNS_WITH_EOS)
-    assert get_custom([messages], "mine", template, RENAMED) == get_custom([HELLO], "mine", template)
-    with pytest.raises(InputError, match=r"columns\.prompt=question: mine has no such column; there are best, worst"):
-        get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
-    shared = get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
-    assert list(shared) == ["a"]
-    with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give fields of pairs"):
-        get_custom(rows, "mine", tokenizer, {"promt": "question"})
-    sources = {"hh": {"path": "x", "columns": RENAMED}}
-    with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: the built-in dataset hh has fixed columns"):
-        next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
-
-
-def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command, tmp_path):
-    rows = [{"question": f"What is {i}?", "best": f" It is {i}.", "worst": "No."} for i in range(40)]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    columns = "{prompt: question, chosen: best, rejected: worst}"
-    own = ("datasets=[mine]", "n_examples=4", f"dataset_sources.mine={file}", f"dataset_sources.mine.columns={columns}")
-    result = train(*command("run", *own))
-    assert result.returncode == 0, result.stderr
-    # the worst ones begin without a space
-    joined = "warning: in 36 of 36 examples (train) and 4 of 4 examples (test) a response follows its prompt without a "
-    assert f"{joined}space, as in 'What is " in result.stdout
-    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
-    assert report["test"]["joined_words"] == 4
-    assert report["train"]["joined_example"].endswith("?No.")
-
-
 # without pairs, for SFT
 
 QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"}, {"question": "Q:", "answer": " sure"}]
@@ -127,8 +42,8 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     data = get_custom(QA, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=question, completion=answer"]
     assert data == {
-        "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure"},
-        "P:": {"responses": [" no"], "pairs": [], "sft_target": " no"},
+        "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure", "rows": [1, 3]},
+        "P:": {"responses": [" no"], "pairs": [], "sft_target": " no", "rows": [2]},
     }
     prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets")
     texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
@@ -139,13 +54,14 @@ def test_prompts_to_answer_need_no_responses(tokenizer, chat):
     rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
     data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
     assert data.notes == ["mine: columns prompt=question; not used: source"]
-    nothing = {"responses": [], "pairs": [], "sft_target": ""}
-    assert data == {"Q:": nothing, "P:": nothing}
+    assert [(prompt, entry["responses"], entry["pairs"]) for prompt, entry in data.items()] == [
+        ("Q:", [], []),
+        ("P:", [], []),
+    ]
     prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
     assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
 
     messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert messages == {"<user>Hi;<assistant>": nothing}
     assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
     pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
     assert [examples for _, _, examples, _ in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
@@ -169,22 +85,6 @@ def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     assert texts == [{"chosen": " yes"}, {"rejected": " hm"}, {"rejected": " no"}]
 
 
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
-        ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
-        ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
-        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]: correct it, "),
-        ({}, "record 1 of mine: label is missing, and must be true or false; the record has prompt, completion: add l"),
-    ],
-)
-def test_a_label_that_is_neither_good_nor_bad_is_refused(tokenizer, label, message):
-    row = {"prompt": "Q:", "completion": " yes"}
-    with pytest.raises(InputError, match=re.escape(message)):
-        get_custom([{**row, **label}, {**row, "label": True}], "mine", tokenizer, trains_on="labels")
-
-
 def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokenizer):
     rows = [{"prompt": "Q:", "chosen": " yes", "rejected": " no"}, {"prompt": "Q:", "chosen": " a", "rejected": " no"}]
 
@@ -196,41 +96,6 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
     assert list_texts(unpair=True) == [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
     with pytest.raises(InputError, match="dataset mine has pairs, and this loss trains on single responses with label"):
         list_texts()
-
-
-def test_an_empty_input_is_left_out_and_one_that_is_no_text_is_refused(tokenizer):
-    row = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
-    for empty in ({**row, "input": ""}, {**row, "input": None}):
-        assert list(get_custom([row, empty], "mine", tokenizer)) == ["Sum up.\n\nText", "Sum up."]
-    with pytest.raises(InputError, match="record 1 of mine: input must be text, and is 0"):
-        get_custom([{**row, "input": 0}], "mine", tokenizer)
-    # unless the config says what the prompt is
-    assert list(get_custom([row], "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
-    with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
-        get_custom(
-            [{**row, "instruction": [user("a")], "chosen": [assistant("A")], "rejected": [assistant("B")]}],
-            "mine",
-            tokenizer,
-        )
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([{"from": "tool", "value": "Hi"}], "record 1 of mine: a message is from 'tool', and must be from one of"),
-        ([{"from": "human", "value": "Hi"}, assistant("La")], "record 1 of mine: from is missing, and must be text"),
-        (
-            [user("Hi"), assistant("Hm?"), user("Sing")],
-            "record 1 of mine: the last message is from user, and must be from a",
-        ),
-        ([assistant("La")], "record 1 of mine: a prompt and its responses need at least one message each"),
-        ([user("Hi"), {"role": "assistant", "content": None}], "record 1 of mine: content is null"),
-        ("Hi", "record 1 of mine: messages must be a list of chat messages, and is text"),
-    ],
-)
-def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
-    with pytest.raises(InputError, match=message):
-        get_custom([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
 
 
 def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
@@ -277,65 +142,11 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert take([RANKED], tokenizer, "pairs", list_pairs="best_worst") == [{"chosen": " good", "rejected": " bad"}]
     assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
     notes = get_custom([RANKED], "mine", tokenizer).notes
-    assert notes[-1] == "mine: 1 list with equal scores, which make no pair"
+    assert notes[-1] == "mine: in 1 record responses have equal scores, which make no pair"
     all_equal = {**RANKED, "scores": [0] * 4}
     with pytest.raises(InputError, match="mine: the responses of each list have equal scores, which make no pair"):
         get_custom([all_equal], "mine", tokenizer)
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
-
-
-def test_scores_of_a_given_format_may_have_another_spelling(tokenizer):
-    row = {"prompt": "Q:", "responses": [" a", " b"], "Scores": [1, 2]}
-    for data_format in (None, "ranked"):
-        data = get_custom([row], "mine", tokenizer, data_format=data_format)
-        assert data["Q:"]["sft_target"] == " b"
-
-
-def test_dialogues_that_diverge_early_are_counted(tokenizer):
-    start = "\n\nHuman: a\n\nAssistant:"
-    row = {"chosen": f"{start} b\n\nHuman: c\n\nAssistant: d", "rejected": f"{start} e"}
-    notes = get_custom([row], "mine", tokenizer, data_format="hh").notes
-    assert notes[-1] == (
-        "mine: in 1 record the dialogues diverge before the last answer; the prompt ends where they diverge"
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {},
-            "record 1 of mine: scores has equal numbers, and this loss needs an order without ties: remove all but one",
-        ),
-        ({"scores": [1, 2]}, "record 1 of mine: scores is [1, 2], and must have a finite number for each of the 4 in "),
-        ({"scores": [1, 2, 3, math.inf]}, "record 1 of mine: scores is [1, 2, 3, inf], and must have a finite number"),
-        (
-            {"scores": [1, 2, 3, "4"]},
-            "record 1 of mine: scores[3] must be a number, and is '4': correct it, or remove",
-        ),
-        ({"scores": [1, 2, 3, 10**400]}, "record 1 of mine: scores is [1, 2, 3, 1000"),
-        ({"scores": [1, 2, None, 4]}, "record 1 of mine: scores[2] is null"),
-        ({"scores": "4"}, "record 1 of mine: scores must be a list, and is '4'"),
-        (
-            {"responses": [" a"]},
-            "record 1 of mine: responses has 1 response, and must have 2 or more: add some, or rem",
-        ),
-        ({"responses": " a"}, "record 1 of mine: responses must be a list, and is ' a'"),
-        ({"responses": [" a", 3]}, "record 1 of mine: responses[1] must be text or a list of messages, and is 3"),
-        (
-            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
-            "record 1 of mine: prompt holds text, responses holds text, responses holds chat messages; they must",
-        ),
-        (
-            {"responses": list("abcdefghijklmnopq"), "scores": list(range(17))},
-            "record 1 of mine: responses has 17 responses, and this loss takes lists of up to 16: remove some",
-        ),
-    ],
-)
-def test_a_ranked_list_that_cannot_be_trained_on_is_refused(tokenizer, change, message):
-    with pytest.raises(InputError) as error:
-        get_custom([{**RANKED, **change}], "mine", tokenizer, trains_on="lists")
-    assert str(error.value).startswith(message)
 
 
 # weights and margins
@@ -369,35 +180,6 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
     texts = [{**pair, "weight": str(pair["weight"]), "margin": Decimal(-1)} for pair in pairs]
     assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
-    data = get_custom(pairs, "mine", tokenizer)
-    used = "columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"
-    assert data.notes == [f"mine: format trl_standard; {used}; not used: margin"]
-    parts = [data.select_split(split).weights for split in ("train", "test")]
-    assert sorted(parts, key=str) == [{"Q:": [2, 0.5]}, {"R:": [1]}]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"weight": 0},
-            "record 1 of mine: weight is 0, and must be a finite number above 0: correct it, or remove the ",
-        ),
-        ({"weight": math.inf}, "record 1 of mine: weight is inf, and must be a finite number above 0: correct it"),
-        (
-            {"weight": "two"},
-            "record 1 of mine: weight must be a number, and is 'two': correct it, or remove the record",
-        ),
-        ({"weight": 10**400}, "record 1 of mine: weight is 1000000"),
-        ({"margin": -math.inf}, "record 1 of mine: margin is -inf, and must be a finite number: correct it, or remove"),
-        ({"margin": None}, "record 1 of mine: margin is null: give it a value, or remove the record"),
-    ],
-)
-def test_a_weight_or_margin_that_means_nothing_is_refused(tokenizer, change, message):
-    row = {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 1, **change}
-    with pytest.raises(InputError) as error:
-        get_custom([row], "mine", tokenizer, with_margins=True)
-    assert str(error.value).startswith(message)
 
 
 def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tokenizer):
@@ -427,58 +209,7 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
 
 
-# null
-
-
-@pytest.mark.parametrize("null", [None, float("nan")])
-@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
-def test_a_null_is_null_and_neither_missing_nor_replaced(tokenizer, key, null):
-    row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
-    with pytest.raises(InputError, match=rf"record 3 of mine: {key} is (null|NaN, which is how pandas writes null):"):
-        get_custom([row, row, {**row, key: null}], "mine", tokenizer)
-
-
-def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_share(tokenizer):
-    row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
-    without = {key: row[key] for key in ("chosen", "rejected")}
-    with pytest.raises(InputError, match="record 2 of mine: prompt is missing, and must be text or a list of"):
-        get_custom([row, without], "mine", tokenizer)
-    assert list(get_custom([without], "mine", tokenizer)) == ["Q:"]
-
-
-def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path):
-    file = tmp_path / "rows.csv"
-    file.write_text("prompt,chosen,rejected\na:, yes,\n")
-    assert get_custom(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
-    file.write_text("prompt,chosen,rejected\n,a,b\n")
-    with pytest.raises(InputError, match=r"record 1 of .*rows\.csv \(line 2\): the prompt is empty"):
-        get_custom(load_rows(Source(str(file)), "train"), "rows", None)
-
-
 # chat messages
-
-
-WHOLE = [user("Hi"), assistant("Hello")]
-OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-
-
-@pytest.mark.parametrize(
-    ("row", "template", "prompt", "responses"),
-    [
-        # tokenization appends the last EOS of a turn
-        (HELLO, ENDS_TURNS_WITH_EOS, "<user>Hi<|endoftext|>\n<assistant>", ["Hello", "Go away"]),
-        # another ending of turns stays
-        (HELLO, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
-        # conversations that share everything leave a response each
-        ({"chosen": WHOLE, "rejected": WHOLE}, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;"] * 2),
-        # a tag that only an open turn shows is not part of the prompt
-        (HELLO, OPENS_WITH_THINK, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
-    ],
-)
-def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
-    data = get_custom([row], "mine", chat(template))
-    assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
-    assert (data.truncation_mode, data.rendered) == ("keep_end", True)
 
 
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
@@ -486,6 +217,7 @@ def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     rows = [{**HELLO, "prompt": named}, {**HELLO, "prompt": [user("A")]}]
     data = get_custom(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
 
+    assert (data.truncation_mode, data.rendered) == ("keep_turns", True)
     assert [*data.messages] == [*data]
     assert [*data.messages.values()] == [[{**user("Hi"), "name": "Eve"}], [user("A")]]
     for split in ("train", "test"):
@@ -502,55 +234,101 @@ def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat,
     assert tokenizer.decode(labels[labels != -100]) == "Hello<|endoftext|>"
 
 
+# refusals
+
+PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+LABEL = {"prompt": "Q:", "completion": " a", "label": True}
+TARGET = {"messages": [user("Hi"), assistant("Hello")]}
+ALPACA = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
+WHOLE = {"chosen": "Q: yes", "rejected": "Q: no"}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
+
+
+@pytest.mark.parametrize("trains_on", ["pairs", "labels", "targets", "lists"])
+def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, trains_on):
+    for base, change, message in REFUSED[trains_on]:
+        tokenizer = chat(ENDS_TURNS_WITH_SEMICOLON)
+        with pytest.raises(InputError) as error:
+            get_custom([{**base, **change}], "mine", tokenizer, trains_on=trains_on, with_margins=True)
+        assert message in str(error.value), change
+        assert str(error.value).startswith("record 1 of mine")
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
+    "pairs": [
+        (PAIR, {"prompt": ""}, "the prompt is empty, so nothing predicts the first token of a response"),
+        (PAIR, {"chosen": 3}, "chosen must be text or a list of messages, and is 3"),
+        *((PAIR, {key: None}, f"{key} is null: give it a value, or remove") for key in PAIR),
+        *((PAIR, {key: math.nan}, f"{key} is NaN, which is how pandas writes null") for key in PAIR),
+        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with no word in common, which would be the prompt: give"),
+        (WHOLE, {"rejected": HELLO["rejected"]}, "chosen holds text, rejected holds chat messages; they must all be"),
+        (ALPACA, {"input": 0}, "input must be text, and is 0"),
+        (ALPACA, {"instruction": [user("a")]}, "instruction must be text, and is "),
+        (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
+        (PAIR, {"weight": "two"}, "weight must be a number, and is 'two': correct it, or remove the record"),
+        (PAIR, {"weight": 10**400}, "weight is 1000000"),
+        (PAIR, {"margin": -math.inf}, "margin is -inf, and must be a finite number: correct it, or remove"),
+        (HELLO, {"rejected": "Go away"}, "prompt holds chat messages, chosen holds chat messages, rejected holds text"),
+        (HELLO, {"chosen": []}, "need at least one message each"),
+        (HELLO, {"chosen": [{"role": "assistant"}]}, "content is missing, and must be text"),
+        (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
+        (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is null"),
+    ],
+    "labels": [
+        (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
+        (LABEL, {"label": [True]}, "label must be true or false, and is [True]: correct it, "),
+    ],
+    "targets": [
+        (TARGET, {"messages": [{"from": "tool", "value": "Hi"}]}, "a message is from 'tool', and must be from one of"),
+        (TARGET, {"messages": [{"from": "human", "value": "Hi"}, assistant("La")]}, "from is missing, and must be tex"),
+        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "the last message is from user, and must be from a"),
+        (TARGET, {"messages": [assistant("La")]}, "a prompt and its responses need at least one message each"),
+        (TARGET, {"messages": "Hi"}, "messages must be a list of chat messages, and is text"),
+    ],
+    "lists": [
+        (RANKED, {}, "scores has equal numbers, and this loss needs an order without ties: remove all but one"),
+        (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores is [1, 2, 3, inf], and must have a finite number for each"),
+        (RANKED, {"scores": [1, 2, 3, "4"]}, "scores[3] must be a number, and is '4': correct it, or remove"),
+        (RANKED, {"scores": [1, 2, 3, 10**400]}, "scores is [1, 2, 3, 1000"),
+        (RANKED, {"scores": "4"}, "scores must be a list, and is '4'"),
+        (RANKED, {"responses": [" a"]}, "responses has 1 response, and must have 2 or more: add some, or rem"),
+        (RANKED, {"responses": [" a", 3]}, "responses[1] must be text or a list of messages, and is 3"),
+        (
+            RANKED,
+            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
+            "prompt holds text, responses holds text, responses holds chat messages; they must",
+        ),
+        (
+            RANKED,
+            {"responses": list("abcdefghijklmnopq"), "scores": list(range(17))},
+            "responses has 17 responses, and this loss takes lists of up to 16: remove some",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        (
-            [HELLO],
-            None,
-            "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, ",
-        ),
-        (
-            [HELLO],
-            REFUSES,
-            "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alternate",
-        ),
+        ([HELLO], None, "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokeni"),
+        ([HELLO], REFUSES, "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alter"),
         ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
-        (
-            [HELLO, {"prompt": "a", "chosen": " b", "rejected": " c"}],
-            ENDS_TURNS_WITH_EOS,
-            "record 2 of mine holds text, and earlier records hold chat messages: use one kind",
-        ),
-        (
-            [{"prompt": "a", "chosen": " b", "rejected": " c"}, HELLO],
-            ENDS_TURNS_WITH_EOS,
-            "record 2 of mine holds chat messages, and earlier records hold text: use one kind",
-        ),
-        (
-            [{**HELLO, "rejected": "Go away"}],
-            ENDS_TURNS_WITH_EOS,
-            "prompt holds chat messages, chosen holds chat messages, rejected holds text; they must all be text or all "
-            "be chat messages",
-        ),
-        (
-            [{"chosen": "Hi", "rejected": HELLO["rejected"]}],
-            ENDS_TURNS_WITH_EOS,
-            "record 1 of mine: chosen holds text, rejected holds chat messages; they must all be text",
-        ),
-        ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
-        ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "content is missing, and must be text"),
-        ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "'Hello' stands where an object with the field 'role'"),
-        ([{**HELLO, "chosen": [7]}], ENDS_TURNS_WITH_EOS, "7 stands where an object with the field 'role'"),
+        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text, and earlier records hold chat messages: u"),
+        ([PAIR, HELLO], ENDS_TURNS_WITH_EOS, "record 2 of mine holds chat messages, and earlier records hold text: u"),
+        # a prompt that other records have is not taken from what the responses share
+        ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list of"),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, message):
-    with pytest.raises(InputError) as error:
+def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):
+    with pytest.raises(InputError, match=message):
         get_custom(rows, "mine", chat(template))
-    assert message in str(error.value)
+
+
+def test_an_empty_cell_of_a_table_is_an_empty_text(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na:, yes,\n")
+    rows = load_rows(Source(str(tmp_path / "rows.csv")), "train")
+    assert get_custom(rows, "rows", None)["a:"]["responses"] == [" yes", ""]
 
 
 def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypatch):
@@ -561,7 +339,7 @@ def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypat
     outcomes = []
     for n_workers in (1, 2):
         monkeypatch.setattr(custom, "ROWS_PER_WORKER", 12 // n_workers - 1)
-        monkeypatch.setattr(custom, "ROWS_PER_CHUNK", 4)
+        monkeypatch.setattr(pool, "ITEMS_PER_CHUNK", 4)
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=n_workers: range(n))
         data = get_custom(rows, "mine", template)
         with pytest.raises(InputError) as refusal:

@@ -29,35 +29,17 @@ def test_no_test_prompt_is_trained_on(demo):
     assert not set(demo["train"]) & set(demo["test"])
 
 
-def test_neither_a_constant_nor_length_tells_the_better_response(demo):
-    better, worse = zip(
-        *(
-            (entry["responses"][i], entry["responses"][j])
-            for entry in demo["train"].values()
-            for i, j in entry["pairs"]
-        ),
-        strict=True,
-    )
-    assert len(better) == 6144
-    assert not set(better) & set(worse)
-    for responses in (better, worse):
-        assert len(set(responses)) > 2000
-    longer = sum(len(b) > len(w) for b, w in zip(better, worse, strict=True)) / len(better)
+def test_length_alone_does_not_tell_the_better_response(demo):
+    pairs = [entry["responses"] for entry in demo["train"].values()]  # the better one first
+    longer = sum(len(better) > len(worse) for better, worse in pairs) / len(pairs)
     assert 0.3 < longer < 0.7
+    assert not {better for better, _ in pairs} & {worse for _, worse in pairs}
 
 
 def test_the_sft_target_is_courteous_in_two_of_five_dialogues(demo):
     better = [entry["sft_target"] == entry["responses"][entry["pairs"][0][0]] for entry in demo["train"].values()]
     assert all(entry["sft_target"] in entry["responses"] for entry in demo["train"].values())
     assert 0.38 < sum(better) / len(better) < 0.42
-
-
-def test_prompts_and_responses_are_in_the_format_of_hh(demo):
-    for prompt, entry in demo["train"].items():
-        assert prompt.startswith("\n\nHuman: ")
-        assert prompt.endswith("\n\nAssistant:")
-        assert all(response.startswith(" ") and "{" not in response for response in entry["responses"])
-    assert demo["train"].truncation_mode == "keep_end"
 
 
 def test_every_response_is_a_sentence_about_the_thing_asked_for_and_the_better_one_is_courteous(demo):

@@ -206,6 +206,21 @@ def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_response
     assert alone.prompt == tokens.prompt
 
 
+@pytest.mark.parametrize("escaped", ["", "\ufdd0"])
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags, escaped):
+    """As Phi-3's <|end|>, which takes the newline behind it."""
+    tokenizer = copy.deepcopy(TOKENIZERS["never"])
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", **flags)]})
+    pieces = ["cat ", "<|end|>", "\n<s>[I] the", "<|end|>\n", "It is"]
+    [tokens] = TextEncoder(tokenizer).encode_whole([("the" + escaped, [pieces], [])])
+    whole = tokenizer("the" + "".join(pieces), add_special_tokens=False)["input_ids"]
+    assert [*tokens.prompt, *chain(*tokens.responses[0])] == whole
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert [end in ids for ids in tokens.responses[0]] == [False, True, False, True, False]
+    assert not tokens.crosses
+
+
 @pytest.mark.parametrize("tokenizer_kind", KINDS)
 def test_escaped_control_tokens_are_ordinary_text_and_others_stay(tokenizer_kind):
     tokenizer = TOKENIZERS[tokenizer_kind]

@@ -125,26 +125,28 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
 
 
 def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
-    (tmp_path / "a.csv").write_text(f"prompt,chosen\n\na,{'b' * 200_000}\n\n")
-    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
-
-
-def test_a_suffix_may_be_in_upper_case(tmp_path):
-    (tmp_path / "train.CSV").write_text("prompt,chosen\na,b\n")
+    (tmp_path / "train.CSV").write_text(f"prompt,chosen\n\na,{'b' * 200_000}\n\n")
     for path in (tmp_path, tmp_path / "train.CSV"):
-        assert list(load_rows(Source(str(path)), "train")) == [{"prompt": "a", "chosen": "b"}]
+        assert list(load_rows(Source(str(path)), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
 
 
-def test_columns_of_a_csv_may_be_separated_by_semicolons_or_tabs(tmp_path):
-    (tmp_path / "c.csv").write_text("prompt\tchosen\na;, b\tc\n")
-    assert list(load_rows(Source(str(tmp_path / "c.csv")), "train")) == [{"prompt": "a;, b", "chosen": "c"}]
-    (tmp_path / "a.csv").write_text('\ufeffprompt;chosen\r\na;"b; c"\r\nd;1,5\r\n')
-    rows = [{"prompt": "a", "chosen": "b; c"}, {"prompt": "d", "chosen": "1,5"}]
-    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == rows
-    (tmp_path / "d.csv").write_text("prompt;margin\n1,5;0,5\n")  # where semicolons separate, commas are decimal
-    assert list(load_rows(Source(str(tmp_path / "d.csv")), "train")) == [{"prompt": "1,5", "margin": "0.5"}]
-    (tmp_path / "b.csv").write_text("prompt,a;b\nc;d,e\n")  # a comma goes first
-    assert list(load_rows(Source(str(tmp_path / "b.csv")), "train")) == [{"prompt": "c;d", "a;b": "e"}]
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("prompt\tchosen\na;, b\tc\n", {"prompt": "a;, b", "chosen": "c"}),
+        ('\ufeffprompt;chosen\r\na;"b; c"\r\n', {"prompt": "a", "chosen": "b; c"}),
+        (
+            "prompt;margin\n1,5;0,5\n",
+            {"prompt": "1,5", "margin": "0.5"},
+        ),  # where semicolons separate, a comma is decimal
+        ("prompt,a;b\nc;d,e\n", {"prompt": "c;d", "a;b": "e"}),  # a comma goes first
+        ("ask, if any;a;b\nHow, then?;So;No\n", {"ask, if any": "How, then?", "a": "So", "b": "No"}),
+        ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
+    ],
+)
+def test_the_first_line_of_a_csv_tells_what_separates_columns(tmp_path, text, row):
+    (tmp_path / "a.csv").write_text(text)
+    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [row]
 
 
 @pytest.mark.parametrize(
@@ -179,18 +181,18 @@ def test_shards_in_data_are_read_in_order_as_the_hub_lays_them_out(tmp_path):
     assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
 
 
-def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path):
+def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, capsys):
     # 20 prompts of two rows each: a tenth, 2 prompts, is test
     rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
-    source = {"mine": str(write_rows(tmp_path / "all.jsonl", rows))}
-
-    train, test = (get_dataset("mine", split, dataset_sources=source) for split in ("train", "test"))
+    path = write_rows(tmp_path / "all.jsonl", rows)
+    train, test = (get_dataset("mine", split, dataset_sources={"mine": str(path)}) for split in ("train", "test"))
 
     assert len(test) == 2
     assert not set(train) & set(test)
     assert set(train) | set(test) == {f"{i}:" for i in range(20)}
     assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
-    assert list(test) == list(get_dataset("mine", "test", dataset_sources=source))  # drawn the same every time
+    said = f"test split of mine: a tenth of the prompts of {path}, at least one: 2 of 20"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
 
 
 def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
@@ -217,23 +219,12 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
     assert both == [read(split) for split in ("train", "test")]
 
 
-@pytest.mark.parametrize(("n", "held_out"), [(2, 1), (5, 1), (60, 6)])
-def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path, capsys):
-    path = write_rows(tmp_path / "all.jsonl", [{"prompt": f"{i}?", "chosen": "b", "rejected": "c"} for i in range(n)])
-    sizes = [len(get_dataset("mine", split, dataset_sources={"mine": str(path)})) for split in ("train", "test")]
-    assert sizes == [n - held_out, held_out]
-    said = f"test split of mine: a tenth of the prompts of {path}, at least one: {held_out} of {n}"
-    assert capsys.readouterr().out.splitlines().count(said) == 1
-
-
 @pytest.mark.parametrize(
     ("files", "messages"),
     [
         ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
         ({}, ["{dir} has no train split", "it holds nothing"]),
-        ({"a.csv": "a\n1\n", "b.csv": "a\n1\n"}, ["datasets={dir}/FILE takes both splits from one file"]),
-        ({"test/state.json": "{}", "dataset_dict.json": "{}"}, ["it holds dataset_dict.json, test"]),
-        ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from one file"]),
+        ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/FILE takes both splits from one file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
             ["several files of its train split (train.jsonl, train.parquet)", "keep one of them"],
@@ -286,7 +277,6 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ),
         ({"train.csv": "a;b\n1,5;2;3\n"}, ["line 2) has 3 fields", "names 2: put fields with semicolons or newlines"]),
         ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),
-        ({"train.xlsx": b"PK\x03\x04"}, ["it holds train.xlsx. Save sheets as CSV (UTF-8)"]),
         *(
             ({f"train{suffix}": start + b"\xb5\0"}, [f"train{suffix} is {kind}"])
             for start, kind in FIRST_BYTES.items()
@@ -331,13 +321,6 @@ def test_empty_rows_and_columns_without_a_name_are_no_data(tmp_path, text, suffi
     assert list(rows) == [{"question": "How?", "good": "So", "bad": "Or “so”"}]
 
 
-def test_the_separator_of_a_csv_is_what_its_first_line_has_most_of_outside_quotes(tmp_path):
-    (tmp_path / "a.csv").write_text("question, if any;good;bad\nHow, then?;So;Or so\n")
-    (tmp_path / "b.csv").write_text('"question; if; any",good\nHow?,So\n')
-    assert load_rows(Source(str(tmp_path / "a.csv")), "train")[0]["question, if any"] == "How, then?"
-    assert load_rows(Source(str(tmp_path / "b.csv")), "train")[0] == {"question; if; any": "How?", "good": "So"}
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -363,18 +346,6 @@ def test_a_table_that_a_spreadsheet_wrote_otherwise_is_refused_with_the_fix(tmp_
             load_rows(Source(str(tmp_path / name)), "train")
 
 
-def test_a_saved_dataset_without_a_test_split_is_offered_as_both(tmp_path):
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path)
-    write(tmp_path / "other.jsonl", ROWS)
-    with pytest.raises(
-        InputError, match=rf"holds dataset_dict.json, other.jsonl, train\. datasets={tmp_path}/train takes both spl"
-    ):
-        load_rows(Source(str(tmp_path)), "test")
-    (tmp_path / "test.csv").symlink_to("nowhere")
-    with pytest.raises(InputError, match=r"test\.csv cannot be read: .*No such file"):
-        load_rows(Source(str(tmp_path)), "test")
-
-
 def test_preferences_and_targets_may_be_splits_of_their_own(tmp_path):
     for name in ("train_sft", "test_sft"):
         write(tmp_path / "chats" / f"{name}.jsonl", ROWS)
@@ -383,6 +354,12 @@ def test_preferences_and_targets_may_be_splits_of_their_own(tmp_path):
     for split in ("train", "test"):
         assert list(load_rows(Source(str(tmp_path / "chats")), split)) == ROWS
         assert list(load_rows(Source(str(tmp_path / "both")), split)) == ROWS[:1]
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "test.csv").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"test\.csv cannot be read: .*No such file"):
+        load_rows(Source(str(tmp_path)), "test")
 
 
 def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
@@ -395,17 +372,6 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
         load_rows(Source(f"/dev/fd/{end}"), "train")
     os.close(end)
     os.close(other)
-
-
-def test_splits_of_other_columns_are_not_renamed_one_for_the_other(tmp_path):
-    write(tmp_path / "train.csv", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
-    write(tmp_path / "test.csv", [{"question": "a", "left": " b", "right": " c"}])
-    with pytest.raises(InputError) as error:
-        get_dataset("mine", "test", dataset_sources={"mine": str(tmp_path)})
-    assert str(error.value) == (
-        f"{tmp_path} (test) has the columns question, left, right, and the train split has prompt, chosen, rejected: "
-        f"name the columns of both splits alike"
-    )
 
 
 def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):

@@ -15,6 +15,7 @@ from dpo.data.asking import as_messages, render
 from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.schema import Record
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
@@ -102,7 +103,7 @@ def test_errors_of_a_template_are_explained_in_training_and_sampling(failing, ch
     tokenizer = chat(failing + WITHOUT_TOOLS)
     rejected = "^here: the tokenizer's chat template rejects these messages: "
     with pytest.raises(InputError, match=rejected):
-        ChatTemplate(tokenizer).render(ASK, [SKY], None, "here")
+        ChatTemplate(tokenizer).render(Record(ASK, [SKY]), "here")
     with pytest.raises(InputError, match=rejected):
         render(ASK, "chat", tokenizer, "here")
 
@@ -289,7 +290,7 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         (
             {"prompt": "Q\nA:", "chosen": " a", "rejected": " b", "tools": TOOLS},
             WITH_TOOLS,
-            "warning: mine: 1 text has tools, which only a chat template shows to the model: ",
+            "warning: mine: texts of 1 record have tools, which only a chat template shows to the model: ",
         ),
     ],
 )  # fmt: skip

@@ -18,7 +18,6 @@ from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_bat
 from dpo.data.examples import encode_examples, list_examples, text_digest
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, escape_control, unescape
-from dpo.data.truncation import truncate
 from dpo.errors import InputError
 
 
@@ -28,40 +27,6 @@ def tokenizer_with_pad(tokenizer):
     copied = copy.deepcopy(tokenizer)
     copied.pad_token = "!"
     return copied
-
-
-# truncation: a response's last token, 0, is EOS
-
-
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_what_fits_exactly_is_not_cut_even_if_the_prompt_exceeds_its_limit(mode):
-    assert truncate([1, 2, 3], [[7, 8, 0], [9, 0]], mode, max_length=6, max_prompt_length=1) == (
-        [1, 2, 3],
-        [[7, 8, 0], [9, 0]],
-    )
-
-
-@pytest.mark.parametrize(("mode", "kept"), [("keep_start", [1, 2]), ("keep_end", [3, 4])])
-def test_one_token_too_many_cuts_the_prompt_to_its_limit_and_no_less(mode, kept):
-    # 4 + 3 = 7 > 6: dropping one token would do, but the prompt goes to max_prompt_length; the responses stay whole
-    assert truncate([1, 2, 3, 4], [[7, 8, 0], [9, 0]], mode, max_length=6, max_prompt_length=2) == (
-        kept,
-        [[7, 8, 0], [9, 0]],
-    )
-
-
-def test_the_longer_response_decides_for_both():
-    # the first response alone would fit: 4 + 1 <= 6
-    prompt, _ = truncate([1, 2, 3, 4], [[0], [7, 8, 0]], "keep_start", max_length=6, max_prompt_length=2)
-    assert prompt == [1, 2]
-
-
-def test_a_long_response_loses_its_eos_whatever_room_a_short_prompt_leaves():
-    # 1 + 6 > 6; the prompt is short already, so responses go to 6 - 2 = 4, though 5 would fit beside this prompt
-    assert truncate([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", max_length=6, max_prompt_length=2) == (
-        [1],
-        [[7, 8, 9, 10], [5, 0]],
-    )
 
 
 # one tokenized pair
@@ -99,20 +64,13 @@ def test_a_cut_row_has_labels_and_mask_of_the_cut_length(tokenizer):
     assert row["chosen"] == "a b c d e d"  # the texts stay whole
 
 
-def test_prompt_and_response_are_tokenized_apart(tokenizer):
+def test_prompt_and_response_are_tokenized_apart_without_special_tokens_but_the_final_eos(tokenizer):
     assert tokenizer("ab")["input_ids"] == [442]  # together they would be one token
-    row = tokenize_batch_element("a", "b", "b", "keep_start", tokenizer, max_length=9, max_prompt_length=4)
-    assert row["chosen_input_ids"] == [65, 66, 0]
-
-
-def test_no_special_tokens_are_added_but_the_final_eos(tokenizer):
     adds_bos = copy.deepcopy(tokenizer)
     adds_bos.backend_tokenizer.post_processor = TemplateProcessing(single="! $A !", special_tokens=[("!", 1)])
     assert adds_bos("a")["input_ids"] == [1, 65, 1]
-
-    row = tokenize_batch_element("a", " b", " c", "keep_start", adds_bos, max_length=9, max_prompt_length=4)
-
-    assert row["chosen_input_ids"] == [65, 276, 0]
+    row = tokenize_batch_element("a", "b", "b", "keep_start", adds_bos, max_length=9, max_prompt_length=4)
+    assert row["chosen_input_ids"] == [65, 66, 0]
 
 
 @pytest.mark.parametrize("place", ["prompt", "chosen", "rejected"])
@@ -133,18 +91,6 @@ def test_eos_that_a_chat_template_wrote_is_kept(tokenizer):
 def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer):
     with pytest.raises(InputError, match=r"'keep_middle'.*keep_start.*keep_end"):
         tokenize_batch_element("a", " b", " c", "keep_middle", tokenizer, max_length=9, max_prompt_length=4)
-
-
-def test_each_distinct_text_of_a_call_is_tokenized_once(tokenizer):
-    given = []
-
-    def watched(texts, **options):
-        given.extend(texts)
-        return tokenizer(texts, **options)
-
-    assert TextEncoder(watched)(iter(["a", " b", "a"])) == {"a": [65], " b": [276]}
-    assert given == ["a", " b"]
-    assert TextEncoder(watched)([]) == {}
 
 
 def test_threads_get_the_ids_of_their_own_texts(tokenizer):

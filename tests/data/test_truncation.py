@@ -6,7 +6,7 @@ The tiny tokenizer gives " a" and other short words of its own one token each.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.runs import write_rows
@@ -33,15 +33,23 @@ TURNS = [
 LIMITS = {"max_length": 60, "max_prompt_length": 40}
 
 
-def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **options: Any) -> tuple[list, dict]:
-    """The encoded training examples, and the counts."""
+class Built(NamedTuple):
+    """The encoded training examples, the counts, and a digest."""
+
+    examples: list
+    report: dict
+    digest: str
+
+
+def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **options: Any) -> Built:
     write_rows(tmp_path / "mine" / "train.jsonl", rows)
     write_rows(tmp_path / "mine" / "test.jsonl", rows)
     sources = {"mine": str(tmp_path / "mine")}
     chosen = DatasetOptions(["mine"], sources, **{"trains_on": "pairs", "online": False, **LIMITS, **options})
     facts = build_table(tmp_path, chosen, tokenizer, get_dataset, cache_dir=None, silent=True)
     examples = [example for prompt in PromptTable(tmp_path / "train.arrow") for example in list_examples(prompt)]
-    return encode_examples(examples, TextEncoder(tokenizer), **LIMITS), facts["reports"]["train"]
+    encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
+    return Built(encoded, facts["reports"]["train"], facts["digests"]["train"])
 
 
 def chat_row(turns: list[dict], n_words: int = 9) -> dict:
@@ -49,10 +57,21 @@ def chat_row(turns: list[dict], n_words: int = 9) -> dict:
     return {"prompt": turns, "chosen": chosen, "rejected": rejected}
 
 
-def test_a_response_of_ones_own_may_use_the_room_of_a_short_prompt():
-    texts = [1], [[7, 8, 9, 10, 11, 0], [5, 0]]
-    assert truncate(*texts, "keep_end", 6, 2) == ([1], [[7, 8, 9, 10], [5, 0]])
-    assert truncate(*texts, "keep_end", 6, 2, as_reference=False) == ([1], [[7, 8, 9, 10, 11], [5, 0]])
+@pytest.mark.parametrize(
+    ("prompt", "responses", "mode", "as_reference", "expected"),  # to 6 tokens, and 2 of the prompt; 0 is EOS
+    [
+        # what fits exactly is not cut, even if the prompt exceeds its limit
+        ([1, 2, 3], [[7, 8, 0], [9, 0]], "keep_end", True, ([1, 2, 3], [[7, 8, 0], [9, 0]])),
+        # one token too many cuts the prompt to its limit and no less; the longer response decides for both
+        ([1, 2, 3, 4], [[7, 8, 0], [9, 0]], "keep_start", True, ([1, 2], [[7, 8, 0], [9, 0]])),
+        ([1, 2, 3, 4], [[9, 0], [7, 8, 0]], "keep_end", True, ([3, 4], [[9, 0], [7, 8, 0]])),
+        # a long response loses its EOS, in the reference code whatever room a short prompt leaves
+        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", True, ([1], [[7, 8, 9, 10], [5, 0]])),
+        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", False, ([1], [[7, 8, 9, 10, 11], [5, 0]])),
+    ],
+)
+def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(prompt, responses, mode, as_reference, expected):
+    assert truncate(prompt, responses, mode, 6, 2, as_reference=as_reference) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +88,7 @@ def test_a_response_of_ones_own_may_use_the_room_of_a_short_prompt():
 )
 def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, chat, turns, kept):
     tokenizer = chat(CHAT)
-    [example], report = build(tmp_path, tokenizer, [chat_row(turns, n_words=20)])
+    ([example], report, _) = build(tmp_path, tokenizer, [chat_row(turns, n_words=20)])
     text = tokenizer.decode(example.prompt)
     assert text.startswith("[system] Be kind.\n[user] ")
     assert text.endswith(kept)
@@ -100,7 +119,7 @@ def test_a_key_chooses_the_side_of_every_kind_of_prompt(tmp_path, chat, kind, tr
         row = {"chosen": prompt + " good" * 50, "rejected": prompt + " bad"}
         start, end = "\n\nHuman: first", "last\n\nAssistant:"
     tokenizer = chat(CHAT)
-    [example], _ = build(tmp_path, tokenizer, [row], truncation=truncation, chat="never")
+    [example] = build(tmp_path, tokenizer, [row], truncation=truncation, chat="never").examples
     text = tokenizer.decode(example.prompt)
     assert (text.startswith(start), text.endswith(end)) == (begins, ends)
     if kind == "hh":  # the reference's rule for responses
@@ -112,10 +131,10 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     long = {"prompt": "a b", "chosen": " c" * 70, "rejected": " d", "margin": 2}
     other = {"prompt": "a b c" * 30, "chosen": " c", "rejected": " d", "margin": 3}
     options = {"truncation": "drop", "with_margins": True}
-    examples, report = build(tmp_path, tokenizer, [long, short, other], **options)
+    examples, report, _ = build(tmp_path, tokenizer, [long, short, other], **options)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
-    [warning] = SplitReport(**report).warn_about_lengths("train")
+    [warning] = SplitReport(**report).find_warnings("train")
     assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length and is left")
     with pytest.raises(InputError, match="has no examples but 2 that are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **options)
@@ -124,15 +143,12 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
 @pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
 def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
     report = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n)
-    found = [*report.warn_about_lengths("train")]
+    found = [*report.find_warnings("train")]
     assert bool(found) == is_warned
     assert all("max_length" in warning and "truncation" in warning for warning in found)
 
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):
     row = {"prompt": "a b c" * 30, "chosen": " c" * 20, "rejected": " d"}
-    digests = {
-        mode: build(tmp_path, tokenizer, [row], truncation=mode)[1]["truncation_digest"]
-        for mode in ("keep_start", "keep_end")
-    }
-    assert digests["keep_start"] != digests["keep_end"]
+    start, end = (build(tmp_path, tokenizer, [row], truncation=mode).digest for mode in ("keep_start", "keep_end"))
+    assert start != end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +118,8 @@ def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
 def test_speed_of_sampling_with_a_growing_and_with_a_static_cache(tmp_path, record):
     """Answers in float32 begin alike; times are of bfloat16, after a first round."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    prompts, n_new_tokens = random_prompts(16), pick(128, 128, 8)
+    n_new_tokens = pick(128, 128, 8)
+    prompts = [pair.prompt for pair in random_pairs(16, prompt=(40, 120), response=(4, 4))]
 
     def sample_prompts(model: Any, cache: str | None, n_tokens: int) -> list[Answer]:
         sampling = Sampling(n_tokens, temperature=0, cache_implementation=cache)
@@ -143,10 +143,6 @@ def test_speed_of_sampling_with_a_growing_and_with_a_static_cache(tmp_path, reco
         growing_ms=growing, static_ms=static,
     )  # fmt: skip
     assert found[torch.float32, "static"] == found[torch.float32, None]
-
-
-def random_prompts(n: int) -> list[tuple[int, ...]]:
-    return [pair.prompt for pair in random_pairs(n, prompt=(40, 120), response=(4, 4))]
 
 
 def cut_to_memory(shape: dict[str, Any]) -> dict[str, Any]:
@@ -190,11 +186,3 @@ def summarize_profile(result: dict[str, Any]) -> dict[str, Share]:
     kinds = {kind: Share(seconds / busy) for kind, seconds in kernels["by kind"].items()}
     return {"attention": Share(0), "products": Share(0), **shares, **kinds, "optimizer": shares["optimizer"],
             "idle": Share(max(0.0, 1 - busy / kernels["seconds"]))}  # fmt: skip
-
-
-def test_speed_shapes_are_cut_to_the_gpus_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
-    assert cut_to_memory(SHAPES["llama-3-8b"])["num_hidden_layers"] == 18
-    assert cut_to_memory(SHAPES["pythia-2.8b"])["num_hidden_layers"] == 32
-    assert count_parameters(SHAPES["llama-3-8b"]) == 8_030_261_248
-    assert count_parameters(SHAPES["pythia-2.8b"]) == 2_775_208_960

@@ -18,7 +18,6 @@ import pytest
 import torch
 from support.gpu import (
     COMMON,
-    DEVICE,
     GPU,
     TINY,
     Run,
@@ -118,15 +117,6 @@ def waits(note: Callable[[], None]) -> Iterator[None]:
         finally:
             if GPU:
                 torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_wait_that_torch_warns_of_is_counted_and_other_warnings_are_not():
-    counted = []
-    with waits(lambda: counted.append(1)):
-        for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    assert len(counted) == 2
 
 
 # --- compiled blocks -------------------------------------------------------------------------------------------------
@@ -273,37 +263,3 @@ def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, t
     train_here(tmp_path, base, f"trainer={base}", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
     record(f"{shares[0]:.0%} of the reference's bytes (at least {GIVEN_BACK:.0%})", share=shares[0])
     assert shares[0] >= GIVEN_BACK
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@limit(45)
-def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path, monkeypatch):
-    """After 20 updates under FSDP."""
-    from dpo.parallel.sharding import gathered_weights
-
-    found: list[bool] = []
-    train = Trainer.train
-
-    def train_and_gather(trainer: Trainer) -> None:
-        train(trainer)
-        if GPU:
-            fill_cache(sum(p.numel() * p.element_size() for p in trainer.policy.parameters()))
-        with gathered_weights(trainer.policy) as fit:
-            found.append(fit)
-
-    monkeypatch.setattr(Trainer, "train", train_and_gather)
-    own = ("trainer=FSDPTrainer", "batch_size=2", "n_examples=40", f"dataset_sources.hh={few_words(tmp_path, 40)}")
-    train_here(tmp_path, "fits", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
-    assert found == [True]
-
-
-def fill_cache(spare: int) -> None:
-    """Fill the allocator's cache until only `spare` bytes are free."""
-    size = torch.cuda.mem_get_info()[0] - spare
-    while size > 0:
-        try:
-            torch.empty(size, dtype=torch.uint8, device=DEVICE)  # freed immediately, and cached by the allocator
-            return
-        except torch.OutOfMemoryError:
-            size -= 2**28

@@ -15,6 +15,7 @@ from support.gpu import HostReads
 from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
 
 from dpo.data.examples import Example, make_labels
+from dpo.errors import InputError
 from dpo.losses import preference_loss
 from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout, layout_by_rules
 from dpo.models.pretrained import choose_attention
@@ -115,8 +116,9 @@ def test_models_of_unknown_kinds_get_a_mask_of_the_padding_and_flash_attention_n
     model = build("llama")
     model.config._attn_implementation = "flash_attention_2"
     for name in ("padded", "shared_prefix"):
-        layout, _ = layout_by_rules(name, model, max_length=LONG)
+        layout, reason = layout_by_rules(name, model, max_length=LONG)
         assert not layout.masked
+    assert reason == "takes no mask of its own with flash_attention_2"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
@@ -183,14 +185,10 @@ def test_float64_agrees_to_1e10(family, pairs, nothing_in_float32):
     assert_the_same(build(SHARED[family], dtype=torch.float64), pairs, 1e-10)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2, tied", "opt", "qwen2, some layers windowed"])
-def test_float64_agrees_to_1e10_with_sdpa(family, pairs, nothing_in_float32):
-    assert_the_same(build(SHARED[family], dtype=torch.float64, attention="sdpa"), pairs, 1e-10)
-
-
 @pytest.mark.parametrize("family", [*SHARED, "mixtral, experts"])
-def test_float32_agrees_to_1e5(family, pairs):
-    assert_the_same(build({**SHARED, **FLOAT32_ONLY}[family]), pairs, 1e-5)
+def test_float32_agrees_to_1e5_with_the_attention_of_a_run(family, pairs):
+    config = {**SHARED, **FLOAT32_ONLY}[family]()
+    assert_the_same(build(lambda: config, attention=choose_attention(config, "sdpa")), pairs, 1e-5)
 
 
 @pytest.mark.parametrize("family", PADDED)
@@ -203,12 +201,41 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
     assert reason in note
 
 
-def test_attention_that_takes_no_mask_is_padded():
-    model = build("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
-    assert isinstance(layout, Padded)
-    assert note == "layout=padded: LlamaForCausalLM takes no mask of its own with flash_attention_2"
+# --- attention by segments: its numbers are compared on a GPU, by tests/gpu/test_gpu_layouts.py ----------------------
+
+
+@pytest.mark.parametrize("family", ["gpt-j", "falcon, rotary", "gpt-neo, positions enough"])
+def test_attention_by_segments_refuses_a_model_with_attention_code_of_its_own(family):
+    with pytest.raises(InputError, match=r"varlen does not support \w+ForCausalLM, whose attention is code of its own"):
+        choose_attention(SHARED[family](), "varlen")
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("gemma2", r"does not support Gemma2Attention, which has softcap"),
+        ("doge, all columns", r"does not support DogeAttention, which has a mask of its own"),
+        ("gpt-neox, too short", r"GPTNeoXForCausalLM attends locally \(attention_window_size=6\)"),
+    ],
+)
+def test_attention_by_segments_refuses_layers_that_need_more(family, extra):
+    config = SHARED.get(family, lambda: transformers.GPTNeoXConfig(**COMMON, attention_window_size=6))()
+    model = build(lambda: config, attention=choose_attention(config, "varlen"))
+    with pytest.raises(InputError, match=f"varlen:? {extra}: use sdpa"):
+        choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+
+
+def test_with_attention_by_segments_padded_rows_and_sampling_are_those_of_sdpa():
+    [rows], prompts = Padded().split(list_examples(rows=4), 1), torch.tensor([[0, 5, 6], [7, 8, 9]])
+    found = []
+    for attention in ("sdpa", choose_attention(FAMILIES["llama"](), "varlen")):
+        model = build("llama", attention=attention)
+        generated = model.generate(prompts, attention_mask=prompts.sign(), max_new_tokens=5, do_sample=False)
+        found.append((Padded().forward(model, rows.inputs).logps, generated))
+    assert all(torch.equal(*values) for values in zip(*found, strict=True))
+
+
+# --- models whose code says little ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("longest", "layout"), [(Longest(LONG, 2 * LONG), SharedPrefix), (None, Padded)])

@@ -9,7 +9,7 @@ from support.runs import GOLDEN
 
 from dpo.errors import InputError
 from dpo.models.origin import find_origin
-from dpo.models.side_by_side import Choices, load_panel
+from dpo.models.side_by_side import load_panel
 
 LLAMA = str(GOLDEN / "tiny-llama")
 OTHER = str(GOLDEN)  # any directory
@@ -43,7 +43,7 @@ def test_a_base_model_is_for_the_weights_that_lack_one(tmp_path):
         assert base_of(moved, model=OTHER, alone=alone) == OTHER
         assert base_of(whole, model=OTHER, alone=alone) == (OTHER if alone else LLAMA)
     with pytest.raises(InputError, match=f"--model {OTHER} is not needed: every policy has a base model of its own"):
-        load_panel([whole, LLAMA], Choices(model=OTHER))
+        load_panel([whole, LLAMA], model=OTHER)
 
 
 def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import list_examples
 
 from dpo.data.collation import collate, find_examples
 from dpo.data.examples import Example
@@ -45,17 +47,6 @@ def test_a_window_counts_positions_not_columns():
     assert mask[5] == [0, 0, 1, 0, 0, 1]  # position 3 sees position 2, three columns before it
 
 
-def test_trees_of_one_row_do_not_see_each_other():
-    packed = pack([PAIR, Example((4,), ((30, 31, 9),) * 2)], max_tree_tokens=100)
-    assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31]]  # one row rather than two with padding
-    assert packed.tree.tolist() == [[0] * 6 + [1] * 3]
-    assert tree_mask(packed)[0, 0, 6:].int().tolist() == [
-        [0, 0, 0, 0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0, 1, 1, 1],
-    ]
-
-
 def test_padding_is_not_seen():
     other, short = PAIR._replace(prompt=(5, 2, 3)), Example((4,), ((30, 31, 32, 9),) * 2)
     packed = pack([PAIR, other, short], max_tree_tokens=100)
@@ -74,17 +65,41 @@ def test_flex_attention_sees_what_the_dense_mask_says(window):
     assert torch.equal(sees(row, torch.tensor(0), q, k), tree_mask(packed, window=window)[:, 0])
 
 
+def test_segments_of_two_prompts():
+    packed = pack([PAIR, Example((4,), ((30, 31, 9), (9,)))], max_tree_tokens=None, alignment=4)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31, 0, 0, 0]]
+    queries, keys, columns, longest = packed.segments
+    # a response of one token feeds nothing, so it has no segment
+    assert queries.tolist() == [0, 3, 5, 6, 7, 9, 12]
+    assert [columns[a:b].tolist() for a, b in pairwise(keys)] == [
+        [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 5], [6], [6, 7, 8], [9, 10, 11],
+    ]  # fmt: skip
+    assert longest == (3, 5)
+    assert (queries.dtype, keys.dtype, columns.dtype) == (torch.int32, torch.int32, torch.int64)  # as the kernel wants
+
+
+@pytest.mark.parametrize("alignment", [1, 64])
+@pytest.mark.parametrize("window", [None, 3])
+def test_segments_see_what_the_dense_mask_says(alignment, window):
+    examples = [*list_examples(rows=8, shared=True), Example((), ((5, 6, 9), (9,))), Example((1,), ((9,), (9,)))]
+    packed = pack(examples, max_tree_tokens=None, alignment=alignment)
+    [dense] = tree_mask(packed, window=window)[:, 0]
+    seen = torch.zeros_like(dense)
+    queries, keys, columns, _ = packed.segments
+    for (start, end), (first, last) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+        for i in range(start, end):
+            until = last - (end - 1 - i)  # behind its own column
+            seen[i, columns[max(first, until - (window or last)) : until]] = True
+    text = packed.tree[0] >= 0
+    assert torch.equal(seen[text], dense[text])
+    assert not seen[~text][:, text].any()
+
+
 def test_what_several_pairs_share_is_there_once():
     prompt, a, b, c = (1, 2), (10, 9), (20, 9), (30, 9)
-    packed = pack([Example(prompt, (a, b)), Example(prompt, (a, c)), Example(prompt, (b, c))], max_tree_tokens=100)
+    packed = pack([Example(prompt, pair) for pair in ((a, b), (a, c), (b, c), (c, c))], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [[1, 2, 10, 20, 30]]
-    assert packed.response_index.tolist() == [[0, 0, 1], [1, 2, 2]]
-
-
-def test_identical_responses_are_one():
-    packed = pack([Example((1,), ((10, 9), (10, 9)))], max_tree_tokens=100)
-    assert packed.input_ids.tolist() == [[1, 10]]
-    assert packed.response_index.tolist() == [[0], [0]]
+    assert packed.response_index.tolist() == [[0, 0, 1, 2], [1, 2, 2, 2]]
 
 
 def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():

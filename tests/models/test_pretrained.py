@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build, plain_logps
 from support.runs import GOLDEN
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.integrations import sdpa_attention
 
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.tokenizer import load_tokenizer
@@ -27,7 +24,7 @@ from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models import logprobs, pretrained
 from dpo.models.adapters import add_adapter, count_parameters, make_adapter_config
-from dpo.models.layouts import Padded
+from dpo.models.pretrained import Source
 from dpo.models.weights import load_archive
 
 TINY_LLAMA = str(GOLDEN / "tiny-llama")
@@ -68,7 +65,7 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
         random = (as_published.train()(ids).logits, as_published.eval()(ids).logits)
-        model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
+        model = pretrained.load_model(Source(str(tmp_path)), dtype=torch.float32)
         ours = (model.train()(ids).logits, model.eval()(ids).logits)
 
     assert not torch.equal(*random)  # or there would be nothing to switch off
@@ -93,15 +90,6 @@ def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, 
     )
 
 
-def test_what_stands_in_the_padding_does_not_matter(tiny_llama, batch):
-    [microbatch] = Padded().split(find_examples(batch), 1)
-    padding = microbatch.inputs.attention_mask == 0
-    assert padding.any()
-    other = replace(microbatch.inputs, input_ids=microbatch.inputs.input_ids.masked_fill(padding, 7))
-    ours, theirs = (Padded().forward(tiny_llama, rows).logps for rows in (microbatch.inputs, other))
-    assert torch.equal(ours, theirs)
-
-
 def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_llama, batch):
     ids, mask, labels = (batch[f"chosen_{key}"] for key in ("input_ids", "attention_mask", "labels"))
     half = copy.deepcopy(tiny_llama).bfloat16()
@@ -124,23 +112,36 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_ll
     torch.testing.assert_close(ours, summed(double(ids, attention_mask=mask).logits), rtol=1e-13, atol=0)
 
 
-def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights, name: weights.pop(name), "has no weights for {}: were they saved with another class?"),
+        (
+            lambda weights, name: weights.update({name: weights[name].to(torch.int8)}),
+            "has integers for {}, as if it were quantized, and its config.json has no quantization_config",
+        ),
+    ],
+)
+def test_weights_that_are_missing_or_integers_are_an_error_not_random_numbers(change, said, tmp_path):
     shutil.copytree(TINY_LLAMA, tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
+    file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
-    del weights["model.layers.1.mlp.up_proj.weight"]
+    change(weights, name)
     save_file(weights, file, metadata={"format": "pt"})
-
-    with pytest.raises(InputError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
-        pretrained.load_model(str(tmp_path / "model"), dtype=torch.float32)
+    with pytest.raises(InputError, match=re.escape(said.format(name))):
+        load_float32(str(tmp_path / "model"))
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
-        pretrained.load_model(nowhere, dtype=torch.float32)
+        pretrained.load_model(Source(nowhere), dtype=torch.float32)
     with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
         load_tokenizer(nowhere)
+
+
+def load_float32(name: str) -> Any:
+    return pretrained.load_model(Source(name), dtype=torch.float32)
 
 
 class RunsCode:
@@ -197,40 +198,13 @@ def test_damaged_or_foreign_files_of_a_model_are_one_sentence(name, damage, tmp_
     model = str(shutil.copytree(TINY_LLAMA, "model"))
     damage(tmp_path / model / name)
     what = "tokenizer" if name.startswith("tokenizer") else "model"
-    load = load_tokenizer if what == "tokenizer" else partial(pretrained.load_model, dtype=torch.float32)
+    load = load_tokenizer if what == "tokenizer" else load_float32
     with pytest.raises(
         InputError, match=rf"^{what} 'model' cannot be loaded; its files may be damaged [^\n]*$"
     ) as error:
         load(model)
     assert error.value.__cause__ is not None
     assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "grouped"),
-    [("cuda", torch.float32, False), ("cuda", torch.bfloat16, True), ("cpu", torch.float32, True)],
-)
-def test_on_gpus_keys_and_values_are_repeated_in_float32_for_which_no_fast_kernel_takes_groups(device, dtype, grouped):
-    pretrained.choose_attention(FAMILIES["llama"](), "sdpa")
-    with FakeTensorMode():
-        key = torch.empty(1, 2, 8, 16, device=device, dtype=dtype)
-        assert sdpa_attention.use_gqa_in_sdpa(None, key, key) == grouped
-
-
-def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
-    def weights(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        model = pretrained.load_model(TINY_LLAMA, dtype=dtype, random_init=True, seed=seed)
-        return model.model.layers[0].mlp.up_proj.weight
-
-    state = torch.get_rng_state()
-    first = weights(3)
-
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(weights(3), first)
-    assert not torch.equal(weights(4), first)
-    assert not torch.equal(tiny_llama.model.layers[0].mlp.up_proj.weight, first)
-    # a reference in another dtype is the policy, rounded
-    assert torch.equal(weights(3, torch.bfloat16), first.bfloat16())
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
@@ -275,7 +249,7 @@ def test_a_mixture_that_outputs_router_logits_can_sample(tmp_path):
     sizes = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 2}
     config = transformers.MixtralConfig(**sizes, output_router_logits=True)
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
+    model = pretrained.load_model(Source(str(tmp_path)), dtype=torch.float32)
     ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     assert model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3).shape == (2, 6)
 
@@ -295,26 +269,18 @@ def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llam
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(dtype, monkeypatch):
-    def picked(numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(logprobs, "IN_CACHE", numbers)
-        given = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-        # a copy, for the backward pass writes over it
-        logps = logprobs._PickedLogSoftmax.apply(given * 1, torch.arange(7))
+@pytest.mark.parametrize("logits_in_cache", [100, 10**6])
+def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(logits_in_cache, dtype, monkeypatch):
+    monkeypatch.setattr(logprobs, "IN_CACHE", logits_in_cache)
+    found = []
+    for pick in (logprobs._PickedLogSoftmax.apply, lambda rows, _: rows.float().log_softmax(-1).diagonal()):
+        logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        logps = pick(logits * 1, torch.arange(7))  # of a copy, for the backward pass writes over it
         (logps * torch.arange(1, 8)).sum().backward()
-        return logps.detach(), given.grad
-
-    def plain(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given.requires_grad_()
-        logps = given.float().log_softmax(-1).diagonal()
-        (logps * torch.arange(1, 8)).sum().backward()
-        return logps.detach(), given.grad
-
-    by_rows, whole = picked(100), picked(10**6)
-    expected = plain(torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
-    assert all(map(torch.equal, by_rows, whole))
-    assert torch.equal(by_rows[0], expected[0])
-    torch.testing.assert_close(by_rows[1], expected[1])
+        found.append((logps.detach(), logits.grad))
+    (ours, gradient), (expected, expected_gradient) = found
+    assert torch.equal(ours, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
 
 
 # --- weights from an archive ---------------------------------------------------------------------------------------
@@ -342,12 +308,12 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 )
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
-    overwritten = pretrained.load_model(name, dtype=dtype, attn_implementation=attention)
+    overwritten = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention)
     load_archive(overwritten, name)
     (tmp_path / "model.safetensors").unlink()  # nobody needs it
     state = torch.get_rng_state()
 
-    ours = pretrained.load_model(name, dtype=dtype, attn_implementation=attention, archive=name)
+    ours = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention, archive=name)
 
     assert torch.equal(torch.get_rng_state(), state)
     theirs = tensors_of(overwritten)
@@ -371,16 +337,17 @@ def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "top_k": 7, "eos_token_id": 5}))
 
-    with_archive, without = (pretrained.load_model(name, dtype=torch.float32, archive=a) for a in (name, None))
+    with_archive, without = (pretrained.load_model(Source(name), dtype=torch.float32, archive=a) for a in (name, None))
 
     assert with_archive.generation_config.to_dict() == without.generation_config.to_dict()
     assert with_archive.generation_config.eos_token_id == 5
 
 
+@pytest.mark.parametrize("random_init", [True, False])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, tmp_path):
+def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, random_init, tmp_path):
     name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
-    model = pretrained.load_model(name, dtype=torch.float32, archive=name)
+    model = pretrained.load_model(Source(name), dtype=torch.float32, archive=name, random_init=random_init)
     assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
 
@@ -391,30 +358,9 @@ def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
     content["state"]["lm_head.weight"] = content["state"]["lm_head.weight"] + 1
     torch.save(content, tmp_path / "policy.pt")
 
-    model = pretrained.load_model(name, dtype=torch.float32, archive=name)
+    model = pretrained.load_model(Source(name), dtype=torch.float32, archive=name)
 
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
-
-
-def test_random_weights_give_way_to_an_archive_too(tmp_path):
-    name = save_with_an_archive("llama", tmp_path)
-    ours = pretrained.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
-    assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
-
-
-@pytest.mark.parametrize("archive", [False, True])
-def test_random_weights_are_placed_as_those_of_files_are(archive, tmp_path, monkeypatch):
-    name = save_with_an_archive("llama", tmp_path)
-    placed, from_pretrained = [], transformers.LlamaForCausalLM.from_pretrained
-
-    def place(*arguments: Any, device_map: Any, **options: Any) -> Any:
-        placed.append(device_map)
-        return from_pretrained(*arguments, **options)  # there is no GPU
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", place)
-    source = {"archive": name} if archive else {}
-    pretrained.load_model(name, dtype=torch.float32, random_init=True, device_map="balanced", **source)
-    assert placed == ["balanced"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -422,13 +368,15 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(family, tmp_path)
     build(family, on_meta=True).config.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.9}')  # not taken: it came with the trained weights
     attention = "eager" if family in ("gpt-j", "gemma2") else "sdpa"
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):  # a reference in another dtype is the policy, rounded
         torch.manual_seed(3)
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         drawn = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
+        state = torch.get_rng_state()
         ours = pretrained.load_model(
-            str(tmp_path), dtype=dtype, attn_implementation=attention, random_init=True, seed=3
+            Source(str(tmp_path)), dtype=dtype, attn_implementation=attention, random_init=True, seed=3
         )
+        assert torch.equal(torch.get_rng_state(), state)
         kept = tensors_of if dtype == torch.float32 else lambda model: dict(model.named_parameters())
         weights, others = kept(ours), kept(drawn)  # rotary frequencies stay in float32
         assert weights.keys() == others.keys()

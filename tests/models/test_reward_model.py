@@ -17,7 +17,7 @@ from support.runs import GOLDEN
 from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
-from dpo.models.scoring import check_scorer, load_scorer
+from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
@@ -182,17 +182,6 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     assert len(scorer_of(folder, most=8).notes) == 1
 
 
-def test_it_computes_in_the_dtype_that_it_is_stored_in(tokenizer, tmp_path):
-    folder = save_reward_model(tmp_path, "llama", tokenizer)
-    transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(
-        folder
-    )
-
-    scorer = scorer_of(folder)
-    assert model_of(scorer).dtype == torch.bfloat16
-    assert len(scorer(PROMPTS, ANSWERS)) == len(ANSWERS)
-
-
 def test_dropout_is_off_and_batches_are_no_larger_than_allowed(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "bert", tokenizer, hidden_dropout_prob=0.5, classifier_dropout=0.5)
     scorer, seen = scorer_of(folder, rows=3), []
@@ -227,7 +216,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
         str(adapter): "is an adapter: merge it into its base",
     }
-    for load in (scorer_of, lambda folder: check_scorer(resolve(config_of(folder)))):
+    for load in (scorer_of, lambda folder: load_scorer(resolve(config_of(folder)), "meta", rows=1)):
         for folder, said in refused.items():
             with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)

@@ -15,7 +15,7 @@ from support.runs import run_here
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
-from dpo.models.pretrained import load_structure
+from dpo.models.pretrained import Source, load_structure
 from dpo.models.text_part import name_in_files
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
@@ -146,7 +146,7 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     twins = {key.replace("language_model", "second_model"): tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors | twins, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be told from the others"):
-        name_in_files(load_structure(model, dtype=torch.float32), model, None)
+        name_in_files(load_structure(Source(model), dtype=torch.float32), model, None)
 
 
 def test_without_its_weights_the_text_part_alone_is_exported(save, command, tmp_path):

@@ -6,24 +6,22 @@ import os
 
 import pytest
 import torch
-import transformers
+from support import models
 
 from dpo.checkpoint.files import point, write_checkpoint
 from dpo.errors import InputError
 from dpo.models.weights import find_archive, load_archive
 
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-CONFIGS = {
-    "gpt_neox": transformers.GPTNeoXConfig(**SMALL),
-    "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),
-    "llama": transformers.LlamaConfig(**SMALL),
-}
+FAMILIES = ("gpt-neox", "gpt2, tied", "llama")
 IDS = torch.arange(20).view(2, 10)
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    model = models.build(family).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * seed)
+    return model
 
 
 def as_in_2023(family: str, state: dict) -> dict:
@@ -31,16 +29,16 @@ def as_in_2023(family: str, state: dict) -> dict:
     causal, inv_freq = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril(), torch.rand(4)
     state = dict(state)
     for n in range(2):
-        if family == "gpt_neox":
+        if family == "gpt-neox":
             layer = f"gpt_neox.layers.{n}.attention"
             state |= {f"{layer}.bias": causal, f"{layer}.masked_bias": torch.tensor(-1e9)}
             state |= {f"{layer}.rotary_emb.inv_freq": inv_freq}
-        elif family == "gpt2":
+        elif family == "gpt2, tied":
             layer = f"transformer.h.{n}.attn"
             state |= {f"{layer}.bias": causal.byte(), f"{layer}.masked_bias": torch.tensor(-1e4)}
         else:
             state |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": inv_freq}
-    if family == "gpt_neox":
+    if family == "gpt-neox":
         state["embed_out.weight"] = state.pop("lm_head.weight")
     return state
 
@@ -50,7 +48,7 @@ def archive(path, state) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_archive_of_2023_gives_the_logits_of_the_model_that_wrote_it(family, tmp_path):
     trained, fresh = build(family, seed=1), build(family, seed=2)
 
@@ -61,7 +59,7 @@ def test_an_archive_of_2023_gives_the_logits_of_the_model_that_wrote_it(family, 
 
 
 def test_tied_weights_stored_once_are_enough(tmp_path):
-    trained, fresh = build("gpt2", seed=1), build("gpt2", seed=2)
+    trained, fresh = build("gpt2, tied", seed=1), build("gpt2, tied", seed=2)
     state = {k: v for k, v in trained.state_dict().items() if k != "lm_head.weight"}  # as safetensors keeps them
 
     load_archive(fresh, archive(tmp_path / "policy.pt", state))
@@ -72,12 +70,13 @@ def test_tied_weights_stored_once_are_enough(tmp_path):
 def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_path):
     state = build("llama", seed=1).state_dict()
     one_layer_less = {k: v for k, v in state.items() if ".layers.1." not in k}
-    other_shape = state | {"lm_head.weight": torch.zeros(41, 16)}
+    other_shape = state | {"lm_head.weight": torch.zeros(102, 32)}
     for wrong, message in (
-        (build("gpt2").state_dict(), r"LlamaForCausalLM\): unexpected: .*missing: "),
+        (build("gpt2, tied").state_dict(), r"LlamaForCausalLM\): unexpected: .*missing: "),
         (one_layer_less, r"missing: model\.layers\.1\."),
         (state | {"model.extra.weight": torch.zeros(1)}, r"unexpected: model\.extra\.weight"),  # strict both ways
-        (other_shape, r"lm_head\.weight is \(41, 16\) in the file and \(40, 16\) in the model"),
+        (state | {"lm_head.weight": torch.ones(101, 32, dtype=torch.int8)}, r"integers, .*: lm_head\.weight"),
+        (other_shape, r"lm_head\.weight is \(102, 32\) in the file and \(101, 32\) in the model"),
     ):
         model = build("llama", seed=2)
         with pytest.raises(InputError, match=message):

@@ -15,7 +15,7 @@ from support.runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpo.models.adapters import POLICY, AdapterPart, adapter_weights, switch
+from dpo.models.adapters import switch
 from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import find_structure, load_policy, load_reference
 from dpo.models.pretrained import DTYPES
@@ -105,10 +105,8 @@ def run_update(plan: Plan) -> Collectives:
         ("fsdp_frozen_weights=whole", 1 + BLOCKS * 2 * STEPS, (1 + BLOCKS) * STEPS),
         ("fsdp_frozen_weights=whole fsdp_reshard_after_forward=false", 1 + BLOCKS * STEPS, (1 + BLOCKS) * STEPS),
         ("fsdp_frozen_weights=whole fsdp_reduce_once=true", 1 + BLOCKS * 2 * STEPS, 1 + BLOCKS),
-        ("fsdp_reduce_dtype=bfloat16", (1 + BLOCKS * 2 * STEPS) + (1 + BLOCKS * STEPS), (1 + BLOCKS) * STEPS),
         # a base is gathered for the reference too; the root has no adapter
         (LORA, 1 + BLOCKS * 3 * STEPS, BLOCKS * STEPS),
-        (f"{LORA} fsdp_reshard_after_forward=false", 1 + BLOCKS * STEPS, BLOCKS * STEPS),
         # after the first block's backward pass FSDP prefetches once more, a block of the reference's forward pass
         (f"{LORA} fsdp_frozen_weights=whole", (BLOCKS * 3 + 1) * STEPS, BLOCKS * STEPS),
         (f"{LORA} fsdp_frozen_weights=whole fsdp_reduce_once=true", (BLOCKS * 3 + 1) * STEPS, BLOCKS),
@@ -118,18 +116,6 @@ def test_an_update_gathers_and_reduces_each_unit_as_often_as_its_settings_say(
     settings, gathers, reductions, plan_of, group
 ):
     assert run_update(plan_of(settings)).number == {"gathered": gathers, "reduced": reductions}
-
-
-def test_an_adapter_is_saved_in_its_own_dtype_while_its_weights_are_gathered(plan_of, group):
-    plan = plan_of(f"{LORA} fsdp_reshard_after_forward=false")
-    source = find_structure(plan, "float32").to_empty(device="cpu")
-    policy = place(plan, Mesh(0, plan.dims), load_policy(source, plan, rank=1, resume_from=None)[0], "bfloat16")
-    layout = SharedPrefix({"full_attention": None}, max_length=32)
-    [microbatch] = layout.split(list_examples(4), 1)
-    with torch.no_grad():
-        layout.forward(policy, microbatch.inputs)
-    assert {parameter.dtype for parameter in adapter_weights(policy, POLICY).values()} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in AdapterPart("policy", policy).gather(copy=True).values()} == {torch.float32}
 
 
 def test_a_reference_that_stays_sharded_does_not_keep_a_list_of_all_its_forwards(plan_of, group):

@@ -129,19 +129,16 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
         hold_shards_alone(mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "frozen_whole"), [("sharded", False), ("cut", False), ("sharded", True)])
-def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole):
-    processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], frozen_whole, process_group=True)
+CASES = [
+    ("cut", False, ["llama"]),
+    *(pytest.param(mesh, whole, list(FAMILIES), marks=pytest.mark.slow) for mesh in MESHES for whole in (False, True)),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen_whole", [False, True])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_they_are_for_every_family_on_every_mesh(mesh, frozen_whole):
+@pytest.mark.parametrize(("mesh", "frozen_whole", "families"), CASES)
+def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole, families):
     processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, list(FAMILIES), frozen_whole, process_group=True)
+    launch(compare_families, processes, sizes, families, frozen_whole, process_group=True)
 
 
 def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
@@ -149,23 +146,3 @@ def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if not name.endswith("k_proj")}
     with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.k_proj; use trainer"):
         find_plan(model)
-
-
-@pytest.mark.parametrize(
-    ("family", "layer", "sides"),
-    [
-        ("llama", "model.layers.0.self_attn.q_proj", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-        ("llama", "model.layers.0.mlp.down_proj", {"base_layer": "in", "lora_A": "in", "lora_B": None}),
-        ("gpt2, tied", "transformer.h.1.attn.c_attn", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-        ("llama", "lm_head", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-    ],
-)
-def test_an_adapter_is_cut_along_the_features_that_its_layer_is(family, layer, sides):
-    plan = find_plan(adapted(family, targets=[layer.rpartition(".")[2]]))
-    for part, side in sides.items():
-        of_part = plan[f"{layer}.{part}" if part == "base_layer" else f"{layer}.{part}.{POLICY}"]
-        assert of_part.cut == side
-        assert of_part.grad_is_partial == (side is None)  # every process sees a slice of what it multiplies
-        assert of_part.enter is of_part.leave is None
-    assert plan[layer].cut is None
-    assert plan[layer].enter or plan[layer].leave

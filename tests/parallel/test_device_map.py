@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpo.losses import find_loss
 from dpo.models import varlen_attention
 from dpo.models.layouts import Padded, SharedPrefix
-from dpo.models.packing import Packed
+from dpo.models.packing import map_tensors
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import choose_device_map, find_blocks, move_less
+from dpo.parallel.sharding import choose_device_map, find_blocks, keep_outputs_where_they_are
 from dpo.training.metrics import reduce_metrics
 from dpo.training.objective import Objective
 from dpo.training.reference import Reference, ReferenceLogps
@@ -55,7 +55,7 @@ def spread(family: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool = True, a
     monkeypatch.setattr(AlignDevicesHook, "init_hook", lambda hook, module: module)  # the tensors are there already
     accelerate.dispatch_model(model, device_map, main_device=FIRST)
     if ours:
-        move_less(model, blocks)
+        keep_outputs_where_they_are(model)
     return model
 
 
@@ -78,7 +78,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
         objective = Objective(
             policy, Reference(reference, None, ReferenceLogps(2, 2)), LAYOUTS[layout], Mesh(), find_loss(DPO)
         )
-        microbatch = microbatch.map(fake.from_tensor).to(FIRST)
+        microbatch = map_tensors(fake.from_tensor, microbatch).to(FIRST)
 
         losses, metrics = objective.losses(microbatch, split="train")
         losses.sum().backward()
@@ -116,20 +116,10 @@ def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -
     [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = spread("gpt-neox", monkeypatch, ours=ours)
-        blocks = model.base_model.layers
-        blocks.extend([blocks[1]] * 3)  # the last device's block four times
-        microbatch = microbatch.map(fake.from_tensor).to(FIRST)
+        microbatch = map_tensors(fake.from_tensor, microbatch).to(FIRST)
         with Copies() as copies, torch.no_grad():
             LAYOUTS[layout].forward(model, microbatch.inputs)
         return copies.shapes
-
-
-def test_the_mask_is_copied_to_a_device_once_not_for_every_layer(monkeypatch):
-    [microbatch] = LAYOUTS["shared_prefix"].split(list_examples(rows=4), 1)
-    assert isinstance(microbatch.inputs, Packed)
-    rows, length = microbatch.inputs.input_ids.shape
-    assert shapes_copied("shared_prefix", monkeypatch, ours=True).count((rows, 1, length, length)) == 1
-    assert shapes_copied("shared_prefix", monkeypatch, ours=False).count((rows, 1, length, length)) == 4
 
 
 def test_the_logits_of_all_tokens_stay_on_the_device_of_the_head(monkeypatch):

@@ -20,30 +20,26 @@ import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.runs import GOLDEN, ROOT, compose, read_metrics, train
-from support.varlen import run_varlen_on_cpu
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainers
 from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models import logprobs
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks, release_gathered
-from dpo.parallel.state import clip_gradient, copy_to_host, full_state, full_tensor, hold_the_same, step_optimizer
+from dpo.parallel.state import clip_gradient, full_state, full_tensor, hold_the_same, step_optimizer
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
 from dpo.system.launching import get_open_port
 from dpo.system.signals import Stopped
-from dpo.training import evaluation
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.reference import Reference, ReferenceLogps
-from trainers import TRAINERS, BasicTrainer
 
 GRIDS = {  # processes, and what the command line says
     "sharded": (2, {}, ("trainer=FSDPTrainer",)),
@@ -107,11 +103,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
-    layouts = [Padded(), *(SharedPrefix({"full_attention": None}, max_length=32, by_segments=b) for b in (False, True))]
-    for layout in layouts[: 3 if family == "llama" else 2]:
-        if layout is layouts[2]:
-            run_varlen_on_cpu()
-            model.config._attn_implementation = "varlen"
+    for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
         [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
         chosen, rejected = layout.forward(model, microbatch.inputs).logps.sum(-1)
@@ -135,66 +127,6 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
             getattr(parameter, "_local_tensor", parameter).add_(1)
     if mesh.rank == 0:
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
-
-
-def distribute_over_two(compute_dtype: torch.dtype = torch.float32) -> Any:
-    """A model as rank 0 of two processes holds it."""
-    mesh = Mesh(0, ParallelDims.of(2))
-    return distribute(build("llama", attention="sdpa"), mesh, block_name=None, compute_dtype=compute_dtype)
-
-
-def test_a_model_without_backward_passes_keeps_no_record_of_its_forward_passes(fake_group):
-    model, layout = distribute_over_two().eval(), SharedPrefix({"full_attention": None}, max_length=32)
-    [microbatch] = layout.split(list_examples(rows=4), 1)
-    release_gathered(model)  # also before the first, as in a run that continues with a cached reference
-    for _ in range(2):
-        with torch.no_grad():
-            layout.forward(model, microbatch.inputs)
-        record = model._get_fsdp_state()._comm_ctx.post_forward_order
-        assert len(record) == 3  # two blocks and the root
-        release_gathered(model)
-        assert record == []
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkeypatch):
-    made, make = [], logprobs.tree_mask
-    monkeypatch.setattr(
-        logprobs, "tree_mask", lambda *arguments, **options: made.append(1) or make(*arguments, **options)
-    )
-    layout = SharedPrefix({"full_attention": None}, max_length=32)
-    [microbatch] = layout.split(list_examples(rows=4), 1)
-    for model in (distribute_over_two(torch.bfloat16), distribute_over_two(torch.bfloat16)):
-        layout.forward(model, microbatch.inputs)
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("piece", [8, 12, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
-    monkeypatch.setattr("dpo.parallel.state.PIECE_BYTES", piece)
-    tensor = torch.arange(35).view(5, 7).to(dtype)
-    for values in (tensor, tensor.T, tensor[0, 3], tensor[:0]):
-        copied = copy_to_host(values, pinned=False)  # a CPU has no memory to pin
-        assert (copied.dtype, copied.shape) == (values.dtype, values.shape)
-        assert torch.equal(copied, values)
-        assert copied.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
-
-
-def test_a_state_on_a_gpu_is_copied_through_a_pinned_buffer(monkeypatch):
-    """Tied tensors once."""
-    copied: list[torch.Tensor] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copied.append(tensor)
-        return torch.zeros(tensor.shape)
-
-    monkeypatch.setattr("dpo.parallel.state.copy_to_host", copy)
-    on_gpu, on_host = torch.zeros(3, device="meta"), torch.zeros(3)  # meta stands for a GPU
-    gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "tied": on_gpu, "step": on_host}}})
-    assert [tensor.is_meta for tensor in copied] == [True]
-    assert gathered["moments"][0]["square"] is gathered["moments"][0]["tied"]
-    assert gathered["moments"][0]["step"] is not None
 
 
 @pytest.mark.parametrize("mesh", IN_CI)
@@ -332,7 +264,7 @@ def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are
 # --- trainers ------------------------------------------------------------------------------------------------------
 
 
-def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> BasicTrainer:
+def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> trainers.BasicTrainer:
     """The trainer that a command line gives, in this process."""
     config = compose(
         *(*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32", "batch_size=8"),
@@ -341,7 +273,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
     )
     run_dir.mkdir(exist_ok=True)
     policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
-    return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+    return getattr(trainers, config.trainer)(policy, config, config.seed, run_dir, reference, rank, world_size)
 
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of torch < 2.13
@@ -436,29 +368,6 @@ def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_m
                 assert mine[key] == value
 
 
-class AllReduces(TorchDispatchMode):
-    """The sizes of all-reduces, but for single numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.c10d.allreduce_.default:
-            self.sizes += [tensor.numel() for tensor in args[0] if tensor.numel() > 1]
-        return function(*args, **(kwargs or {}))
-
-
-def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
-    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "fsdp_shard_size=1"))
-    batch = next(trainer.train_iterator)
-    assert len(batch.microbatches) == 2
-    with AllReduces() as collectives:
-        trainer.train_step(batch)
-    # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
-    assert len(collectives.sizes) == 4 + 1, collectives.sizes
-
-
 def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
     root = 2 * 1024 * 64 // world_size  # embeddings and head, each 1,024 tokens by 64
@@ -491,42 +400,6 @@ def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
 def test_if_one_process_is_asked_to_stop_all_break_off_sampling_at_the_same_token(tmp_path):
     launch(update_and_stop, 2, tmp_path, process_group=True)
     assert (tmp_path / "LATEST").exists()
-
-
-def fail_to_sample(rank: int, world_size: int, run_dir: Path) -> None:
-    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
-    lines, sampled, sample = [], [], evaluation.sample
-    trainer.progress.line = lines.append
-    trainer.callbacks.callbacks = {}
-
-    def fail_on_one(*arguments: Any, **options: Any) -> list[Any]:
-        texts = sample(*arguments, **options)
-        if rank == 1:
-            raise ValueError("bad text")
-        return texts
-
-    def fail_in_a_block(*arguments: Any) -> None:
-        raise IndexError("bad token")
-
-    blocks = trainer.policy.model.layers
-    for cause in ("bad text", "bad token", None):
-        handle = blocks[1].register_forward_hook(fail_in_a_block) if cause == "bad token" else None
-        evaluation.sample = fail_on_one if cause == "bad text" else sample
-        trainer.state.samples_due = True
-        trainer.sample_if_due()
-        sampled.append(cause in lines[-1] if cause else len(lines) == 2)
-        if handle is not None:
-            handle.remove()
-        trainer.train_step(next(trainer.train_iterator))  # on shards again
-    assert sampled == [True, True, True]
-
-
-def test_if_sampling_fails_on_one_process_or_all_every_process_trains_on(tmp_path):
-    launch(fail_to_sample, 2, tmp_path, process_group=True)
-
-
-def test_copies_add_up_their_gradients_once_per_update(tmp_path):
-    launch(count_all_reduces_in_an_update, 2, tmp_path, process_group=True)
 
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:

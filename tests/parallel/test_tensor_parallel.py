@@ -5,24 +5,18 @@ That the numbers are those of one process is in test_sharding.py.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from support.models import COMMON, FAMILIES, build, list_examples, plain_logps
 from support.warm import launch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.errors import InputError
-from dpo.parallel import mesh as meshes
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
-from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, explaining_cut_weights, find_plan
+from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
 from dpo.settings.plan import ParallelDims
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -76,17 +70,6 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
         find_plan(model)
 
 
-def test_a_model_that_uses_a_weight_outside_of_its_module_is_refused(fake_group):
-    model = build("llama")
-    mesh = DeviceMesh("cpu", [0, 1])
-    cut_modules({"norm": model.model.norm}, {"norm": STYLES["replicate"]}, mesh)
-    message = r"^LlamaForCausalLM uses weights .*; use trainer=FSDPTrainer$"
-    with pytest.raises(InputError, match=message), explaining_cut_weights(model):
-        torch.ones(32) * model.model.norm.weight
-    with pytest.raises(RuntimeError, match="size of tensor"), explaining_cut_weights(model):
-        torch.ones(3) * torch.ones(2)
-
-
 class Collectives(TorchDispatchMode):
     """The number of all-reduces.
 
@@ -131,53 +114,3 @@ def hold_slices(rank, world_size):
 
 def test_a_process_holds_its_slice_alone_and_queries_keys_and_values_send_their_inputs_gradient_once():
     launch(hold_slices, 2, process_group=True)
-
-
-# --- the host's work -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_processes(monkeypatch):
-    """A process group of four, of which three do nothing."""
-    monkeypatch.setattr(meshes, "_set_pg_timeout", lambda *_: None)
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-def count_calls(function: Callable[[], object]) -> int:
-    """The number of calls of Python functions, which does not depend on the machine."""
-    n_calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal n_calls
-        n_calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return n_calls
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit"), [({"tensor_size": 4}, 1000), ({"tensor_size": 2}, 2500)], ids=["cut", "cut and sharded"]
-)
-def test_a_block_makes_few_calls_in_python(fake_processes, sizes, limit):
-    """Forward and backward.
-
-    With a DTensor around every parameter and activation they were 2,483 and 3,795.
-    """
-    ids, calls = torch.zeros(2, 8, dtype=torch.long), []
-    for n_layers in (2, 4):  # blocks alone differ
-        model = build(lambda n_layers=n_layers: transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": n_layers}))
-        model = distribute(model, Mesh(0, ParallelDims.of(4, **sizes)), block_name=None, compute_dtype=torch.float32)
-
-        def update(model=model):
-            model(ids, use_cache=False).logits.sum().backward()
-            model.zero_grad()
-
-        update()  # the first one also makes the local tensors
-        calls.append(min(count_calls(update) for _ in range(3)))  # the garbage of earlier tests may call functions too
-    assert (calls[1] - calls[0]) / 2 < limit, (calls[1] - calls[0]) / 2

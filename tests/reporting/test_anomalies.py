@@ -126,36 +126,23 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try():
     warner, logged = watching("dpo")
     warner.on_evaluation(evaluated(0, math.log(2), 0.0))
     feed(warner, [3.0] * 200, [-10.0] * 200)
-    assert logged == [
-        "warning: update 50, over the last 50: the run has collapsed: loss/train is 3 (at the start 0.6931) "
-        "and rewards_train/margins is -10 (at the start 0). By its own loss the policy is worse than before "
-        "training, and seldom recovers by itself: stop, and start again with a tenth of lr, more warmup_steps or "
-        "a larger batch_size."
-    ]
+    [said] = logged
+    assert said.startswith("warning: update 50: the run has collapsed: ")
+    assert "loss/train are about 3 (0.6931 at the start)" in said
+    assert "start again with a tenth of lr, more warmup_steps or a larger batch_size" in said
 
 
-# of a run with lr=1e-1 on 54 pairs in batches of 4: its first 16 updates, and its first evaluation after one
+# of a run with lr=1e-1 on 54 pairs in batches of 4: its first 16 updates
 HUGE_LOSSES = [0.7, 1.3, 33.9, 7.1, 74.3, 3.7, 37.7, 88.3, 4.8, 159.3, 16.9, 1.8, 9.6, 42.4, 7.4, 108.9]
 THEIR_MARGINS = [0.0, 1.3, -1.0, 10.4, 3.0, 1.0, -1.2, 0.1, -4.8, -106.5, 28.9, 3.1, -4.5, 0.6, -5.0, -72.7]
 
 
-def test_a_short_run_whose_losses_are_huge_is_told_by_its_updates_or_before_by_an_evaluation():
+def test_a_short_run_whose_losses_are_huge_is_told_earlier():
     warner, logged = watching("dpo")
     warner.on_evaluation(evaluated(0, math.log(2), 0.0))
     feed(warner, HUGE_LOSSES, THEIR_MARGINS)
     assert len(logged) == 1
-    assert logged[0].startswith("warning: update 16, over the last 16: the run has collapsed: loss/train is 37.")
-
-    warner, logged = watching("dpo")
-    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
-    feed(warner, HUGE_LOSSES[:13], THEIR_MARGINS[:13])
-    warner.on_evaluation(evaluated(13, 55.82, -27.93))
-    warner.on_evaluation(evaluated(26, 10.76, -5.37))
-    assert len(logged) == 1
-    assert logged[0].startswith(
-        "warning: evaluation after 52 examples: the run has collapsed: loss/eval is 55.82 (at the start 0.6931) and "
-        "rewards_eval/margins is -27.9 (at the start 0)."
-    )
+    assert logged[0].startswith("warning: update 16: the run has collapsed: the last values of loss/train are about 13")
 
 
 def test_a_loss_whose_weights_move_is_not_held_against_its_start():
@@ -202,8 +189,5 @@ def test_good_runs_are_not_called_collapsed(batch_size, runs):
         warner, logged = watching(loss, batch_size=batch_size)
         warner.on_evaluation(evaluated(0, at_start, 0.0))
         feed(warner, compute(pairs).mean(1).tolist(), pairs.mean(1).tolist())
-        held_out = mean + spread * rng.standard_t(3, (10, 6)) / math.sqrt(3)  # ten evaluations of 6 pairs
-        for k, few in enumerate(held_out, 1):
-            warner.on_evaluation(evaluated(60 * k, compute(few).mean(), few.mean()))
         called += any("collapsed" in line for line in logged)
     assert called / (len(kinds) * runs) < 0.01

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_weights
 
-from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import make_plan
-from dpo.training.metrics import peak_memory_gb, reduce_metrics
+from dpo.training.metrics import reduce_metrics
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
@@ -61,7 +61,7 @@ def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> 
 def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
     facts = {"packages": {}, "git_commit": None, "started": "2026-11-22T07:00:00+00:00"}
     (tmp_path / "env.json").write_text(json.dumps(facts))
-    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, ParameterCount(12, 345)))
+    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, make_weights(12, 333)))
     logger.on_start()
     logger.on_end()
     record = json.loads((tmp_path / "env.json").read_text())
@@ -135,17 +135,3 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
     callbacks = Callbacks({"odd": Odd(RunContext(make_plan({}), Path(), 0, None, print))})
     with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] has a set: a checkpoint holds tensors"):
         callbacks.state_dict()
-
-
-def test_peak_memory_is_in_units_of_1e9_bytes():
-    assert 0.1 < peak_memory_gb() < 500  # a process that has imported torch
-
-
-@pytest.mark.parametrize(("shared", "gb"), [(False, 8), (True, 2)])
-def test_a_process_of_several_asks_its_own_gpu_alone(shared, gb, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 2e9)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: shared)
-    assert peak_memory_gb() == gb

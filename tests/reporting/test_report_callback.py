@@ -68,11 +68,6 @@ def test_a_run_that_trains_has_a_report_and_says_where_at_the_end(run, tmp_path,
     assert "Complete after 6 of 6 updates" in page.read_text(encoding="utf-8")
 
 
-def test_it_is_for_rank_0_alone(writer):
-    assert ReportWriter.is_wanted(writer.context)
-    assert not ReportWriter.is_wanted(writer.context._replace(rank=1))
-
-
 def test_there_are_never_two_and_the_last_is_of_the_end(writer, program):
     program("if '--ended' not in sys.argv: time.sleep(60)")
     for _ in range(3):
@@ -87,15 +82,6 @@ def test_there_are_never_two_and_the_last_is_of_the_end(writer, program):
     assert options == ["--ended"]
     assert_gone([int(pid), int(last)])
     assert writer.logged == [f"report: {writer.context.run_dir}/report/report.html"]
-
-
-def test_the_next_evaluation_starts_another_when_one_has_ended(writer, program):
-    program("")
-    for n in (1, 2):
-        writer.on_evaluation(EVALUATION)
-        wait_for(lambda: writer._process.poll() is not None)
-        assert len(started(writer)) == n
-    assert writer.logged == []
 
 
 @pytest.mark.parametrize(
@@ -113,14 +99,6 @@ def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeyp
     command = f"python -m scripts.report {writer.context.run_dir}"
     assert writer.logged == [f"warning: the report was not written: {why}; to write it, run {command}"]
     assert_gone([int(pid) for pid, *_ in started(writer)])
-
-
-def test_no_interpreter_is_one_line_too(writer, monkeypatch):
-    monkeypatch.setattr(report.sys, "executable", "/nowhere/python")
-    writer.on_evaluation(EVALUATION)
-    writer.on_end()
-    assert len(writer.logged) == 1
-    assert "/nowhere/python" in writer.logged[0]
 
 
 def test_what_one_that_is_ended_was_writing_is_removed(writer, program):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dpo.errors import InputError
 from dpo.reporting.events import RunContext, Sample
 from dpo.reporting.files import FileLogger
-from dpo.reporting.tensorboard import TensorBoardLogger
+from dpo.reporting.trackers import TensorBoardLogger
 from dpo.settings import validation
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped

@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 from support.runs import compose
 
 from dpo.numbers import clock_time, compact, duration, hours
@@ -213,15 +212,14 @@ def test_numbers_and_durations_are_short():
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
-    from train import describe
+    from train import describe, resolve
 
     config = compose(
         *("loss=ipo", "loss.beta=0.3", "exp_name=x", "model=pythia28", "batch_size=4"),
         *("local_run_dir=RUN", "wandb.project=p"),
     )
-    OmegaConf.resolve(config)
 
-    assert describe(config).splitlines() == [
+    assert describe(resolve(config)).splitlines() == [
         "loss=ipo; settings that differ from the defaults (all will be in RUN/config.yaml):",
         "  exp_name=x",
         "  wandb.project=p",

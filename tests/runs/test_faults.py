@@ -86,14 +86,6 @@ def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     assert list((tmp_path / "run").glob("step-*/.*")) == []
 
 
-@SLOW
-def test_killed_again_and_again_while_it_continues(start, whole, tmp_path):
-    for update in range(1, 6):
-        run = start("resume=auto", "save_every=4", fault=partial(kill_after_update, update))
-        assert run.wait() == -signal.SIGKILL, run.text
-    assert_continues(start, whole, tmp_path / "run")
-
-
 @pytest.mark.parametrize("ranks", [(1,), pytest.param((0,), marks=SLOW), (0, 1)], ids=str)
 def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, start, tmp_path):
     options = (*SHARDED, "sample_during_eval=true", "do_first_sampling=false", "n_examples=8", "export=false")
@@ -120,24 +112,6 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, who
     assert re.search(r"checkpoint \S+step-16 could not be written \(.*\); earlier ones are intact", full.text)
     assert {path.name for path in find_checkpoints(tmp_path / "run")} == {"step-8"}
     assert_continues(start, whole, tmp_path / "run")
-
-
-@SLOW
-def test_a_full_file_system_is_noticed_too(start, whole, tmp_path):
-    disk = tmp_path / "run"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3500k", "none", str(disk)]  # one checkpoint and a half
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
-        run = start()
-        assert run.wait() == 1, run.text
-        assert "No space left on device" in run.text
-        assert [path.name for path in find_checkpoints(disk)] == ["step-8"]
-        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)  # somebody made room
-        assert_continues(start, whole, disk)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
@@ -189,21 +163,6 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update,
 def wait_forever() -> None:
     print("checks", flush=True)
     time.sleep(600)
-
-
-def stop_checking() -> None:
-    from dpo.settings import command_line
-
-    command_line.parse = lambda arguments: wait_forever()
-
-
-def test_ctrl_c_while_settings_are_checked_ends_at_once_without_a_traceback(start):
-    process = start(fault=stop_checking)
-    while "checks\n" not in process.text:
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(20) == 130
-    assert process.text == "checks\nstopped by Ctrl-C: nothing to save\n"
 
 
 # --- in several processes ------------------------------------------------------------------------------------------

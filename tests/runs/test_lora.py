@@ -24,13 +24,13 @@ from dpo.errors import InputError
 from dpo.models.adapters import switch
 from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.models.quantization import Linear4bit, quantize
-from dpo.models.side_by_side import Choices, load_panel
+from dpo.models.side_by_side import load_panel
 from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
 from dpo.system.arithmetic import GRAPHS
-from trainers import BasicTrainer
+from trainers import BasicTrainer, Trainer
 
 BASE = GOLDEN / "tiny-llama"
 IDS = torch.arange(3, 43).reshape(2, 20)
@@ -111,15 +111,15 @@ def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, fin
 
 
 @pytest.fixture
-def trainers_seen(monkeypatch) -> list[BasicTrainer]:
+def trainers_seen(monkeypatch) -> list[Trainer]:
     """The trainers of the runs in this process, after their training."""
-    seen, train = [], BasicTrainer.train
+    seen, train = [], Trainer.train
 
-    def train_and_keep(trainer: BasicTrainer) -> None:
+    def train_and_keep(trainer: Trainer) -> None:
         train(trainer)
         seen.append(trainer)
 
-    monkeypatch.setattr(BasicTrainer, "train", train_and_keep)
+    monkeypatch.setattr(Trainer, "train", train_and_keep)
     return seen
 
 
@@ -147,19 +147,19 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     plan = resolve(compose(*command("test", *QLORA)))
     ours, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=directory)
     assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
-    base = quantize(load_model(str(BASE), dtype=torch.float32, attn_implementation="sdpa"))
+    base = quantize(load_model(Source(str(BASE)), dtype=torch.float32, attn_implementation="sdpa"))
     before = base(IDS).logits
     theirs = peft.PeftModel.from_pretrained(base, str(directory))
     assert torch.equal(theirs(IDS).logits, ours(IDS).logits)
     assert not torch.allclose(before, ours(IDS).logits, atol=1e-4)
 
     export(directory, tmp_path / "merged", merge=True)  # onto what 4 bits keep of the base
-    merged = load_model(str(tmp_path / "merged"), dtype=torch.float32, attn_implementation="sdpa")
+    merged = load_model(Source(str(tmp_path / "merged")), dtype=torch.float32, attn_implementation="sdpa")
     torch.testing.assert_close(merged(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-5)
 
     warnings: list[str] = []
-    panel = load_panel([directory], Choices(), log=warnings.append)
-    [policy], reference = panel.policies, panel.reference
+    panel = load_panel([directory], log=warnings.append)
+    policy, reference = panel.sides
     assert reference.model is policy.model
     assert warnings == []  # the base is the one that the run recorded
     with switch(policy.model, policy.adapter)():

@@ -10,6 +10,7 @@ from support.runs import compose, small_run, write_lists, write_prompts, write_r
 import train as entry
 from dpo.errors import InputError
 from dpo.losses import LOSSES
+from dpo.settings.validation import find_problems
 
 PAIRS = ("pairs", "lists", "targets")  # all that pairs can be made into, without unpair=true
 ONLINE = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8")
@@ -48,12 +49,13 @@ def test_a_loss_trains_or_says_in_one_sentence_why_not(kind, name, data, tmp_pat
     folder, settings, kinds_of_loss = KINDS[kind]
     own = (*settings, *SETTINGS.get(name, ()))
     overrides = small_run(data, tmp_path / "run", f"loss={name}", "datasets=[x]", f"dataset_sources.x={data / folder}")
-    config = compose(*(o for o in overrides if not o.startswith(("dataset_sources.hh", "dataset_sources.more"))), *own)
+    overrides = (o for o in overrides if not o.startswith(("dataset_sources.hh", "dataset_sources.more")))
+    plan = entry.resolve(compose(*overrides, *own))
 
-    problems = entry.find_config_problems(config)
+    problems = [problem.sentence for problem in find_problems(plan)]
     try:
         if not problems:
-            entry.run(config)
+            entry.run(plan)
     except InputError as error:
         problems = [str(error)]
 

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import transformers
 from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
@@ -29,8 +28,8 @@ from dpo.analysis.page import write_report
 from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
-from dpo.models.answers import Answer, Sampling, answer, log_probabilities
-from dpo.models.pretrained import load_model
+from dpo.models.answers import Answer, answer, log_probabilities
+from dpo.models.pretrained import Source, load_model
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
@@ -38,7 +37,8 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
-from dpo.training.online import OnlineBatches, choose_pair, draw_label
+from dpo.training.drawing import Drawing
+from dpo.training.online import choose_pair, draw_label
 from scripts import demo
 
 ONLINE = (
@@ -107,16 +107,6 @@ def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
     assert lines[-1]["online/kl"] > 0.1
 
 
-def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, seen, tmp_path):
-    run("run", *ONLINE, "n_examples=24", "lr=1e-12")
-    by_prompt: dict[str, list[tuple]] = {}
-    for drawn in (drawn for update in seen for drawn in update.drawn.values()):
-        by_prompt.setdefault(drawn.prompt, []).append(tuple(one.tokens for one in drawn.answers))
-    again = [answers for answers in by_prompt.values() if len(answers) > 1]
-    assert again
-    assert all(first != second for first, second, *_ in again)
-
-
 def answer_of(tokens: str, score: float) -> Answer:
     return Answer(tokens, tuple(map(ord, tokens)), True, score)
 
@@ -181,8 +171,8 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
     prompts = [example.prompt for group in batches.held_out_examples() for example in group]
     answers, scores = {}, {}
     for who, model in enumerate(models.values()):
-        numbers = [2**62 + 2 * index + who for index in batches.held_out]
-        answers[who] = answer(model, trainer.tokenizer, prompts, numbers, Sampling(8, seed=0))
+        numbers = [2**62 + 2 * prompt.index_in_split + who for prompt in batches.held_out]
+        answers[who] = answer(model, trainer.tokenizer, prompts, numbers, batches.sampling)
         scores[who] = np.array([one.text.count("e") - 0.5 * (not one.ended) for one in answers[who]])
     ours, theirs = (log_probabilities(model, prompts, answers[0]) for model in models.values())
     expected = {
@@ -342,15 +332,15 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
     stopping_call = {"an update": 2, "an evaluation": 3, "an evaluation's answers by the reference": 4}[during]
     whole = finished(*settings)
-    answer_batch, calls = OnlineBatches._answer_batch, []
+    answer_batch, calls = Drawing.answer, []
 
-    def stop_then_answer(self: OnlineBatches, *asked: Any) -> Any:
+    def stop_then_answer(self: Drawing, *asked: Any) -> Any:
         calls.append(asked)
         if len(calls) == stopping_call:
             os.kill(os.getpid(), signal.SIGTERM)
         return answer_batch(self, *asked)
 
-    monkeypatch.setattr(OnlineBatches, "_answer_batch", stop_then_answer)
+    monkeypatch.setattr(Drawing, "answer", stop_then_answer)
     with pytest.raises(Stopped):
         run("run", *settings)
     assert len(calls) == stopping_call
@@ -430,28 +420,13 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
         ),
         ("return [0.0]", "rewards.py:score gave 1 scores for 8 answers"),
         ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
-        ("return None", "rewards.py:score failed: TypeError"),
-        ("return ['good'] * len(completions)", "rewards.py:score failed: ValueError"),
         ("return '1' * len(completions)", "rewards.py:score failed: TypeError: a number for each answer is expected"),
-        (
-            "return dict.fromkeys(range(len(completions)), 0.5)",
-            "rewards.py:score failed: TypeError: a number for each answer is expected, in a list, and not {0: 0.5, ",
-        ),
         ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
         ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
         ("raise KeyboardInterrupt", r"rewards.py:score failed: KeyboardInterrupt: "),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
         ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
-        (
-            "return (next(iter([])) for c in completions)",
-            "rewards.py:score failed: RuntimeError: generator raised Stop",
-        ),
         ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
-        ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
-        (
-            "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
-            r"rewards.py:score failed: E: its message cannot be shown",
-        ),
     ],
 )
 def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):
@@ -459,36 +434,6 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
     score = load_scorer(plan, torch.device("cpu"), rows=8)
     with pytest.raises(ScorerFailed, match=said):
         score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
-
-
-IN_UPDATE_3, IN_EVALUATION_8 = 7, 6  # calls of the scorer; the first evaluation makes two
-
-
-@pytest.mark.parametrize(
-    ("failing", "call", "said"),
-    [
-        ("next(iter([]))", IN_UPDATE_3, "StopIteration: "),
-        # without advice for the run
-        ("exec('raise MemoryError(1)')", IN_EVALUATION_8, r"MemoryError: 1 \(.*rewards.py, line 2\)$"),
-    ],
-)
-def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(failing, call, said, run, tmp_path):
-    body = f"score.calls = getattr(score, 'calls', 0) + 1; score.calls < {call} or {failing}; "
-    body += "return [*map(len, completions)]"
-    with pytest.raises(ScorerFailed, match=f"rewards.py:score failed: {said}"):
-        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=4", "save_every=12")
-    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
-    evaluated = [line["examples"] for line in read_metrics(tmp_path / "run", "eval")]
-    assert evaluated == ([0, 4, 8] if call == IN_UPDATE_3 else [0, 4])  # what was due
-
-
-@pytest.mark.slow
-def test_a_function_may_print_any_text_and_fork(command, tmp_path):
-    fork = "import os; print('half \\ud800'); child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
-    result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
-    assert result.returncode == 0, result.stderr
-    # by three updates, and by three evaluations, the first of the reference too
-    assert result.stdout.count("half \\ud800\n") == 7
 
 
 def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):
@@ -542,7 +487,6 @@ def test_a_changed_function_is_not_the_run_that_is_continued(file, run, tmp_path
     ("code", "said"),
     [
         ("score = 5", "has no function score"),
-        ("1 / 0", "rewards.py cannot be run: ZeroDivisionError: division by zero ("),
         ("def(", "cannot be run: SyntaxError"),
         ("import sys; sys.exit(0)", "cannot be run: SystemExit: 0"),
     ],
@@ -557,23 +501,6 @@ def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said
 # --- reward models -------------------------------------------------------------------------------------------------
 
 REWARDED = (*ONLINE, "online.scorer=reward_model", "max_length=44")
-
-
-def test_a_reward_model_that_fails_ends_the_run_with_one_sentence(tokenizer, run, tmp_path):
-    place = save_reward_model(tmp_path / "reward", "llama", tokenizer)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(place)
-    model.score.weight.data.fill_(torch.nan)
-    model.save_pretrained(place)
-    with pytest.raises(ScorerFailed, match=f"online.reward_model={place} gave the score nan to the answer"):
-        run("run", *REWARDED, f"online.reward_model={place}")
-
-
-def test_a_continued_run_needs_the_same_reward_model(tokenizer, run, tmp_path):
-    settings = (*REWARDED, f"online.reward_model={save_reward_model(tmp_path / 'reward', 'llama', tokenizer)}")
-    run("run", *settings, "n_examples=4")
-    save_reward_model(tmp_path / "reward", "llama", tokenizer, template="{{ messages }}")
-    with pytest.raises(InputError, match=r"online.reward_model=\S+ has changed since the checkpoint: restore"):
-        run("run", *settings, "resume=auto")
 
 
 def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, tmp_path):
@@ -619,7 +546,7 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
 def test_a_wrapped_policy_is_sampled_from(tmp_path):
     """Elsewhere: 'DataParallel' object has no attribute 'config'."""
     config = compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN)
-    wrapped = torch.nn.DataParallel(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32))
+    wrapped = torch.nn.DataParallel(load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32))
     plain = updates(make(config))
     for line, other in zip(updates(make(config, policy=wrapped)), plain, strict=True):
         ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))

@@ -13,11 +13,11 @@ import torch
 import transformers
 import yaml
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, ROOT, compose, read_metrics, run_script
+from support.runs import GOLDEN, ROOT, read_metrics, run_script
 
 import train
 from dpo.errors import InputError, RunError
-from dpo.settings.files import flatten, load_defaults, with_defaults
+from dpo.settings.files import flatten, load_defaults
 from dpo.settings.keys import KEYS
 from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
@@ -85,18 +85,6 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     assert trainer.config.local_run_dir == str(run_dir)
     composed = set(flatten(OmegaConf.create(load_defaults("dpo"))))
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}
-
-
-def test_defaults_change_nothing_that_is_there_and_are_those_of_the_config():
-    whole = compose("loss=dpo", "loss.beta=0.3", "lr=1", "exp_name=x", "model.name_or_path=y")
-    assert with_defaults(whole) is whole
-    bare = {"exp_name": "x", "lr": 1.0, "loss": {"name": "dpo", "beta": 0.3}, "model": {"name_or_path": "y"}}
-    filled = with_defaults({**bare, "local_run_dir": "z"})
-    assert flatten(filled) == flatten(whole) | {"local_run_dir": "z"}
-    assert "exp_name" not in with_defaults({})
-    assert with_defaults({"dataset_sources": {"mine": "x"}}).dataset_sources == {"mine": "x"}
-    assert "beta" not in with_defaults({"loss": {"name": "ipo"}}).loss
-    assert with_defaults({"loss": {"name": "no/such"}}).loss == {"name": "no/such"}
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------------------
@@ -239,11 +227,11 @@ def test_worker_main_refuses_what_cannot_run(tiny_llama, tmp_path):
 SPAWN = """
 import copy, sys, torch
 from omegaconf import OmegaConf
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from train import worker_main
 if __name__ == "__main__":
     config = OmegaConf.load(sys.argv[1])
-    policy = load_model(config.model.name_or_path, dtype=torch.float32, attn_implementation="sdpa")
+    policy = load_model(Source(config.model.name_or_path), dtype=torch.float32, attn_implementation="sdpa")
     torch.multiprocessing.spawn(worker_main, nprocs=2, args=(2, config, policy, copy.deepcopy(policy)))
 """
 

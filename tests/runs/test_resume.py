@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import signal
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +16,12 @@ from support.runs import GOLDEN, find_differences, read_log, read_metrics, write
 from transformers import LlamaForCausalLM
 
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError
 from dpo.system.plain_files import read_yaml
 from dpo.system.run_directory import write_record
 from dpo.system.signals import Stopped
 from dpo.training.evaluation import Evaluator
-from trainers import BasicTrainer
+from trainers import Trainer
 
 WAYS = {
     "in the middle of an epoch": (3, ()),
@@ -143,22 +141,6 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
     assert find_differences(whole, tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("error", [ValueError("stop_strings"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_samples_that_fail_cost_a_warning_and_nothing_else(error, run, finished, tmp_path, monkeypatch, capsys):
-    whole = finished()
-
-    def fail(self, *arguments, **options):
-        raise error
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", fail)
-    run("run", "sample_during_eval=true", "do_first_sampling=true")
-
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "no samples" in line]
-    assert len(warnings) == 4  # after 0, 8, 16 and 24 examples
-    assert all(f"{type(error).__name__} {error}" in warning for warning in warnings)
-    assert find_differences(whole, tmp_path / "run") == ["trainer.samples_due"]
-
-
 @pytest.mark.slow
 def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, finished, tmp_path):
     more = ("eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")
@@ -225,14 +207,14 @@ def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_h
     settings = ("loss=sft", f"model.name_or_path={model}", "optimizer=AdamW")
     run("run", *settings, "n_examples=8")
     (model / "model.safetensors").unlink()
-    train, mapped = BasicTrainer.train, []
+    train, mapped = Trainer.train, []
 
-    def look_and_train(trainer: BasicTrainer) -> None:
+    def look_and_train(trainer: Trainer) -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
         mapped.extend(line for line in lines if str(tmp_path) in line and "/dpo-examples/" not in line)  # the data is
         train(trainer)
 
-    monkeypatch.setattr(BasicTrainer, "train", look_and_train)
+    monkeypatch.setattr(Trainer, "train", look_and_train)
     run("run", *settings, "n_examples=16", "resume=auto")
 
     assert len(read_metrics(tmp_path / "run", "train")) == 4
@@ -299,13 +281,6 @@ def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_c
     assert "step-24: this run is already complete" in capsys.readouterr().out
 
 
-def test_a_run_in_a_directory_within_a_run_is_another(run, copied, tmp_path):
-    copied("runs/inner", "n_examples=8")
-    run("runs", f"resume={tmp_path}/runs/inner")
-    assert len(read_metrics(tmp_path / "runs", "train")) == 6
-    assert [p.name for p in find_checkpoints(tmp_path / "runs" / "inner")] == ["step-8"]
-
-
 def test_another_reference_is_noticed(run, copied, finished):
     archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")
@@ -327,39 +302,6 @@ def test_a_path_that_is_no_checkpoint_is_one_sentence(what, run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=f"resume={tmp_path}/{what} finds no complete checkpoint"):
         run("run", f"resume={tmp_path}/{what}")
-
-
-@pytest.mark.slow
-def test_the_same_checkpoint_damaged_twice_is_put_aside_twice(run, copied, tmp_path):
-    copied("run", "n_examples=8")
-    for _ in range(2):
-        run("run", "n_examples=16", "resume=auto")
-        (tmp_path / "run" / "step-16" / "policy.pt").write_bytes(b"")
-    run("run", "n_examples=16", "resume=auto")
-    names = {path.name for path in (tmp_path / "run").iterdir() if "step-16" in path.name}
-    assert names == {"step-16", "damaged-step-16", "damaged-step-16.1"}
-
-
-@pytest.mark.slow
-def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_use(
-    run, finished, tmp_path, monkeypatch
-):
-    whole, begun = finished(), finished("n_examples=16")
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def refuse_link(*_: Any) -> None:
-        patched.setattr(shutil, "copyfileobj", refuse)  # the logs have been copied by now
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "link", refuse_link)
-        with pytest.raises(RunError, match="No space left on device"):
-            run("there", f"resume={begun}")
-    assert {path.name for path in (tmp_path / "there").iterdir()} == {".continues", ".lock", "metrics.jsonl"}
-    run("there", f"resume={begun}")
-    assert read_log(tmp_path / "there") == read_log(whole)
 
 
 # --- what must not change ------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ STEPS = {
     "dataset": "dpo.data.preflight:prepare_data",
     "config of the model": "transformers:AutoConfig.from_pretrained",
     "model": "transformers:AutoModelForCausalLM.from_pretrained",
-    "reference": "trainers:load_reference",
+    "reference": "dpo.training.setting_up:load_reference",
     "optimizer": "torch.optim:Optimizer.__init__",
-    "batches": "trainers:BasicTrainer._make_batches",
+    "batches": "dpo.training.online:make_batches",
     "self-test": "trainers:self_test",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }
@@ -144,19 +144,6 @@ def test_a_run_that_has_a_checkpoint_says_how_to_continue(run, command, tmp_path
     way_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
     assert said.endswith(f"stopped by Ctrl-C: {way_on}\n")
     assert len(read_metrics(tmp_path / "run", "train")) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_closed_standard_streams_change_nothing(closed, command, tmp_path):
-    """As under some daemons: `>&-`, `2>&-`."""
-    process = start_interpreter(
-        "train.py", *command("run", "n_examples=8"), prepare=lambda: [os.close(n) for n in closed]
-    )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert ("run directory:" in out) == (1 not in closed)
-    assert len(find_checkpoints(tmp_path / "run")) == 1
 
 
 def fill_output() -> None:

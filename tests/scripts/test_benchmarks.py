@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT, run_script
+from support.runs import GOLDEN, run_script
 
-from benchmarks import chart, harness
+from benchmarks import compare, harness
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
 from dpo.models.layouts import pad
@@ -49,15 +49,13 @@ def slow(*values: object):
     [
         slow("profile", (*TINY, "n_examples=12", "batch_size=4", "n_eval_examples=4"), "of it in no phase"),
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
-        slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
         slow(
             "compare",
-            (*TINY, "--updates=1", "--table=adapters", "--only=lora=none;lora.reference=adapter", "batch_size=4"),
-            "lora.reference=adapter",
+            (*TINY, "--updates=1", "--row=world_size=1", "--row=trainer=FSDPTrainer world_size=2", "batch_size=4"),
+            "measured trainer=FSDPTrainer world_size=2",
         ),
         slow("startup", ("--answers", "--repeats=1"), "refused config"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4"), "200 pairs, second run:"),
-        slow("startup", (*LLAMA, "--pairs=200", "batch_size=4", "--processes=2"), "second run, rank 1: own"),
     ],
 )
 def test_it_runs(module, arguments, said):
@@ -67,7 +65,17 @@ def test_it_runs(module, arguments, said):
     assert "failed" not in result.stdout
 
 
-def test_the_picture_shows_the_table():
-    text = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
-    assert (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8") == chart.draw(text)
-    assert ">1.3 s<" in chart.draw(text)  # 1.279 with cached references
+def test_without_bfloat16_instructions_its_rows_and_its_peak_are_not_measured(monkeypatch, capsys):
+    measured, peaks = [], []
+
+    def measure_row(overrides, updates):
+        measured.append(overrides)
+        return {"pairs": 4, "memory_gb": 1.0, "rows": [{"seconds": 1.0, "loss": 0.5}]}
+
+    monkeypatch.setattr(compare, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(compare, "measure_row", measure_row)
+    monkeypatch.setattr(compare, "measure_peak", lambda dtype: peaks.append(dtype) or 1e9)
+    monkeypatch.setattr("sys.argv", ["compare", "--only", "ours;ours, bfloat16"])
+    compare.main()
+    assert (len(measured), peaks) == (1, [torch.float32])
+    assert "left out ours, bfloat16: this CPU has no instructions for bfloat16" in capsys.readouterr().out

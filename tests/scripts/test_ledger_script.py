@@ -12,10 +12,8 @@ from support.ledgers import row, with_ledger
 from support.runs import GOLDEN, run_python, run_script, write_rows
 
 from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
-from dpo.analysis.page import summarize_ledger
-from dpo.analysis.runs import read_run
 from dpo.data.examples import text_digest
-from scripts.ledger import find_texts, main
+from scripts.ledger import main
 
 WRONG = {"prompt": "Hi", "chosen": " no\x1b[2J way", "rejected": " yes"}
 RIGHT = [{"prompt": f"Hi {i}", "chosen": " yes", "rejected": " no way"} for i in range(7)]
@@ -62,12 +60,6 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 2
     assert any(line.startswith("Pairs that never flip: 1 of 8") for line in lines)
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
-    assert [line for line in lines if "correlation" in line] == [
-        f"Margin against length, {split}, correlation \N{MINUS SIGN}1" for split in ("train", "eval")
-    ]
-    assert [line.split()[:4] for line in lines if line.startswith("  mine (train)")] == [
-        ["mine", "(train)", f"{update}", "8"] for update in (1, 2)
-    ]
 
 
 def test_a_run_without_pairs_says_so(tmp_path, capsys):
@@ -79,7 +71,6 @@ def test_a_run_without_pairs_says_so(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 visits of 1 example, of which 0 are truncated."
     assert lines[-1] == "loss=sft trains on targets: without pairs there are no margins to rank."
-    assert not any(line.startswith("Pairs that never flip") for line in lines)
 
 
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
@@ -141,7 +132,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
         ("model:", "model.name_or_path "),
     ],
 )
-def test_a_config_that_names_no_data_is_one_line_here_and_in_the_report(run_dir, config, why, capsys):
+def test_a_config_that_names_no_data_is_one_line(run_dir, config, why, capsys):
     (run_dir / "config.yaml").unlink()
     (run_dir / "metrics.jsonl").touch()
     if config is not None:
@@ -149,9 +140,9 @@ def test_a_config_that_names_no_data_is_one_line_here_and_in_the_report(run_dir,
 
     assert main([str(run_dir)]) == 0
 
-    for note in (capsys.readouterr().out.splitlines()[-1], summarize_ledger(read_run(run_dir), find_texts).note):
-        assert note.startswith("Texts are not shown: config.yaml")
-        assert why in note
+    note = capsys.readouterr().out.splitlines()[-1]
+    assert note.startswith("Texts are not shown: config.yaml")
+    assert why in note
 
 
 def test_what_a_config_lacks_has_its_default(run_dir, capsys):

@@ -8,30 +8,25 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
-import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from support.runs import GOLDEN, make_environment, run_python, write_rows
-from support.warm import ROOT, Python
+from support.models import COMMON
+from support.runs import GOLDEN, run_python, write_rows
+from support.warm import ROOT
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
-from dpo.models import side_by_side
 from dpo.models.adapters import adapter_weights, add_adapter, make_adapter_config, policy_part
-from dpo.models.answers import Sampling, answer, log_probabilities
+from dpo.models.answers import Sampling
 from dpo.models.export import export
 from dpo.models.layouts import Padded
-from dpo.models.origin import find_origin
-from dpo.models.pretrained import load_model
-from dpo.models.side_by_side import Choices, Panel, Side, load_panel
+from dpo.models.pretrained import Source, load_model
+from dpo.models.side_by_side import Panel, Side, load_panel
 from scripts.sample import converse, main
 
 LLAMA = str(GOLDEN / "tiny-llama")
@@ -39,7 +34,9 @@ ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and 
 
 
 def load(archive: Path | None = None):
-    return load_model(LLAMA, dtype=torch.float32, archive=archive and str(archive), attn_implementation="sdpa").eval()
+    return load_model(
+        Source(LLAMA), dtype=torch.float32, archive=archive and str(archive), attn_implementation="sdpa"
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,7 @@ def run_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def panel(run_dir):
-    return load_panel([run_dir], Choices())
+    return load_panel([run_dir])
 
 
 def answered(run_dir: Path, out: Path, *more: str) -> list[dict]:
@@ -68,33 +65,6 @@ def answered(run_dir: Path, out: Path, *more: str) -> list[dict]:
     arguments = [str(run_dir), "--file", str(file), "--out", str(out), "--max_new_tokens", "12", *more]
     assert main(arguments) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-
-
-def test_it_runs_with_a_runs_settings_of_torch(run_dir, tmp_path, monkeypatch):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    answered(run_dir, tmp_path / "a.jsonl")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    monkeypatch.setattr(os, "environ", environment := {"HOME": "/"})
-    monkeypatch.setattr("sys.argv", ["sample", "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "scripts" / "sample.py"), run_name="__main__")
-    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
-@pytest.mark.parametrize(("lora", "gpus", "placed"), [("none", 2, "balanced"), ("qlora", 2, None), ("qlora", 0, None)])
-def test_a_gpu_never_holds_the_whole_weights_of_a_4_bit_base(lora, gpus, placed, run_dir, monkeypatch):
-    origin, found = find_origin(run_dir), {}
-    origin = origin._replace(plan=origin.plan.change("lora", lora))
-
-    def note(name: str, model: Any, **options: Any) -> Any:
-        found[name] = options.get("device_map", options.get("device"))
-        return model
-
-    monkeypatch.setattr(side_by_side, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(side_by_side, "load_base", lambda *arguments, **options: note("loaded", load(), **options))
-    monkeypatch.setattr(side_by_side, "quantize", lambda model, **options: note("quantized", model, **options))
-    side_by_side._load("policy", origin, None, {})
-    assert found == {"loaded": placed} | ({"quantized": "cuda" if gpus else None} if lora == "qlora" else {})
 
 
 def test_a_chat_is_asked_as_in_training(run_dir, tokenizer):
@@ -123,12 +93,9 @@ def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):
 
 def test_rewards_are_those_of_the_loss(run_dir, panel):
     prompts = [panel.encode(text, "here", Sampling(12)) for text in ASKED]
-    answers = panel.answer(prompts, range(4), Sampling(12))
-    rewards = panel.rewards(prompts, answers)
-
+    answers = [panel.answer(side, prompts, range(4), Sampling(12)) for side in panel.sides]
     pairs = [
-        Example(prompt, (of["policy"].tokens, of["reference"].tokens))
-        for prompt, of in zip(prompts, answers, strict=True)
+        Example(prompt, (ours.tokens, theirs.tokens)) for prompt, ours, theirs in zip(prompts, *answers, strict=True)
     ]
     [microbatch] = Padded().split(pairs, 1)
     with torch.no_grad():
@@ -137,8 +104,8 @@ def test_rewards_are_those_of_the_loss(run_dir, panel):
         ]
     _, chosen, rejected = preference_loss(*logps, beta=0.3)
     assert max(map(abs, chosen.tolist())) > 0.1
-    assert [r["policy"] for r in rewards] == pytest.approx(chosen.tolist(), abs=1e-4)
-    assert [r["reference"] for r in rewards] == pytest.approx(rejected.tolist(), abs=1e-4)
+    for side, of_side, expected in zip(panel.sides, answers, (chosen, rejected), strict=True):
+        assert panel.rewards(side, prompts, of_side) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_batches_change_nothing_and_seeds_do(run_dir, tmp_path):
@@ -149,45 +116,6 @@ def test_batches_change_nothing_and_seeds_do(run_dir, tmp_path):
         assert a["rewards"] == pytest.approx(b["rewards"], abs=1e-4)
     another = answered(run_dir, tmp_path / "6.jsonl", *options[:-1], "6")
     assert [r["policy"] for r in another] != [r["policy"] for r in one]
-
-
-def test_draws_follow_the_models_distribution(tokenizer, tiny_llama):
-    ids = tuple(tokenizer("Where is")["input_ids"])
-    with torch.no_grad():
-        probabilities = tiny_llama(torch.tensor([ids])).logits[0, -1].float().div(0.5).softmax(-1)
-    numbers = range(4000)
-    drawn = answer(tiny_llama, tokenizer, [ids] * 4000, numbers, Sampling(1, temperature=0.5, top_p=0.5, seed=1))
-    counts = torch.zeros_like(probabilities)
-    for one in drawn:
-        counts[one.tokens[0]] += 1
-    order = probabilities.argsort(descending=True)
-    kept = order[: int((probabilities[order].cumsum(0) < 0.5).sum()) + 1]  # until half of the mass is reached
-    assert counts[kept].sum() == 4000
-    expected = probabilities[kept] / probabilities[kept].sum()
-    assert (counts[kept] / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
-
-
-def test_an_answer_ends_with_eos_which_is_scored(tokenizer, tiny_llama):
-    model = copy.deepcopy(tiny_llama)
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] += 3 * model.lm_head.weight.std()
-    prompts = [(5, 6, 7), (8,)]
-    answers = answer(model, tokenizer, prompts, [0, 1], Sampling(200, seed=3))
-    ended = [a for a in answers if len(a.tokens) < 200]
-    assert ended
-    assert all(a.tokens.index(tokenizer.eos_token_id) == len(a.tokens) - 1 for a in ended)
-    both = log_probabilities(model, prompts, answers)
-    assert both == pytest.approx([log_probabilities(model, [p], [a])[0] for p, a in zip(prompts, answers, strict=True)])
-
-
-def test_streamed_answers_are_the_same_and_grow(panel):
-    prompt = panel.encode(ASKED[0], "here", Sampling(8))
-    [answers] = panel.answer([prompt], [0], Sampling(8, seed=2))
-    for side in panel.sides:
-        texts: list[str] = []
-        assert panel.stream(side, prompt, 0, Sampling(8, seed=2), texts.append) == answers[side.name]
-        assert len(texts) > 1
-        assert all(b.startswith(a) for a, b in zip(texts, [*texts[1:], answers[side.name].text], strict=True))
 
 
 def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_path, capsys):
@@ -205,26 +133,11 @@ def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_pat
 
 
 def test_a_reward_that_is_not_finite_is_null_and_in_no_mean(run_dir, tmp_path, monkeypatch, capsys):
-    made = iter([math.nan, 0.25, -math.inf, 0.75])
-    monkeypatch.setattr(
-        Panel, "rewards", lambda self, prompts, said: [{"policy": next(made), "reference": None} for _ in prompts]
-    )
+    made = [math.nan, 0.25, -math.inf, 0.75]
+    monkeypatch.setattr(Panel, "rewards", lambda self, side, *_: made if side.name == "policy" else [None] * 4)
     records = answered(run_dir, tmp_path / "a.jsonl")
     assert [record["rewards"]["policy"] for record in records] == [None, 0.25, None, 0.75]
     assert capsys.readouterr().out.endswith("; mean reward of the policy 0.5 over 2 answers\n")
-
-
-def test_penalties_of_a_generation_config_do_not_distort_the_draws(tmp_path):
-    home = shutil.copytree(LLAMA, tmp_path / "llama")
-    (home / "generation_config.json").write_text(
-        '{"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [5], "eos_token_id": [0, 7]}'
-    )
-    prompt = (5, 6, 7)
-    plain, penal = (load_panel([place], Choices(form="raw"), log=lambda _: None) for place in (LLAMA, home))
-    assert penal.policies[0].model.generation_config.repetition_penalty == 5.0  # which it keeps
-    [[a], [b]] = (p.answer([prompt], [0], Sampling(30, seed=1)) for p in (plain, penal))
-    said, other = a["policy"].tokens, b["policy"].tokens
-    assert other == said[: len(other)]  # 7 may end it earlier
 
 
 def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
@@ -242,45 +155,29 @@ def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_pa
         record = {} if form is None else {"prompt_formats": {"mine": form}}
         (run / "preflight.json").write_text(json.dumps({"train": {"examples": 8, "prompts": 8, **record}}))
         out = export(run / "step-8", tmp_path / f"out-{form}")
-        panels[form] = [load_panel([path], Choices(), log=lambda _: None).form for path in (run / "step-8", out)]
+        panels[form] = [load_panel([path], log=lambda _: None).form for path in (run / "step-8", out)]
     assert panels == {"chat": ["chat"] * 2, "hh": ["hh"] * 2, "raw": ["raw"] * 2, None: ["chat"] * 2}
     assert r"Form of a prompt: `\n\nHuman: ...\n\nAssistant:`." in (tmp_path / "out-hh" / "README.md").read_text()
     for odd_card in (b"---\n- mit\n---\n", b"---\nlicense: [\n---\n", b"---\nlicense: mit\n---\n\xff\xfe"):
         (tmp_path / "out-hh" / "README.md").write_bytes(odd_card)
-        assert load_panel([tmp_path / "out-hh"], Choices(), log=lambda _: None).form == "chat"
-
-
-@pytest.mark.slow
-def test_a_reference_that_has_changed_since_is_worth_a_line(run, tmp_path):
-    run("sft", "loss=sft", "n_examples=8", "lr=1e-2", "export=false")
-    run("run", f"model.archive={tmp_path}/sft/LATEST", "n_examples=8", "export=false")
-    lines: list[str] = []
-    load_panel([tmp_path / "run"], Choices(), log=lines.append)
-    assert lines == []
-
-    run("sft", "loss=sft", "n_examples=16", "lr=1e-2", "export=false", "resume=auto")  # LATEST moves on
-    load_panel([tmp_path / "run"], Choices(), log=lines.append)
-    assert lines == [
-        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than the one loaded "
-        "now: give --reference DIR, or --no-reference"
-    ]
+        assert load_panel([tmp_path / "out-hh"], log=lambda _: None).form == "chat"
 
 
 def test_several_policies_answer_beside_each_other(run_dir, panel):
-    several = load_panel([run_dir, GOLDEN / "tiny-llama"], Choices(beta=0.3))
+    several = load_panel([run_dir, GOLDEN / "tiny-llama"], beta=0.3)
     assert [side.name for side in several.sides] == ["policy", "policy_2", "reference"]
     prompts = [several.encode(ASKED[0], "here", Sampling(8))]
-    [answers] = several.answer(prompts, [0], Sampling(8))
-    assert answers["policy_2"] == answers["reference"] != answers["policy"]
-    [rewards] = several.rewards(prompts, [answers])
-    assert rewards["policy_2"] == 0 != rewards["policy"]  # it is the reference
+    answers = [several.answer(side, prompts, [0], Sampling(8)) for side in several.sides]
+    assert answers[1] == answers[2] != answers[0]
+    rewards = [several.rewards(*each) for each in zip(several.sides, [prompts] * 3, answers, strict=True)]
+    assert rewards[1] == [0] != rewards[0]  # it is the reference
 
 
 def test_a_reference_without_a_dtype_has_the_policys(run_dir, tmp_path):
     run = shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
     dtypes = "policy_dtype: bfloat16, reference_dtype: null"
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("reference_dtype: float32", dtypes))
-    assert load_panel([run], Choices()).reference.model.dtype == torch.bfloat16
+    assert load_panel([run]).reference.model.dtype == torch.bfloat16
 
 
 def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
@@ -289,7 +186,7 @@ def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
     os.link(run_dir / "step-8" / "policy.pt", run / "step-8" / "policy.pt")
     (run / "config.yaml").write_text(f"datasets: [hh]\nloss: {{name: sft}}\nmodel: {{name_or_path: {LLAMA}}}\n")
     lines: list[str] = []
-    panel = load_panel([run / "step-8"], Choices(), log=lines.append)
+    panel = load_panel([run / "step-8"], log=lines.append)
     assert panel.reference.model.dtype == torch.float32  # the policy's: reference_dtype is for losses with a reference
     assert lines == ["the beta of policy is unknown, so rewards are missing: give --beta"]
 
@@ -301,9 +198,9 @@ def test_what_cannot_be_compared_is_refused(run_dir, tmp_path, tokenizer):
     renamed.add_tokens(["<new>"])
     renamed.save_pretrained(other)
     with pytest.raises(InputError, match="other has another tokenizer than the first model"):
-        load_panel([run_dir, other], Choices())
+        load_panel([run_dir, other])
     with pytest.raises(InputError, match="other has another tokenizer than the first model"):
-        load_panel([run_dir], Choices(reference=str(other)))
+        load_panel([run_dir], reference=str(other))
 
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-8").mkdir(parents=True)
@@ -311,10 +208,18 @@ def test_what_cannot_be_compared_is_refused(run_dir, tmp_path, tokenizer):
     config = (run_dir / "config.yaml").read_text()
     (elsewhere / "config.yaml").write_text(config.replace("float32", f"float32, archive: {run_dir}"))
     with pytest.raises(InputError, match="trained with different references: give --reference"):
-        load_panel([run_dir, elsewhere / "step-8"], Choices())
+        load_panel([run_dir, elsewhere / "step-8"])
     (elsewhere / "config.yaml").write_text(config.replace("float32", "float32, archive: /gone"))
     with pytest.raises(InputError, match=r"/gone does not exist; give --reference DIR, or --no-reference"):
-        load_panel([elsewhere / "step-8"], Choices())
+        load_panel([elsewhere / "step-8"])
+
+
+def test_a_prompt_with_a_mark_for_an_image_is_refused(tokenizer, panel):
+    seeing = copy.deepcopy(tokenizer)
+    seeing.media_tokens = ["<image>"]
+    for form in ("raw", "hh"):
+        with pytest.raises(InputError, match=r"^here: the prompt has <image>, which stands for an image"):
+            Panel(panel.sides, seeing, form).encode("What is in <image>?", "here", Sampling(8))
 
 
 def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
@@ -327,6 +232,11 @@ def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
         side = Side("policy", transformers.GPT2LMHeadModel(config), None, None)
         with pytest.raises(InputError, match=f"^here: .*{said}"):
             Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}  # a long row changes it for its batch
+    config = transformers.LlamaConfig(**COMMON | {"vocab_size": 1024}, max_position_embeddings=16, rope_parameters=rope)
+    side = Side("policy", transformers.LlamaForCausalLM(config), None, None)
+    with pytest.raises(InputError, match="are more than the 16 positions"):
+        Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
 
 
 def adapted_run(run: Path, seed: int, lora: str = "base", archive: Path | None = None) -> Path:
@@ -366,33 +276,8 @@ def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_pat
         assert {**ours, "rewards": None} == {**theirs, "rewards": None}
         assert ours["rewards"] == pytest.approx(theirs["rewards"], abs=1e-4)
     assert max(abs(record["rewards"]["policy"]) for record in records) > 0.1
-    panel = load_panel([run], Choices())
-    assert panel.reference.model is panel.policies[0].model  # one base in memory
-
-
-@pytest.mark.slow
-def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
-    run, other = adapted_run(tmp_path / "run", 1), adapted_run(tmp_path / "other", 2)
-    foreign = export(other, tmp_path / "foreign")
-    panel = load_panel([run, other, foreign], Choices())
-    assert len({id(side.model) for side in panel.sides if side.name != "policy_3"}) == 1
-    alone = [load_panel([path], Choices()) for path in (run, other, foreign)]
-    prompt = panel.encode(ASKED[0], "here", Sampling(8))
-    [together] = panel.answer([prompt], [0], Sampling(8))
-    for number, of_one in enumerate(alone):
-        [said] = of_one.answer([prompt], [0], Sampling(8))
-        assert said["policy"] == together[panel.policies[number].name]
-        assert said["reference"] == together["reference"]  # of an adapter without a run, its base
-    capsys.readouterr()
-    [record, *_] = answered(foreign, tmp_path / "a.jsonl", "--beta", "0.3")
-    assert record["rewards"]["policy"] == pytest.approx(
-        answered(other, tmp_path / "b.jsonl")[0]["rewards"]["policy"], abs=1e-4
-    )
-    (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
-    with pytest.raises(
-        InputError, match=r"/gone/away, the base of .*foreign, does not exist: give --model DIR_OR_HUB_ID"
-    ):
-        load_panel([foreign], Choices())
+    panel = load_panel([run])
+    assert panel.reference.model is panel.sides[0].model  # one base in memory
 
 
 def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
@@ -418,9 +303,8 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a role": ([run, "--file", roles, *out], "has no role system"),
         "messages as they are": ([run, "--file", roles, *out, "--no-chat-template"], "holds chat messages"),
         "no template": ([run, "--format", "chat"], "has no chat template"),
-        "over another file": ([run, "--file", file, "--out", empty], "exists: give another file, or remove it"),
-        "over itself": ([run, "--file", empty, "--out", empty], "is the file of prompts itself"),
-        "nowhere to write": ([run, "--file", empty, "--out", f"{tmp_path}/no/out.jsonl"], "there is no directory"),
+        "over another file": ([run, "--file", file, "--out", empty], "exists already, or its directory does not"),
+        "nowhere to write": ([run, "--file", empty, "--out", f"{tmp_path}/no/out.jsonl"], "its directory does not"),
         "no reference": ([run, "--reference", f"{run}-nowhere"], "does not exist"),
     }
 
@@ -463,16 +347,16 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel,
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
     several, asked = Panel(panel.sides, tokenizer, form), {"policy": [], "reference": []}
-    stream = several.stream
+    draw = several.answer
 
-    def listen(side, prompt, *rest):
-        answer = stream(side, prompt, *rest)
-        asked[side.name].append((tokenizer.decode(prompt), answer.text.strip()))
-        return answer
+    def listen(side, prompts, *rest, **options):
+        [answer] = draw(side, prompts, *rest, **options)
+        asked[side.name].append((tokenizer.decode(prompts[0]), answer.text.strip()))
+        return [answer]
 
-    monkeypatch.setattr(several, "stream", listen)
+    monkeypatch.setattr(several, "answer", listen)
     monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\n/reset\nOne?\n"))
-    converse(several, Sampling(6), "the form")
+    converse(several, Sampling(6))
 
     said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<assistant>", "raw": "{}"}[form]
     for turns in asked.values():
@@ -481,7 +365,10 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel,
         gap = " " if form == "hh" else ""
         history = "" if form == "raw" else f"{first}{gap}{answer}"
         assert second == history + said.format("Two?")
-    assert ("/reset starts anew" in capsys.readouterr().out) == (form != "raw")
+    shown = capsys.readouterr().out
+    assert ("/reset starts anew" in shown) == (form != "raw")
+    for turns in asked.values():  # answers are printed while they are drawn
+        assert all(re.sub(r"[^\n\t -~\xa0-\U0010ffff]", "\ufffd", text) in shown for _, text in turns)
 
 
 def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch, capsys):
@@ -492,36 +379,22 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch,
             raise line
         return line
 
-    def interrupted(side, prompt, number, *rest):
-        if number == 0:
+    def interrupted(side, prompts, numbers, *rest, **options):
+        if numbers == [0]:
             raise KeyboardInterrupt
-        return stream(side, prompt, number, *rest)
+        return draw(side, prompts, numbers, *rest, **options)
 
-    stream = panel.stream
-    monkeypatch.setattr(panel, "stream", interrupted)
+    draw = panel.answer
+    monkeypatch.setattr(panel, "answer", interrupted)
     monkeypatch.setattr("builtins.input", type_it)
     for name in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
 
-    converse(panel, Sampling(4), "the form")
+    converse(panel, Sampling(4))
 
     shown = capsys.readouterr().out
     assert "\nended\n" in shown
     assert shown.count("reward ") == 2  # of the second prompt
-
-
-def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):
-    file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(300)])
-    out = tmp_path / "out.jsonl"
-    arguments = ("-m", "scripts.sample", str(run_dir), "--file", str(file), "--out", str(out), "--batch-size", "1")
-    process = Python(*arguments, environment=make_environment())
-    deadline = time.monotonic() + 60
-    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(60)
-    assert (process.returncode, errors.strip()) == (130, "")
-    assert all(json.loads(line)["policy"] for line in out.read_text().splitlines()[:-1])
 
 
 def test_help_needs_no_torch():

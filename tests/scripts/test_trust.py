@@ -73,7 +73,6 @@ TOOLS = {  # and whether they need the code for what they do
     "sample of an export": ("run/LATEST/hf", SAMPLE, True),
     "sample beside a reference": ("run", (*SAMPLE, "--reference", "{folder}/model"), True),
     "ledger": ("run", ("ledger", "{run}", "--top=100"), False),
-    "report": ("run", ("report", "{run}", "--out", "{out}"), False),
 }
 
 

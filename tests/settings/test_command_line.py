@@ -1,21 +1,28 @@
-"""The command line before Hydra: options, overrides, nothing that names code."""
+"""The command line: options, overrides, nothing that names code, and the jobs of a sweep."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import re
 from pathlib import Path
 
-import hydra
 import pytest
-from support.runs import ROOT, train
+import yaml
+from omegaconf import OmegaConf
+from support.runs import train
+from support.trainers import compose as compose_run
+from support.trainers import make
 
-from dpo.settings.command_line import GuardedLoader, check_command_line, find_line_problems, parse
+import train as train_script
+import trainers
+from dpo.errors import InputError
+from dpo.settings.command_line import LONGEST_NAME, check_command_line, check_line, parse, place_job
+from dpo.settings.plan import resolve
 from dpo.system.redaction import redact
 
 
 def problems_of(*arguments: str) -> list[str]:
-    return find_line_problems(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]))
+    return check_line(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]))[1]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +30,7 @@ def problems_of(*arguments: str) -> list[str]:
     ["--multi", "--multiru", "--config-path=/tmp", "--config-name=x", "-cp", "-cn", "--run", "--experimental-rerun"],
 )
 def test_abbreviated_and_refused_options_are_one_sentence(option):
-    with pytest.raises(ValueError, match=f"^{option.split('=')[0]} is not an option here"):
+    with pytest.raises(InputError, match=f"^{option.split('=')[0]} is not an option here"):
         parse([option, "exp_name=x"])
 
 
@@ -33,12 +40,6 @@ def test_options_come_first_and_keep_their_values():
     assert line.arguments == ["--cfg", "job", *overrides]
     assert not line.is_sweep
     assert line.config_dir == "/it's mine"
-
-
-def test_a_fixed_option_of_a_swept_group_is_forced_as_the_default_lacks_it():
-    line = parse(["-m", "loss=dpo,ipo", "loss.beta=0.1", "seed=1"])
-    assert line.arguments[1:-1] == ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"]
-    assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments
 
 
 def test_an_existing_path_is_printed_with_its_quotes_even_with_a_comma(tmp_path):
@@ -52,17 +53,13 @@ def test_an_existing_path_is_printed_with_its_quotes_even_with_a_comma(tmp_path)
     "arguments",
     [
         ["-m", "dataset_sources.my_token=s3cr3t-value"],
-        ["-m", "wandb.api_key=s3cr3t-value"],
         ["wandb.api_key='s3cr3t-value"],
-        ["-m", "dataset_sources={my_token: s3cr3t-value}"],
         ["-m", "+authToken=s3cr3t-value"],
         ["-m", "dataset_sources.m='https://user:s3cr3t-value@host/x'"],
         ["-m", "+wandb.api_key=${oc.decode:'s3cr3t-value'}"],
         ["wandb.api_key=x, s3cr3t-value"],
-        ["wandb.api_key:s3cr3t-value"],
         ["wandb.api_key", "=", "s3cr3t-value"],
         ["wandb.api_key=", "s3cr3t-value"],
-        ["wandb.api_key", "=s3cr3t-value"],
         ["+wandb={api_key: s3cr3t-value"],
         ["+wandb.api_key@x=s3cr3t-value"],
     ],
@@ -93,19 +90,6 @@ def write(directory: Path, content: str) -> Path:
     return directory
 
 
-@pytest.fixture
-def guarded(monkeypatch, capsys):
-    """Compose a command with the guard, and return what it prints."""
-    monkeypatch.setattr("hydra._internal.hydra.ConfigLoaderImpl", GuardedLoader)
-
-    def compose_guarded(*arguments: str) -> str:
-        with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"), suppress(SystemExit):
-            hydra.compose("config", parse(["exp_name=x", *arguments]).arguments)
-        return capsys.readouterr().err
-
-    return compose_guarded
-
-
 @pytest.mark.parametrize(
     ("content", "key"),
     [
@@ -121,37 +105,24 @@ def guarded(monkeypatch, capsys):
         ("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
     ],
 )
-def test_own_config_files_cannot_name_code(content, key, guarded, tmp_path):
+def test_own_config_files_cannot_name_code(content, key, tmp_path):
     own = write(tmp_path, f"# @package _global_\n{content}")
+    (tmp_path / "experiment" / "x.yaml").write_text("{}\n")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "evil.yaml").write_text("# @package hydra.callbacks.c\n_target_: os.mkdir\n")
-    assert f"--config-dir: {key}" in (found := guarded("-cd", str(own), "+experiment=mine"))
-    assert "may not be set in a config file, as it can name code to run" in found
-    assert guarded("-cd", str(own)) == ""  # it is not chosen
+    for choice in (["experiment=mine"], ["-m", "+experiment@_global_=x,mine"]):
+        found = "\n".join(problems_of("-cd", str(own), *choice))
+        assert f"--config-dir: {key}" in found
+        assert "may not be set in a config file, as it can name code to run" in found
+    assert problems_of("-cd", str(own)) == []  # it is not chosen
 
 
-def test_code_that_the_command_line_names_is_run_beside_own_config_files(guarded, tmp_path):
+def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_path):
     own = write(tmp_path, "# @package _global_\ndefaults:\n  - override /online: online\nonline:\n  scorer: function\n")
     (tmp_path / "rewards.py").touch()
     line = ("-cd", str(own), "+experiment=mine", "exp_name=x", "loss=dpo", "loss.beta=0.1", "model=pythia28")
     line = (*line, f"online.function={tmp_path / 'rewards.py'}:f", "model.trust_remote_code=true")
     assert problems_of(*line) == []
-    assert guarded(*line) == ""
-
-
-@pytest.mark.slow
-def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(command, tmp_path):
-    own, more = tmp_path / "own" / "experiment", tmp_path / "own" / "more"
-    own.mkdir(parents=True)
-    more.mkdir()
-    (own / "a.yaml").write_text("path: of/a-hub\n")
-    (own / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
-    (more / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
-    sweep = ("+experiment@dataset_sources.b=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
-    result = train("-m", f"--config-dir={tmp_path / 'own'}", *command("run", *sweep))
-    assert result.returncode == 2
-    assert "hydra.callbacks.c.a may not be set in a config file" in result.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
@@ -163,9 +134,77 @@ def test_own_config_files_that_are_no_files_are_refused(kind, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--config-dir"], ["--config-dir="], ["-cd"]])
 def test_an_own_config_directory_must_be_named(arguments):
-    with pytest.raises(ValueError, match="needs a directory"):
+    with pytest.raises(InputError, match="needs a directory"):
         parse(arguments)
 
 
 def test_an_own_config_directory_that_is_not_there_is_one_sentence():
     assert problems_of("--config-dir=/nowhere", "exp_name=x") == ["--config-dir /nowhere is not a directory"]
+
+
+@pytest.mark.parametrize("way", ["command line", "reference's constructor"])
+def test_a_process_makes_its_plan_once_and_hands_it_on(way, run, tmp_path, monkeypatch):
+    calls = []
+    for module in (train_script, trainers):
+        monkeypatch.setattr(module, "resolve", lambda *given, **more: calls.append(given) or resolve(*given, **more))
+    if way == "command line":
+        run("run", "n_examples=4", "loss=sft")
+    else:
+        make(compose_run(tmp_path, "run", "n_examples=4", "loss=sft")).train()
+    assert len(calls) == 1
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ("++loss.beta=0.1,++seed=3", "2_loss.beta=0.1,seed=3"),
+        ("", "2"),
+        ("++dataset_sources.mine=/data/../x y", "2_dataset_sources.mine=_data_.._x_y"),
+        ("++exp_name='$(touch x);`y`'", "2_exp_name=_touch_x_y"),
+        ("++lr=1e+30", "2_lr=1e+30"),
+    ],
+)
+def test_a_jobs_directory_is_named_after_its_overrides_in_characters_of_any_file_system(overrides, name):
+    job = {"job": {"num": 2, "override_dirname": overrides}, "sweep": {"dir": "elsewhere"}}
+    plan = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
+    assert Path(plan.run.local_run_dir) == Path("runs") / name
+    job["job"]["override_dirname"] = "x" * 500
+    plan = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
+    assert len(Path(plan.run.local_run_dir).name) == LONGEST_NAME
+
+
+def test_hydra_is_told_which_keys_are_the_same_in_all_jobs():
+    line = parse(["-m", "loss=dpo", "loss.beta=0.1,0.5", "seed=range(0,3)", "dataset_sources.mine=/a"])
+    told = line.arguments[-1]
+    assert told == "hydra.job.config.override_dirname.exclude_keys=['loss','dataset_sources.mine']"
+
+
+def test_all_jobs_are_checked_before_the_first_starts(monkeypatch):
+    assert problems_of("-m", "loss=dpo,ipo", "loss.beta=0.1", "lr=1e-2,nan,-1") == [
+        "lr=nan must be a number above 0",
+        "lr=-1 must be a number above 0",
+    ]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert problems_of("-m", "seed=1,2")[0].endswith("run it without a launcher")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_run_dir", [True, False])
+def test_a_failed_job_costs_no_other_one(has_run_dir, command, tmp_path):
+    rates = ("optimizer=SGD", "warmup_steps=0", "max_grad_norm=1e30", "lr=1e+30,0.001")  # the first ends on NaN
+    settings = command("sweep", "n_examples=8", "seed=0", *rates, f"hydra.sweep.dir={tmp_path}/hydra")
+    if not has_run_dir:
+        settings = [o for o in settings if not o.startswith("local_run_dir=")]
+    result = train("-m", *settings, LOGNAME="somebody")
+
+    assert result.returncode == 1
+    assert "this job failed for the reason above" in result.stderr
+    runs = sorted((tmp_path / "sweep").iterdir() if has_run_dir else (tmp_path / "somebody").glob("test*"))
+    names = [re.sub(r"^test_\d{4}-.*\d{6}_", "", run.name) for run in runs]
+    assert names == ["0_lr=1e+30", "1_lr=0.001"]
+    assert [(run / "LATEST").exists() for run in runs] == [False, True]
+    assert yaml.safe_load((runs[1] / "config.yaml").read_text())["local_run_dir"] == str(runs[1])

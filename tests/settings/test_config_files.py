@@ -4,49 +4,36 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from support.commands import compose
+from support.commands import compose, find_refusals
 from support.runs import ROOT
 
+from dpo.checkpoint.resume import check_fits
 from dpo.losses import LOSSES
-from dpo.settings.files import flatten, load_aliases, load_defaults
-from dpo.settings.keys import KEYS
+from dpo.settings.files import dotted, flatten, load_aliases, load_defaults
+from dpo.settings.keys import KEYS, REMOVED
 
 CONFIG = ROOT / "config"
-
-
-def keys_of(node: dict, prefix: str = "") -> set[str]:
-    names = set()
-    for key, value in node.items():
-        names |= keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
-    return names
 
 
 def read(name: str) -> dict:
     return yaml.safe_load((CONFIG / name).read_text(encoding="utf-8"))
 
 
-def test_every_key_has_a_spec_and_every_spec_a_key():
-    main = {k: v for k, v in read("config.yaml").items() if k not in ("defaults", "hydra", "dataset_sources")}
-    losses = set().union(*(keys_of(load_defaults(loss)["loss"], "loss.") for loss in LOSSES))
-    adapters = set().union(*(keys_of(load_defaults(lora=f.stem)["lora"], "lora.") for f in CONFIG.glob("lora/*.yaml")))
-    models = {
-        f.stem: keys_of(read(f"model/{f.name}"), "model.") - {"model.defaults"} for f in CONFIG.glob("model/*.yaml")
-    }
-
-    assert all(keys <= models["blank_model"] for keys in models.values())
-    online = set().union(
-        *(keys_of(load_defaults(online=f.stem)["online"], "online.") for f in CONFIG.glob("online/*.yaml"))
-    )
-    of_losses = {key for key in KEYS if key.startswith("loss.")}
-    assert of_losses <= losses  # an option without bounds needs no spec
-    assert (
-        keys_of(main) | {"optimizer_args", "chat_template_args"} | adapters | online | models["blank_model"]
-        == KEYS.keys() - of_losses
-    )
+def test_every_key_is_declared_in_python_and_in_yaml():
+    main = {key: value for key, value in read("config.yaml").items() if key not in ("defaults", "hydra")}
+    model = {f"model.{key}" for key in read("model/blank_model.yaml")}
+    options = set()
+    for group in ("loss", "lora", "online"):
+        for file in CONFIG.glob(f"{group}/*.yaml"):
+            options |= {key for key, _ in dotted({group: load_defaults(**{group: file.stem})[group]})}
+    assert {key for key, _ in dotted(main)} - {"dataset_sources"} | model | options == KEYS.keys()
+    for file in CONFIG.glob("model/*.yaml"):
+        assert {f"model.{key}" for key in read(f"model/{file.name}")} <= model | {"model.defaults"}
 
 
 OPTION_FILES = [
@@ -118,29 +105,12 @@ def test_defaults_are_the_references():
     assert {key: values[key] for key in reference} == reference
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "block"),
-    [
-        ("blank_model", "???", None),
-        ("gpt2-large", "gpt2-large", "GPT2Block"),
-        ("gpt2-xl", "gpt2-xl", "GPT2Block"),
-        ("gptj", "EleutherAI/gpt-j-6b", "GPTJBlock"),
-        ("llama7b", "huggyllama/llama-7b", "LlamaDecoderLayer"),
-        ("pythia28", "EleutherAI/pythia-2.8b", "GPTNeoXLayer"),
-        ("pythia69", "EleutherAI/pythia-6.9b", "GPTNeoXLayer"),
-    ],
-)
-def test_models_differ_from_the_blank_one_in_name_and_block_alone(model, name, block):
-    composed = OmegaConf.to_container(compose(f"model={model}").model)
-    assert composed == read("model/blank_model.yaml") | {"name_or_path": name, "block_name": block}
-
-
-@pytest.mark.parametrize(
-    "option", [f"{f.parent.name}={f.stem}" for f in sorted(CONFIG.glob("l*/*.yaml"))] + ["online=online"]
-)
-def test_files_are_read_as_hydra_reads_them(option):
-    group, name = option.split("=")
-    assert OmegaConf.to_container(compose(option)[group]) == load_defaults(**{group: name})[group]
+def test_files_are_read_as_hydra_reads_them():
+    for group, name in (("loss", "dpo"), ("loss", "mix"), ("lora", "qlora"), ("online", "online")):
+        assert OmegaConf.to_container(compose(f"{group}={name}")[group]) == load_defaults(**{group: name})[group]
+    model = OmegaConf.to_container(compose("model=pythia28").model)
+    differing = {"name_or_path": "EleutherAI/pythia-2.8b", "block_name": "GPTNeoXLayer"}
+    assert model == read("model/blank_model.yaml") | differing
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
@@ -175,13 +145,17 @@ def test_every_key_is_read_by_the_code():
     assert [key for key in unread if not key.startswith("loss.weights.")] == []  # read as a mapping
 
 
+def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_config(monkeypatch, capsys):
+    monkeypatch.setitem(REMOVED, "old.rate", "0123abcd; use lr")
+    assert find_refusals("exp_name=x model.name_or_path=gpt2 old.rate=1") == [
+        "old.rate was removed after 0123abcd; use lr"
+    ]
+    check_fits({"config": {"old.rate": 1}}, {}, where=Path("step-8"))
+    assert capsys.readouterr().out == "old.rate=1 of step-8 is ignored: it was removed after 0123abcd; use lr\n"
+
+
 def test_aliases_lead_to_keys_and_are_no_keys():
     for name, ours in load_aliases().items():
         assert name not in KEYS
         ours = re.split("[=,]", ours)[0]
         assert ours in {*KEYS, "loss", "lora", "online"} or ours.startswith("optimizer_args.")
-
-
-def test_keys_of_an_adapter_are_there_with_it_alone():
-    assert flatten(compose("loss=sft lora=none"))["lora.name"] == "none"
-    assert {key for key in flatten(compose("loss=sft")) if key.startswith("lora.")} == {"lora.name"}

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
-from support.runs import ROOT, read_metrics, train
+from support.runs import ROOT, train
 
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
-from dpo.settings.validation import find_config_problems, find_warnings
+from dpo.settings.validation import find_problems, find_warnings
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
 PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
@@ -25,7 +25,7 @@ def test_an_experiment_is_complete(name, tmp_path):
     processes = 8 if name.endswith("8gpu") else 4
     dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
-    assert (find_config_problems(config, plan), find_warnings(config, plan)) == ([], [])
+    assert (find_problems(plan), find_warnings(plan)) == ([], [])
     assert config.exp_name == name
 
 
@@ -58,22 +58,6 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
 
 
-@pytest.mark.slow
-def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
-    small = ("model=demo", "datasets=[demo]", "trainer=BasicTrainer", "model.fsdp_policy_mp=null", "debug=true")
-    short = ("batch_size=4", "n_examples=8", "do_first_eval=false", "n_eval_examples=4", "eval_batch_size=4")
-    names = ("shp_pythia28_sft", "hh_pythia28_dpo")
-    result = train(
-        "-m", f"experiment={','.join(names)}", *small, *short, "model.archive=null", f"local_dirs=[{tmp_path}]",
-        f"local_run_dir={tmp_path}/runs", f"hydra.sweep.dir={tmp_path}/hydra",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    for number, name in enumerate(names):
-        run = tmp_path / "runs" / f"{number}_experiment={name}"
-        assert yaml.safe_load((run / "config.yaml").read_text())["exp_name"] == name
-        assert len(read_metrics(run, "train")) == 2
-
-
 def test_help_names_every_experiment_and_model():
     for group in ("experiment", "model"):
         [listed] = re.findall(rf"^{group}: (.*(?:\n  .*)*)", help_text(), re.MULTILINE)
@@ -104,7 +88,7 @@ def test_an_own_experiment_may_build_on_one_of_ours(own):
 
 
 def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
-    [problem] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
+    [problem, *_] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
     name = "experiment/hh_pythia28_sft.yaml"
     assert problem == f"{own}/{name} would not be used, as there is a config/{name}: rename it"
 

@@ -10,13 +10,14 @@ from support.runs import ROOT
 
 from dpo.losses import LOSSES
 from dpo.settings.plan import resolve
-from dpo.settings.validation import CHECKS, find_config_problems, find_warnings
+from dpo.settings.validation import CHECKS, find_problems, find_warnings
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
 COMPUTED = "model.fsdp_policy_mp=bfloat16"
 CUT = "trainer=TensorParallelTrainer batch_size=8"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel"
+BEYOND = "tensor_parallel.backend=tensor_parallel does not work with "
 DRAWN = f"{DPO} online=online online.scorer=shorter"
 LORA = "lora=lora lr=1e-4 model.archive=null"
 LISTS = "a name, a path or a Hub id, or a list of different ones"
@@ -29,7 +30,9 @@ REFUSED = [
     ("lr = 3", "lr =: write lr=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
     ("lr==1", "lr==1: some of its characters have a meaning in Hydra: write "),
-    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 is not a valid override"),  # a sweep without -m
+    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [0.1,0.5] for a list, or "),
+    ("lr=2e-5,", "lr=2e-5,: there is no value beside a comma: leave the comma out"),
+    ("datasets=[hh", "datasets=[hh cannot be read: check its brackets and quotes"),
     ("Lr=1", "unknown key Lr: did you mean lr?"),
     ("loss=1", f"loss=1 does not exist; `ls config/loss` shows all {len(LOSSES)}"),
     ("loss=dppo", "loss=dppo does not exist: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
@@ -42,27 +45,15 @@ REFUSED = [
     ("lora=lorra", "lora=lorra is not one of lora, none, qlora: did you mean lora or qlora?"),
     ("-m model=glob(*)", "model=glob(*): glob() does not work here; name the options"),
     ("model.name_or_path=~/x", "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
-    (
-        "'datasets=/data/my rows (1).csv'",
-        "datasets=/data/my rows (1).csv: some of its characters have a meaning in Hydra: "
-        "write 'datasets=\"/data/my rows (1).csv\"'",
-    ),
+    ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv: some of its characters have a meaning in "),
     (
         "datasets=[/data/é.csv]",
         "datasets=[/data/é.csv]: some of its characters have a meaning in Hydra: write 'datasets=[\"/data/é.csv\"]'",
     ),
-    (
-        "'datasets=/data/we ird (1) é,x.jsonl'",
-        "datasets=/data/we ird (1) é,x.jsonl: some of its characters have a meaning in Hydra: "
-        "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
-    ),
-    ("lr=2e-5,", "lr=2e-5, is not a valid override: remove what is not part of the value"),
-    ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
+    ("'datasets=/data/we ird (1) é,x.jsonl'", "datasets=/data/we ird (1) é,x.jsonl: some of its characters have a m"),
+    ("lr=2e-5,", "lr=2e-5,: there is no value beside a comma: leave the comma out"),
+    ("hydra.sweeper.params.x=1", "the config cannot be composed: "),
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but bradley_terry, sft"),
-    (
-        "loss=sft loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, br",
-    ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     # --- keys
@@ -75,8 +66,8 @@ REFUSED = [
     ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
     ("+warmup_ratio=0.1", "unknown key warmup_ratio: here it is warmup_steps, in updates"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
-    ("~lr", "lr was removed from the config: give lr=VALUE instead of ~lr"),
-    ("lora.name=lora", "lora.name=lora lacks lora.r, lora.alpha, lora.dropout, lora.target_modules, lora.reference: c"),
+    ("~lr", "~lr would remove a key from the config: give lr=VALUE instead"),
+    ("lora.name=lora", "lora.name=lora: choose lora=lora, which sets its other keys too"),
     ("exp_name=???", "exp_name is not set: exp_name=NAME"),  # and nothing of local_run_dir, which is made from it
     ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
     ("loss=dpo", "loss.beta is not set: loss.beta=0.1"),
@@ -88,78 +79,41 @@ REFUSED = [
     ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null: the newest may be corrupt"),
     ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 4294967295"),
     ("lr=nan", "lr=nan must be a number above 0"),
-    ("lr=1e39", "lr=1e+39 must be a number above 0"),
-    ("max_grad_norm=0", "max_grad_norm=0 must be a number in (0, inf]"),
     ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be a number in (0, 1e7]"),
     ("min_lr_ratio=1.5", "min_lr_ratio=1.5 must be a number from 0 to 1"),
     ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
     ("schedule=null", "schedule=null must be a name"),
     ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
-    (
-        "optimizer=rmsprop",
-        "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, "
-        "RMSprop, Rprop, SGD: did you mean RMSprop?",
-    ),
+    ("optimizer=rmsprop", "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax,"),
     ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
-    ("wandb.tags=dpo", "wandb.tags=dpo must be a list of different texts of at most 64 characters"),
     (f"wandb.tags=[{'x' * 65}]", f"wandb.tags=['{'x' * 65}'] must be a list of different texts of at most 64"),
     (f"wandb.group={'x' * 129}", f"wandb.group={'x' * 129} must be a text of at most 128 characters, as W&B "),
     ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
     ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
     ("model.archive=''", "model.archive= must be a path, or null"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
-    ("chat_template=no/such.jinja", f"chat_template=no/such.jinja is no file in {ROOT}: give the path of a template"),
+    ("chat_template=no/such.jinja", f"chat_template={ROOT}/no/such.jinja is no file: give the path of a template"),
     ("chat_template=/no/such.jinja", "chat_template=/no/such.jinja is no file: give the path of a template"),
-    (f"chat_template={ROOT}/dpo", f"chat_template={ROOT}/dpo is no file: give the path of a template"),
     # --- datasets
     ("datasets=3", f"datasets=3 must be {LISTS}"),
     ("datasets=[hh,hh]", f"datasets=['hh', 'hh'] must be {LISTS}"),
-    ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
-    ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
     ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
     ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
-    (
-        "datasets=me/hh",
-        "datasets has me/hh, which would be called hh, but another dataset has this name: choose a name OTHER",
-    ),
-    (
-        "datasets=[me/a,you/a]",
-        "datasets has you/a, which would be called a, but another dataset has this name: choose a name OTHER",
-    ),
+    ("datasets=me/hh", "datasets has me/hh, which would be called hh, but another dataset has this name: choose a n"),
+    ("datasets=[me/a,you/a]", "datasets has you/a, which would be called a, but another dataset has this name: choo"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     ("dataset_sources.hh={path:a,split:b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be a directory"),
-    ("dataset_sources.a={columns:{chosen:b}}", "dataset_sources.a={'columns': {'chosen': 'b'}} must be a dir"),
     ("dataset_sources.a={path:a,columns:best}", "dataset_sources.a.columns=best must map"),
     ("dataset_sources.a={path:a,columns:{chosen:null}}", "dataset_sources.a.columns={'chosen': None} must map"),
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
-    (
-        "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
-    ),
-    ("dataset_sources.a={path:a,format:trl}", "dataset_sources.a.format=trl is not one of hh, trl_standard, trl_con"),
-    (
-        "dataset_sources.a={path:a,format:hh,columns:{chosen:b}}",
-        "dataset_sources.a has columns={'chosen': 'b'} and format=hh, which names columns too: give one",
-    ),
-    (
-        "dataset_sources.hh={path:a,format:alpaca}",
-        "dataset_sources.hh.format=alpaca: the built-in dataset hh has",
-    ),
-    ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: the built-in"),
+    ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
+    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after a66c8634: leave it out"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
-    (
-        f"{FSDP} world_size=4 gradient_accumulation_steps=4",
-        "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 4 * 4 = 16: "
-        "try batch_size=16, or gradient_accumulation_steps=1 or 2",
-    ),
-    (
-        f"{FSDP} world_size=4 batch_size=6",
-        "batch_size=6 must be divisible by gradient_accumulation_steps * processes ="
-        " 1 * 4 = 4: try batch_size=8, or 1, 2, 3 or 6 processes",
-    ),
+    (f"{FSDP} world_size=4 gradient_accumulation_steps=4", "batch_size=8 must be divisible by gradient_accumulation"),
+    (f"{FSDP} world_size=4 batch_size=6", "batch_size=6 must be divisible by gradient_accumulation_steps * processe"),
     ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
     ("n_epochs=null", "n_epochs and n_examples are both null"),
     ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
@@ -167,27 +121,17 @@ REFUSED = [
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
     ("model.name_or_path=/no/such", "model.name_or_path=/no/such does not exist"),
-    ("'model.tokenizer_name_or_path=\"~/no\"'", "model.tokenizer_name_or_path=~/no does not exist (~"),
+    ("'model.tokenizer_name_or_path=\"~/no\"'", "model.tokenizer_name_or_path=~/no does not exist: give a direc"),
     ("model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention cannot train on a CPU"),
     ("model.attn_implementation=varlen", "model.attn_implementation=varlen cannot train on a CPU: use sdpa"),
-    (
-        "GPUS=1 model.attn_implementation=varlen",
-        "model.attn_implementation=varlen takes no float32, in which the policy computes: give model.autocast="
-        "bfloat16, or use sdpa",
-    ),
+    ("GPUS=1 model.attn_implementation=varlen", "model.attn_implementation=varlen takes no float32, in which policy"),
     (
         f"GPUS=1 {DPO} model.attn_implementation=varlen model.policy_dtype=bfloat16 lr=1e-5 "
         f"model.reference_dtype=float32",
-        "model.attn_implementation=varlen takes no float32, in which the reference computes: give model.autocast=",
+        "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give mo",
     ),
-    (
-        "GPUS=1 model.attn_implementation=varlen model.autocast=bfloat16 layout=padded",
-        "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa",
-    ),
-    (
-        f"{FSDP} world_size=2 model.cache_implementation=static",
-        "model.cache_implementation=static compiles sampling for a model on one device, and this run has 2 processes",
-    ),
+    ("GPUS=1 model.attn_implementation=varlen model.autocast=bfloat16 layout=padded", "model.attn_implementation=va"),
+    (f"{FSDP} world_size=2 model.cache_implementation=static", "model.cache_implementation=static compiles sampling"),
     # --- processes
     ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
     ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
@@ -207,64 +151,18 @@ REFUSED = [
         "it: set model.reference_dtype=bfloat16, or lora.reference=base",
     ),
     ("model.fsdp_policy_mp=bfloat16", "model.fsdp_policy_mp=bfloat16 needs a trainer of several processes: trainer=FS"),
-    (PACKAGE, "sample_during_eval=true does not work with tensor_parallel.backend=tensor_parallel: set sample_during_"),
-    (f"{PACKAGE} sample_during_eval=false model.autocast=bfloat16", "model.autocast=bfloat16 does not reach the thr"),
-    (f"{PACKAGE} sample_during_eval=false {LORA}", "lora=lora does not work with tensor_parallel.backend=tensor_para"),
-    (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
+    (PACKAGE, f"{BEYOND}sample_during_eval=true: leave it out, or"),
+    (f"{PACKAGE} sample_during_eval=false model.autocast=bfloat16", f"{BEYOND}model.autocast"),
+    (f"{PACKAGE} sample_during_eval=false {LORA} {DRAWN}", f"{BEYOND}online=online, lora=lora"),
     # --- losses
-    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unp"),
-    (
-        "loss=bradley_terry +loss.sft_weight=0.1 sample_during_eval=false",
-        "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired, bco_unpaired, bradley_terry, ",
-    ),
-    (
-        "loss=bradley_terry",
-        "sample_during_eval=true needs a policy, and loss=bradley_terry trains a reward model, which writes no text",
-    ),
-    (
-        "loss=bradley_terry sample_during_eval=false online=online online.scorer=shorter",
-        "online=online needs a policy, and loss=bradley_terry trains a reward model, which gives no answers: choose ",
-    ),
-    (
-        f"{PACKAGE} loss=bradley_terry sample_during_eval=false",
-        "loss=bradley_terry does not work with tensor_parallel.backend=tensor_parallel, which cannot split a reward ",
-    ),
-    ("loss=bradley_terry sample_during_eval=false loss.centering=-1", "loss.centering=-1 must be a number from 0 to "),
-    (
-        "loss=mix loss.weights.dpo=1 +loss.weights.bradley_terry=1",
-        "loss.weights.bradley_terry: bradley_terry trains a reward model, and a mix trains a policy, so it is trained ",
-    ),
-    (
-        "loss=kto loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, br",
-    ),
-    (
-        "loss=kto +loss.wpo=true",
-        "loss.wpo=true needs a loss of pairs with a reference: any but sft, simpo, orpo, kto, ",
-    ),
-    (
-        "loss=kto loss.desirable_weight=0 loss.undesirable_weight=0",
-        "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0",
-    ),
-    ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
+    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight does not exist here: it belongs to any loss but "),
+    ("loss=bradley_terry", "loss=bradley_terry trains a reward model, which writes no text: set sample_during_eval="),
+    ("loss=bradley_terry sample_during_eval=false online=online online.scorer=shorter", "loss=bradley_terry trains "),
+    (f"{PACKAGE} loss=bradley_terry sample_during_eval=false", f"{BEYOND}loss=bradley_t"),
+    ("loss=kto loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unp"),
+    ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_we"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired or loss=bco"),
-    (
-        "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
-        "loss.weights.kto: kto trains on labels, and a mix trains on pairs, ",
-    ),
-    (
-        "loss=mix loss.weights.dpo=1 +loss.weights.plackett_luce=1",
-        "loss.weights.plackett_luce: plackett_luce trains on lists, and a mix trains on pairs, so it is ",
-    ),
-    (
-        "loss=hinge +loss.offset_by_margin=true",
-        "loss.offset_by_margin=true needs a logistic loss of pairs: loss=dpo or robust or dpo_norm or beta_dpo or ",
-    ),
-    (
-        f"{DRAWN} loss.offset_by_margin=true",
-        "loss.offset_by_margin=true needs margins, and the pairs of online=online ",
-    ),
-    (f"{DPO} list_pairs=best", "list_pairs=best is not one of all, best_worst"),
+    (f"{DRAWN} loss.offset_by_margin=true", "loss.offset_by_margin=true needs margins, and the pairs of online=onli"),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
@@ -272,11 +170,12 @@ REFUSED = [
     ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     ("loss=mix", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
-    ("loss=mix ~loss.weights", "loss=mix adds up no loss of pairs"),
-    ("loss=mix loss.weights.dpo=-1", "loss.weights.dpo=-1 must be a number from 0 to 1e30"),
     ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number from 0 "),
-    ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
-    ("loss=mix loss.weights.dpo=1 +loss.weights.aot=1", "loss.weights.aot: aot compares the examples of a batch with "),
+    ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no such loss exists; a mix adds up sft, dpo, "),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.aot=1",
+        "loss.weights.aot: aot is trained alone, as loss=aot, ",
+    ),
     ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
     ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss of pairs with a reference"),
@@ -284,13 +183,9 @@ REFUSED = [
     # --- adapters
     (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
     (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
-    (f"{LORA} lora.reference=none", "lora.reference=none is not one of adapter, base, model"),
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
-    (
-        "GPUS=2 model.attn_implementation=flex_attention",
-        "model.attn_implementation=flex_attention with trainer=BasicTr",
-    ),
+    ("GPUS=2 model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention with trainer=Basi"),
     ("GPUS=2 lora=qlora lr=1e-4", "lora=qlora with trainer=BasicTrainer takes one GPU, and this machine has 2: choose"),
     # --- online pairs
     (f"{DPO} online=online", "online.scorer is not set: give online.scorer=reward_model, function, key"),
@@ -299,16 +194,10 @@ REFUSED = [
     (f"{DRAWN} online.scorer=function", "online.scorer=function needs online.function: give online.function=FILE.py:N"),
     (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
     (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no file no.py"),
-    ("loss=sft online=online online.scorer=shorter", "online=online draws pairs, and loss=sft trains on none: choose "),
     ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
-    (
-        f"{DRAWN} online.n_samples=1",
-        "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a worst",
-    ),
+    (f"{DRAWN} online.n_samples=1", "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a wo"),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
-    (f"{DRAWN} online.labels=soft", "online.labels=soft is not one of bradley_terry, hard"),
-    (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, policy, text, text_eos"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch, "),
     (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
@@ -318,13 +207,10 @@ NO_EFFECT = [
     ("fsdp_port=5000", "it needs processes that train.py starts itself"),
     (f"fsdp_frozen_weights=whole {DPO}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
     (f"fsdp_frozen_weights=sharded {FSDP}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
-    ("fsdp_reshard_after_forward=false", "it needs processes that share weights: trainer=FSDPTrainer"),
+    ("fsdp_reshard_after_forward=false", "it needs several processes: trainer=FSDPTrainer"),
     (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and processes that "),
-    (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes that see different examples"),
-    (
-        "model.cache_implementation=static sample_during_eval=false",
-        "it needs sample_during_eval=true, or online=online",
-    ),
+    (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes: trainer=FSDPTrainer"),
+    ("model.cache_implementation=static sample_during_eval=false", "it needs sample_during_eval=true, or online=onl"),
     ("collective_timeout_secs=60", "it needs a trainer of several processes: trainer=FSDPTrainer"),
     ("wandb.entity=me wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
     ("wandb.project=mine debug=true", "it needs wandb.enabled=true and debug=false"),
@@ -342,13 +228,10 @@ NO_EFFECT = [
         for key in ("n_eval_tokens", "sample_temperature", "sample_top_p", "sample_top_k")
     ),
     ("do_first_sampling=true do_first_eval=false", "it needs do_first_eval=true and sample_during_eval=true"),
-    ("lr_scaling=linear", "it needs several processes that see different examples"),
+    ("lr_scaling=linear", "it needs several processes: trainer=FSDPTrainer"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
     (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
-    (
-        "model.reference_dtype=float32 loss=sft",
-        "it needs a loss with a reference: any but sft, simpo, orpo, bradley_te",
-    ),
+    ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, bradley"),
     (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, bra"),
     (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
     ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: any but sft, kto, apo_zero_unpaired, "),
@@ -362,17 +245,11 @@ NO_EFFECT = [
 DISCOURAGED = [
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
-    (
-        f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry",
-        "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip ",
-    ),
+    (f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry", "online.labels=bradley_terry needs t"),
 ]
 
 SLOW = [
-    (
-        "GPUS=8 model.autocast=bfloat16",
-        "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after the ",
-    ),
+    ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
     ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16 is faster"),
     (f"GPUS=2 {FSDP}", "matrices are multiplied in float32 (TF32): model.fsdp_policy_mp=bfloat16 is faster"),
     (f"GPUS=1 model.autocast=bfloat16 {DPO}", "model.reference_dtype=float16 is cast to bfloat16 in every forward"),
@@ -381,7 +258,6 @@ SLOW = [
 
 ACCEPTED = [
     "",
-    "loss=ipo loss.beta=1",
     f"{DPO} loss.label_smoothing=0.499 loss.reference_free=true",
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
@@ -392,17 +268,13 @@ ACCEPTED = [
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",
-    "n_epochs=1 n_examples=1",
     "warmup_steps=0 minimum_log_interval_secs=0 seed=4294967295",
     "schedule=cosine min_lr_ratio=1",
-    "schedule=linear min_lr_ratio=0",
     "wandb.tags='[a,b c]' wandb.notes='first try' wandb.group=g",
     "exp_name=group/run..1",
     "datasets=[hh,mine] dataset_sources.mine=/data",
-    "datasets=shp",
     "datasets=me/data",
     "datasets=[me/data] dataset_sources.data={columns:{chosen:best}}",
-    "datasets=[mine] dataset_sources.mine={path:me/data,revision:main}",
     "datasets=[mine] dataset_sources.mine={path:me/data,columns:{chosen:best}}",
     "world_size=1",
     f"{FSDP} world_size=4 fsdp_shard_size=2",
@@ -418,11 +290,9 @@ ACCEPTED = [
     f"GPUS=1 model.autocast=bfloat16 {DPO} model.reference_dtype=null",
     f"GPUS=1 {FSDP} model.autocast=bfloat16 world_size=1",  # nothing is gathered
     f"{FSDP} model.autocast=bfloat16 {COMPUTED} world_size=2",
-    "model.autocast=bfloat16",
     f"{LORA} lr=1e-5 model.policy_dtype=bfloat16",
     "model.policy_dtype=bfloat16 lr=1e-5",
     "model.policy_dtype=bfloat16 lr=5e-7 optimizer=SGD",
-    "model.policy_dtype=bfloat16 lr=5e-7 optimizer=Adafactor",
 ]  # fmt: skip
 
 
@@ -448,10 +318,9 @@ def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, senten
 
 
 def find_config_warnings(command: str) -> list[str]:
-    config = compose(command)
-    plan = resolve(config)
-    assert find_config_problems(config, plan) == []
-    return find_warnings(config, plan)
+    plan = resolve(compose(command))
+    assert find_problems(plan) == []
+    return find_warnings(plan)
 
 
 @pytest.mark.parametrize(("command", "sentence"), NO_EFFECT)

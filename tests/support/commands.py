@@ -8,9 +8,9 @@ import hydra
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.settings.command_line import COMPOSITION_ERRORS, find_line_problems, parse
+from dpo.errors import InputError
+from dpo.settings.command_line import check_line, parse
 from dpo.settings.files import CONFIG_DIR
-from dpo.settings.validation import find_config_problems
 
 RUNS = "exp_name=x model.name_or_path=gpt2"  # what every command needs
 
@@ -22,12 +22,7 @@ def compose(command: str) -> DictConfig:
 
 def find_refusals(command: str) -> list[str]:
     """The problems that train.py would print."""
-    line = parse(shlex.split(command))
-    if not (line.is_sweep or line.config_dir):
-        try:
-            config = compose(command)
-        except COMPOSITION_ERRORS:
-            pass
-        else:
-            return find_config_problems(config)
-    return find_line_problems(line)
+    try:
+        return check_line(parse(shlex.split(command)))[1]
+    except InputError as error:
+        return [str(error)]

@@ -75,16 +75,16 @@ def _name(argument: Any) -> Any:
 
 def at_update(number: int, act: Callable[[], Any]) -> None:
     """Call `act` in the middle of update `number` + 1."""
-    from trainers import BasicTrainer
+    from trainers import Trainer
 
-    clip = BasicTrainer.clip_gradient
+    clip = Trainer.clip_gradient
 
-    def acting(self: BasicTrainer) -> Any:
+    def acting(self: Trainer) -> Any:
         if self.state.batch_counter == number:
             act()
         return clip(self)
 
-    BasicTrainer.clip_gradient = acting
+    Trainer.clip_gradient = acting
 
 
 def kill_after_update(number: int) -> None:

@@ -248,10 +248,10 @@ def train_here(folder: Path, name: str, *overrides: str) -> None:
     from dpo.settings.plan import resolve
     from dpo.system.launching import _backend, init_distributed
 
-    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides])
-    if resolve(config).trainer.multi_process and not dist.is_initialized():
+    plan = resolve(compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides]))
+    if plan.trainer.multi_process and not dist.is_initialized():
         init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{folder / name}.store", 1))
-    train.work(0, 1, config)
+    train.work(0, 1, plan)
 
 
 def measure_seconds(action: Callable[[], Any]) -> float:

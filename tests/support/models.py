@@ -176,3 +176,10 @@ def keep_float64(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
     patch.setattr(torch.Tensor, "to", keep)
     patch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
+
+
+def make_weights(trained: int, frozen: int) -> torch.nn.Module:
+    """A module of so many weights, as a callback sees it."""
+    return torch.nn.ParameterList(
+        torch.nn.Parameter(torch.zeros(n), requires_grad=n == trained) for n in (trained, frozen)
+    )

@@ -182,12 +182,13 @@ def compose(*overrides: str) -> DictConfig:
 def run_here(overrides: list[str]) -> None:
     """Run train.py's `run` in this process."""
     import train as entry
+    from dpo.settings.validation import find_problems
 
-    config = compose(*overrides)
-    problems = entry.find_config_problems(config)
+    plan = entry.resolve(compose(*overrides))
+    problems = find_problems(plan)
     assert not problems, problems
     try:
-        entry.run(config)
+        entry.run(plan)
     finally:
         entry.RUN_LOG.close()  # else later output of this process would be in the run's log
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 from support import runs
@@ -31,7 +31,7 @@ def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
 def make(config: DictConfig, **more: Any) -> BasicTrainer:
     """The trainer of a config, with the tiny Llama or another `policy`."""
     Path(config.local_run_dir).mkdir(exist_ok=True)
-    policy = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32)
+    policy = load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32)
     reference = copy.deepcopy(policy) if resolve(config).reference == "model" else None
     return BasicTrainer(more.get("policy", policy), config, config.seed, config.local_run_dir, reference)
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, build, list_examples
+from support.models import COMMON, FAMILIES
 from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpo.models.generation import Sampling, sample
-from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
-from dpo.models.pretrained import choose_attention, load_model
+from dpo.models.answers import Sampling, answer
+from dpo.models.pretrained import Source, choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
 from dpo.system.launching import init_distributed
@@ -32,38 +29,6 @@ def restored():
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.use_deterministic_algorithms(deterministic)
-
-
-# --- TF32 ----------------------------------------------------------------------------------------------------------
-
-
-class EmulatedTF32(TorchDispatchMode):
-    """Inputs of products are off at random, as TF32 rounds them.
-
-    At random, for what rounds one way in one layout rounds the other way in the other; and by more than TF32's 10 bits
-    of mantissa, as it adds up in a deep model. Only where `allow_tf32` is set, unless `always`.
-    """
-
-    def __init__(self, *, always: bool = False) -> None:
-        super().__init__()
-        self.always = always
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in PRODUCTS and (self.always or torch.backends.cuda.matmul.allow_tf32):
-            args = tuple(a + a * (torch.rand_like(a) - 0.5) * 2**-4 if isinstance(a, torch.Tensor) else a for a in args)
-        return function(*args, **(kwargs or {}))
-
-
-def test_rounding_of_tf32_does_not_cost_the_layout_and_stays_on_for_training():
-    model = build("llama")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    chosen = {}
-    for always in (False, True):
-        with EmulatedTF32(always=always):
-            chosen[always] = choose_layout("shared_prefix", model, max_length=64, compute_dtype=torch.float32)
-    assert isinstance(chosen[False][0], SharedPrefix), chosen[False]
-    assert isinstance(chosen[True][0], Padded)  # the rounding would have cost it
-    assert torch.backends.cuda.matmul.allow_tf32
 
 
 # --- torch.compile -------------------------------------------------------------------------------------------------
@@ -101,7 +66,7 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
     set_up_torch(deterministic=False, compiles=True)
     assert torch._dynamo.config.recompile_limit >= 32  # torch's own is 8: policy and reference share the blocks' code
     trainer = make_trainer(*DPO, "compile=true", "sample_during_eval=true", "n_eval_model_samples=4")
-    trainer.self_test()
+    trainer.check_and_score_reference()
     after_checks = backend.calls
     trainer.evaluator.samples(n_examples=0)
     assert backend.calls == after_checks  # generation runs as written
@@ -126,26 +91,28 @@ class Stub:
 
     config, generation_config = transformers.LlamaConfig(**COMMON), transformers.GenerationConfig()
 
+    def parameters(self) -> Any:
+        return iter([torch.zeros(1)])
+
     def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         flat = torch.zeros(ids.numel(), dtype=ids.dtype)
         return flat.put_(torch.arange(ids.numel()), ids.flatten(), accumulate=False).view(ids.shape)
 
 
 def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with_a_warning(tokenizer):
-    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
     set_up_torch(deterministic=True, compiles=False)
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        Stub().generate(prompts["prompt_input_ids"])
+        Stub().generate(torch.tensor([[5, 6]]))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert sample(Stub(), prompts, tokenizer, Sampling(max_new_tokens=2)) == [("", False)]
+        assert answer(Stub(), tokenizer, [(5, 6)], [0], Sampling(max_new_tokens=2))[0].text == ""
     assert any("deterministic" in str(warning.message) for warning in warned)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkeypatch):
-    model = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="flex_attention")
+    model = load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="flex_attention")
     attention, generate = [], model.generate
 
     def noting(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -153,8 +120,7 @@ def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkey
         return generate(*arguments, **options)
 
     monkeypatch.setattr(model, "generate", noting)
-    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
-    sample(model, prompts, tokenizer, Sampling(max_new_tokens=4))
+    answer(model, tokenizer, [(5, 6)], [0], Sampling(max_new_tokens=4))
     assert attention == ["sdpa"]
     assert model.config._attn_implementation == "flex_attention"
 
@@ -188,33 +154,8 @@ def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in
         assert environment.get("PYTORCH_ALLOC_CONF") == setting
 
 
-def test_a_deterministic_run_does_not_fill_tensors_before_they_are_written():
-    set_up_torch(deterministic=True, compiles=False)
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-
-
-def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
-    model, lengths = build("llama"), {}
-    for device in ("cpu", "cuda"):
-        embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
-        monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
-        layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
-        [microbatch] = layout.split(list_examples(4, length=9), 1)
-        lengths[device] = microbatch.inputs.input_ids.shape[1]
-    assert lengths["cpu"] % 8
-    assert lengths["cuda"] == 64
-
-
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
 def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
     config = FAMILIES[family]()
-    assert choose_attention(config, "sdpa") == attention
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
     assert model.config._attn_implementation == attention
-
-
-def test_what_is_slower_than_it_could_be_is_noted(make_trainer):  # noqa: F811
-    trainer = make_trainer(*DPO)
-    assert trainer.notes() == []
-    trainer.policy.config._attn_implementation = "eager"
-    assert trainer.notes() == ["LlamaForCausalLM does not support sdpa; using eager attention"]

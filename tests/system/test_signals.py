@@ -62,23 +62,18 @@ def test_a_second_ctrl_c_interrupts(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
-def test_of_several_processes_one_acknowledges(name, monkeypatch, capfd):
+def test_only_rank_0_acknowledges_a_signal(name, monkeypatch, capfd):
     monkeypatch.setenv(name, "1")
     assert hear(signal.SIGTERM) == [signal.SIGTERM]
     assert capfd.readouterr().out == ""
 
 
-def test_ctrl_c_stays_ignored_where_it_is_and_is_heard_again_afterwards():
-    with handling_signals(signal.SIG_IGN, signal.SIGINT):
-        assert hear(signal.SIGINT) == []
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_closed_terminal_stays_ignored_under_nohup():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert hear(signal.SIGHUP) == []
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_as_in_a_background_job_or_under_nohup_stays_ignored(number):
+    with handling_signals(signal.SIG_IGN, number):
+        assert hear(number) == []
+        assert signal.getsignal(number) is signal.SIG_IGN
+    assert hear(number) == [number]
 
 
 ENDING = """
@@ -107,7 +102,7 @@ def test_while_a_run_starts_a_signal_ends_it_wherever_it_comes(number, status, n
     assert ended.stderr == f"stopped by {name}: nothing to save\n"
 
 
-def test_who_listens_is_called_instead_and_stopped_learns_of_the_directory(tmp_path):
+def test_a_run_that_is_stopped_in_training_says_how_to_continue_from_its_checkpoint(tmp_path):
     (tmp_path / "step-8").mkdir()
     with (
         pytest.raises(Stopped, match=f"rerun the same command with local_run_dir={tmp_path} resume=auto to continue"),

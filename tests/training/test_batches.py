@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -33,13 +32,6 @@ def test_the_next_are_prepared_while_one_is_used_and_no_more():
     assert prepared == [0, 1, 2]
 
 
-def test_without_workers_nothing_is_prepared_early():
-    prepared = []
-    results = prefetch(range(10), prepared.append, workers=0)
-    next(results)
-    assert prepared == [0]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_preparing_raises_is_raised_where_its_result_is_due(workers):
     def prepare(item: int) -> int:
@@ -51,13 +43,6 @@ def test_what_preparing_raises_is_raised_where_its_result_is_due(workers):
     assert next(results) == 0
     with pytest.raises(ValueError, match="item 1 is bad"):
         next(results)
-
-
-def test_no_thread_is_left_when_the_results_are_not_all_taken():
-    results = prefetch(range(100), lambda item: item, workers=2)
-    next(results)
-    results.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def test_a_mismatched_example_has_a_response_to_another_prompt():

@@ -15,13 +15,14 @@ from support.models import plain_logps
 from support.runs import GOLDEN, compose, small_run, write_rows
 from support.warm import launch
 
+import trainers as own
 from dpo.data.examples import Example
 from dpo.losses import find_loss
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import make_plan
 from dpo.training.evaluation import Interval
 from dpo.training.objective import find_shares_ranked_right
-from trainers import TRAINERS, BasicTrainer
+from trainers import BasicTrainer
 
 LAYOUTS = ("padded", "shared_prefix")
 WAYS = [
@@ -52,12 +53,13 @@ def make_trainer(folder: Path, n: int, *overrides: str, rank: int = 0, world_siz
     options = ("n_eval_examples=256", "datasets=[mine]", f"dataset_sources.mine={folder / f'{n}'}", *overrides)
     config = compose(*small_run(folder, folder / "run", *options))
     policy, reference = (
-        load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa") for _ in range(2)
+        load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="sdpa")
+        for _ in range(2)
     )
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.2)
     reference = None if config.loss.name == "sft" else reference
-    return TRAINERS[config.trainer](policy, config, 0, config.local_run_dir, reference, rank, world_size)
+    return getattr(own, config.trainer)(policy, config, 0, config.local_run_dir, reference, rank, world_size)
 
 
 def evaluate(trainer: BasicTrainer) -> dict:
@@ -210,7 +212,7 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
     settings = ("loss=kto", "unpair=true", "batch_size=8", "gradient_accumulation_steps=2", "self_test=false")
     trainer = trainers.make(trainers.compose(tmp_path, "kto", *settings, "loss.undesirable_weight=0.5"))
     torch.manual_seed(0)
-    policy, reference = trainer.policy, trainer.reference.model
+    policy, reference = trainer.policy, trainer.reference_model
     for parameter in reference.parameters():
         parameter.data += 0.03 * torch.randn_like(parameter)
     batch = trainers.next_batch(trainer)

@@ -10,7 +10,6 @@ from support import trainers
 from support.runs import write_lists, write_weighted
 
 from dpo.analysis.ledger_file import WEIGHTED_SCHEMA, read_ledger
-from dpo.errors import InputError
 from dpo.reporting.ledger import Ledger
 from dpo.training.metrics import Reduced
 from trainers import BasicTrainer
@@ -87,11 +86,6 @@ def test_weights_that_float32_cannot_hold_count_by_their_ratios(scale, make, tmp
         metrics = trainer.train_step(batch._replace(weights=[factor * w for w in batch.weights])).metrics
         found.append([metrics["loss/train"], metrics["grad_norm"], metrics["logps_train/chosen"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_loss_that_compares_the_examples_of_a_batch_takes_no_weights(make, tmp_path):
-    with pytest.raises(InputError, match="loss=aot compares the examples of a batch, so it takes no weights: remove"):
-        make("run", write_weighted(tmp_path / "pairs"), "loss=aot")
 
 
 @pytest.mark.parametrize("weight", [5e-324, 1e-30, 1.0, 1e308])

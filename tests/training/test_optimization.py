@@ -198,7 +198,7 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
 )  # fmt: skip
 def test_a_warm_up_that_does_not_suit_the_run_is_warned_about(warmup, schedule, updates, warning):
     training = make_plan({"warmup_steps": warmup, "lr": 1e-3, "schedule": schedule}).training
-    assert find_warmup_warnings(training, updates) == ([f"warmup_steps={warmup} {warning}"] if warning else [])
+    assert find_warmup_warnings(training, updates) == ([f"warning: warmup_steps={warmup} {warning}"] if warning else [])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.training.objective import Objective
 from dpo.training.self_test import check_causality, check_models
 
+IN_REFERENCE, LENGTHS = [f"reference_{role}" for role in ROLES], [f"{role}_lengths" for role in ROLES]
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 
 
@@ -47,8 +48,8 @@ def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -
     (note,) = check_models(
         policy,
         lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=False)),
-        None if reference is None else lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=False)),
-        lengths=dict(zip(ROLES, lengths, strict=False)),
+        None if reference is None else lambda: dict(zip(IN_REFERENCE, plain_logps(reference, examples), strict=False)),
+        given=dict(zip(LENGTHS, lengths, strict=False)),
         loss=find_loss(config),
         other_policy_dtype=other_dtype,
     )
@@ -110,8 +111,8 @@ def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
         return check_models(
             policy,
             forward,
-            lambda: of_both,
-            lengths=dict.fromkeys(ROLES, torch.ones(2)),
+            lambda: {f"reference_{role}": values for role, values in of_both.items()},
+            given=dict.fromkeys(LENGTHS[:2], torch.ones(2)),
             loss=find_loss(config),
         )
 

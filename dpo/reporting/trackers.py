@@ -1,4 +1,4 @@
-"""Logging to Weights & Biases. The only file that imports wandb."""
+"""Logging to TensorBoard and Weights & Biases. The only file that imports wandb."""
 
 from __future__ import annotations
 
@@ -14,14 +14,92 @@ from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
+from dpo.system.plain_files import make_directory, move_aside
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
+FLUSH_SECS = 10  # a killed run loses the events of TensorBoard of at most this time
 FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
-class WandbLogger(Callback):
-    """Logger to W&B, with the metric names of the reference code.
+class Tracker(Callback):
+    """A receiver of metrics under the names of the reference code, against examples, and of samples."""
+
+    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
+        raise NotImplementedError
+
+    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
+        """Log (prompt, continuation) of a model's samples; `model` is policy or reference."""
+        raise NotImplementedError
+
+    def on_update(self, update: Update) -> None:
+        self.log({**update.metrics, "counters/updates": update.number}, update.n_examples)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.log(evaluation.metrics, evaluation.n_examples)
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        for model in ("policy", "reference"):
+            texts = [(sample.prompt, getattr(sample, model)) for sample in samples]
+            texts = [(prompt, text) for prompt, text in texts if text is not None]
+            if texts:
+                self.log_samples(model, texts, n_examples)
+
+
+class TensorBoardLogger(Tracker):
+    """Writer of every update and evaluation to event files in the directory `tensorboard` of the run."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._n_examples: int | None = None  # at the last event; None: the checkpoint knows of no events
+
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        return super().is_wanted(context) and context.plan.tensorboard and not context.plan.run.debug
+
+    def on_start(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.context.run_dir / "tensorboard"
+        try:
+            if self._n_examples is None and folder.is_dir():
+                new_name = move_aside(folder).name
+                self.context.log(
+                    f"warning: {folder} does not belong to a checkpoint of this run, so it is renamed to {new_name}"
+                )
+            make_directory(folder)
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
+        # TensorBoard hides the old events from this step on: they were logged after the checkpoint
+        purge_step = None if self._n_examples is None else self._n_examples + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
+
+    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
+        self._n_examples = n_examples
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, n_examples)
+
+    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
+        def indent(text: str) -> str:  # a literal block of Markdown, which no text can end
+            return "\n".join(f"    {line}" for line in text.strip().splitlines())
+
+        blocks = [f"**prompt**\n\n{indent(prompt)}\n\n**{model}**\n\n{indent(text)}" for prompt, text in samples]
+        self._writer.add_text(f"{model}_samples", "\n\n---\n\n".join(blocks), n_examples)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._writer.flush()
+        # -1 before the first event: a resumed run hides all events, from step 0 on
+        return {"examples": -1 if self._n_examples is None else self._n_examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._n_examples = state.get("examples")
+
+    def on_end(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger(Tracker):
+    """Logger to W&B.
 
     Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
     `last/NAME`, and the best evaluation after the first update as `best/NAME`. A run never fails because of W&B, and
@@ -44,14 +122,12 @@ class WandbLogger(Callback):
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
         plan, parameters = self.context.plan, self.context.parameters
+        labels = {name: redact(getattr(plan.wandb, name)) for name in ("project", "entity", "group", "notes")}
         counts = {} if parameters is None else {"parameters": parameters._asdict()}
         settings = {
             "name": redact(plan.run.exp_name),
-            "project": redact(plan.wandb.project),
-            "entity": redact(plan.wandb.entity),
-            "group": redact(plan.wandb.group),
+            **labels,
             "tags": redact(list(plan.wandb.tags)) or None,  # an empty list would replace the tags in WANDB_TAGS
-            "notes": redact(plan.wandb.notes),
             "config": redact(plan.nested_values()) | counts,
             "dir": str(self.context.run_dir),
             "id": self._run_id,
@@ -89,38 +165,33 @@ class WandbLogger(Callback):
             print(f"W&B: {offline_reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
         return run
 
+    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
+        self._unless_disabled(self.run.log, {**metrics, "counters/examples": n_examples})
+
+    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
+        rows = [[n_examples, prompt, text] for prompt, text in samples]
+        table = self._table(columns=["step", "prompt", "sample"], data=rows)
+        self._unless_disabled(self.run.log, {f"{model}_samples": table, "counters/examples": n_examples})
+
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
         if now - self._last_train_time >= self.context.plan.logging.minimum_log_interval_secs:
             self._last_train_time = now
-            self._send(update.metrics, examples=update.n_examples, updates=update.number)
+            super().on_update(update)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._send(evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
-        self._summarize("last", evaluation)
+        facts = {**evaluation.metrics, "counters/updates": evaluation.n_updates}
+        self.log(facts, evaluation.n_examples)
+        summary = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
         metric, sign = self.context.plan.best
         quality = sign * evaluation.metrics.get(metric, math.nan)
+        prefixes = ["last"]
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
             self._best_quality = quality
-            self._summarize("best", evaluation)
-
-    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        tables = {}
-        for model in ("policy", "reference"):
-            rows = [[n_examples, sample.prompt, getattr(sample, model)] for sample in samples]
-            rows = [row for row in rows if row[-1] is not None]
-            if rows:
-                tables[f"{model}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
-        if tables:
-            self._unless_disabled(self.run.log, {**tables, "counters/examples": n_examples})
-
-    def _summarize(self, prefix: str, evaluation: Evaluation) -> None:
-        facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
-        summary = {f"{prefix}/{name}": value for name, value in facts.items()}
-        self._unless_disabled(self.run.summary.update, summary)
-
-    def _send(self, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        self._unless_disabled(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
+            prefixes.append("best")
+        for prefix in prefixes:
+            named = {f"{prefix}/{name}": value for name, value in summary.items()}
+            self._unless_disabled(self.run.summary.update, named)
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
         """Call a function of W&B, unless an earlier call failed."""
@@ -148,8 +219,7 @@ class WandbLogger(Callback):
 
     def on_end(self) -> None:
         self._upload(str(REPORT))
-        exit_code = int(self._is_aborted)  # 1 marks the W&B run as failed
-        self._unless_disabled(self.run.finish, exit_code)
+        self._unless_disabled(self.run.finish, int(self._is_aborted))  # 1 marks the W&B run as failed
 
     def _upload(self, name: str) -> None:
         """Upload a run's file, if it exists and `wandb.artifacts` is true."""

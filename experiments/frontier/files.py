@@ -1,0 +1,76 @@
+"""Files of `experiments.frontier`: model, tokenizer, pairs and scorers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.frontier.jobs import write_whole
+from experiments.frontier.task import SYMBOLS, Pairs, Task
+
+EOS = "<eos>"
+COLUMNS = ("prompt", "chosen", "rejected")
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.06,
+}
+
+
+def write_model(directory: Path, task: Task) -> None:
+    """Write a small Llama without weights, and its tokenizer.
+
+    The model has no EOS, as all responses have the same length: the trainer truncates the texts' EOS.
+    """
+    import tokenizers
+    import transformers
+
+    letters = SYMBOLS[: task.symbols]
+    vocabulary = {token: i for i, token in enumerate((*letters, EOS))}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")  # a token per letter
+    splitter.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token=EOS, pad_token=EOS)
+    tokenizer.save_pretrained(directory)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+
+
+def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
+    """Write a dataset in a form that train.py reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, pairs in (("train", train), ("test", test)):
+        records = (dict(zip(COLUMNS, map(task.text, pair), strict=True)) for pair in zip(*pairs, strict=True))
+        write_whole(directory / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_pairs(file: Path, task: Task) -> Pairs:
+    """Read a dataset that `write_pairs` wrote."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return Pairs(*(task.read([row[column] for row in rows]) for column in COLUMNS))
+
+
+def write_scorer(root: Path, task: Task, seed: int) -> str:
+    """Write a scorer's file; return the value of `online.function`."""
+    file = root / "scorers" / f"seed_{seed}.py"
+    file.parent.mkdir(exist_ok=True)
+    code = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
+    file.write_text(code, encoding="utf-8")
+    return f"{file}:score"
+
+
+def load_policy(model: Path, archive: Path) -> Any:
+    """Load a model with the weights of a `policy.pt`, to measure it."""
+    import torch
+
+    from dpo.models.pretrained import Source, load_model
+
+    # `model` has a config and no weights; the archive has all of them
+    return load_model(Source(str(model)), dtype=torch.float32, archive=str(archive), random_init=True).eval()

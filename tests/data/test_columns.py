@@ -1,0 +1,302 @@
+"""Columns of custom data: recognized, or refused with the fix."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import Any
+
+import datasets
+import pytest
+from support.formats import assistant, user
+from support.runs import GOLDEN, train, write_rows
+
+from dpo.data.columns import Columns, recognize
+from dpo.data.custom import get_custom
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
+
+TEXTS = {"chosen": "The capital is A.", "rejected": "The capital is B."}
+CHATS = {key: [user("Hi"), assistant(key)] for key in TEXTS}
+DIALOGUE = {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes?", "rejected": "\n\nHuman: Hi\n\nAssistant: No."}
+ANSWERS = {key: {"from": "gpt", "value": key} for key in TEXTS}
+TALK = {"conversations": [{"from": "human", "value": "Hi"}]}
+NOTE = {"note": "A is the largest."}
+LABELS = {"id": "a-7", "score": 0.5, "day": "2024-05-01 10:00", "source": "forum", "tags": ["a b"], "margin": None}
+LEFT_OUT = "not used: id, score, day, source, tags, margin"
+SHARED = "chosen=chosen, rejected=rejected; the prompt is what chosen and rejected begin with"
+
+
+def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> Columns:
+    """The columns of one row, or of names of columns that hold a number each."""
+    row = dict.fromkeys(row.split(), 7) if isinstance(row, str) else row
+    return recognize([row], given, name="mine", origin="rows.csv", trains_on=trains_on)
+
+
+@pytest.mark.parametrize(
+    ("trains_on", "present", "given", "found"),
+    [
+        ("pairs", "prompt chosen rejected", {}, "prompt chosen rejected"),
+        ("pairs", "id chosen rejected score", {}, "- chosen rejected"),  # the prompt is what they share
+        ("pairs", "Instruction Chosen-Response REJECTED_RESPONSE", {}, "Instruction Chosen-Response REJECTED_RESPONSE"),
+        ("pairs", "question prompt best chosen rejected", {}, "prompt chosen rejected"),  # our own names go first
+        ("pairs", "prompt question chosen rejected", {"prompt": "question"}, "question chosen rejected"),
+        *(
+            ("pairs", f"Question {better} {worse} id", {}, f"Question {better} {worse}")
+            for better, worse in (
+                ("preferred", "dispreferred"), ("good_answer", "bad_answer"), ("Winner", "Loser"), ("win", "lose"),
+                ("positive", "negative"), ("preferred-answer", "non-preferred-answer"), ("best", "worst"),
+                ("answer_chosen", "answer_rejected"), ("bestCompletion", "worstCompletion"),
+                ("GOOD-REPLY", "BAD-REPLY"),
+            )
+        ),
+        ("targets", "prompt chosen rejected messages completion", {}, "prompt chosen rejected"),  # pairs before targets
+        ("targets", "prompt completion", {}, "prompt - - completion"),
+        ("targets", "question answer label", {}, "question - - answer"),
+        ("targets", "prompt chosen rejected text", {"completion": "text"}, "prompt - - text"),
+        # a column that was given is nothing else
+        ("targets", "prompt answer", {"prompt": "answer", "completion": "prompt"}, "answer - - prompt"),
+        ("targets", "Input Instruction Output", {}, "Instruction - - Output - - Input"),  # Alpaca's
+        ("targets", "input instruction output", {"prompt": "instruction"}, "instruction - - output"),
+        ("targets", "instruction input prompt_id messages", {}, "- - - - messages"),
+        ("labels", "prompt completion label chosen rejected", {}, "prompt - - completion - label"),
+        ("labels", "Question Answer thumbs_up", {}, "Question - - Answer - thumbs_up"),
+        ("labels", "instruction input output kto_tag", {}, "instruction - - output - kto_tag input"),
+        ("labels", "messages desirable", {}, "- - - - messages desirable"),
+        ("labels", "prompt chosen rejected", {}, "prompt chosen rejected"),  # for `unpair`
+    ],
+)  # fmt: skip
+def test_columns_are_recognized_by_their_names_unless_the_config_gives_them(trains_on, present, given, found):
+    fields = ("prompt", "chosen", "rejected", "completion", "messages", "label", "input")
+    expected = {field: column for field, column in zip(fields, found.split(), strict=False) if column != "-"}
+    assert find(present, trains_on, **given).used == expected
+
+
+def test_a_number_is_no_response_beside_a_text_of_another_name():
+    row = {"question": "Is it?", "chosen_response": "It is.", "positive": 0.5, "rejected_response": "It was."}
+    assert find(row).used["chosen"] == "chosen_response"
+
+
+@pytest.mark.parametrize("trains_on", ["pairs", "targets"])
+@pytest.mark.parametrize(
+    ("row", "given", "told"),
+    [
+        ({"prompt": "Hi?", **TEXTS}, {}, "prompt=prompt, chosen=chosen, rejected=rejected"),
+        # the prompt is in chosen and rejected if they are dialogues, or if nothing else could be one
+        ({**DIALOGUE, **LABELS}, {}, f"{SHARED}; {LEFT_OUT}"),
+        ({**CHATS, **NOTE}, {}, f"{SHARED}; not used: note"),
+        ({**TEXTS, **LABELS}, {}, f"{SHARED}; {LEFT_OUT}"),
+        # or if the config says so
+        ({**TEXTS, **NOTE}, {"chosen": "chosen", "rejected": "rejected"}, f"{SHARED}; not used: note"),
+        # a chat is what its last messages answer
+        ({**ANSWERS, **TALK, **NOTE}, {}, "prompt=conversations, chosen=chosen, rejected=rejected; not used: note"),
+        (
+            {"history": [["Hi you.", "Yes?"]], "question": "Hi?", **TEXTS},
+            {},
+            "prompt=question, chosen=chosen, rejected=rejected; not used: history",
+        ),
+        # a system turn of one word belongs to formats that have a column for it, and may be a model's name in others
+        (
+            {"system": "Be kind.", "question": "Hi?", **TEXTS},
+            {},
+            "prompt=question, chosen=chosen, rejected=rejected, system=system",
+        ),
+        (
+            {**ANSWERS, **TALK, "system": "/no_think"},
+            {},
+            "prompt=conversations, chosen=chosen, rejected=rejected, system=system",
+        ),
+        (
+            {"prompt": "Hi?", **TEXTS, "system": "gpt-4", "images": ["a.png"]},
+            {},
+            "prompt=prompt, chosen=chosen, rejected=rejected; not used: system, images",
+        ),
+        (  # of two columns, none is a system turn for sure
+            {"prompt": "Hi?", **TEXTS, "System": "Be kind.", "system_prompt": "Be short."},
+            {},
+            "prompt=prompt, chosen=chosen, rejected=rejected; not used: System, system_prompt",
+        ),
+    ],
+)
+def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, given, told, trains_on):
+    assert find(row, trains_on, **given).describe() == f"columns {told}"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"context": "Where is A?", **TEXTS, **LABELS},
+            "rows.csv has chosen and rejected, but it is not known which column is their prompt: it may be context. "
+            "Give 'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the "
+            "prompt is what chosen and rejected begin with, "
+            "'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
+        ),
+        ({"frage": "法国的首都是哪里？", **TEXTS}, "it may be frage. Give"),
+        ({"turns": TALK["conversations"], **NOTE, **ANSWERS}, "may be turns or note. Give"),
+    ],
+)
+def test_words_that_could_be_the_prompt_are_never_dropped_for_what_the_responses_share(row, message):
+    with pytest.raises(InputError) as error:
+        find(row)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("present", "trains_on", "given", "needed", "override", "hint"),
+    [
+        ("prompt chosen score", "pairs", {}, "prompt, chosen, rejected", "chosen: chosen, rejected: COLUMN", ""),
+        ("question answer", "pairs", {}, "prompt, chosen, rejected", "prompt: question, chosen: COLUMN", "targets sft"),
+        ("prompt completion label", "pairs", {}, "prompt, chosen, rejected", "prompt: prompt, chosen", "labels kto"),
+        # as in ms-swift's data
+        ("messages rejected_response", "pairs", {}, "prompt, chosen, rejected", "rejected_response}", "targets sft"),
+        ("a b(c)", "targets", {"completion": "b(c)"}, "prompt, completion", 'prompt: COLUMN, completion: "b(c)"}', ""),
+        ("messages thumb", "labels", {}, "messages, label", "messages: messages, label: COLUMN}", "targets sft"),
+        ("prompt responses", "targets", {"completion": "prompt"}, "prompt, completion", "completion: prompt}", ""),
+    ],
+)
+def test_what_a_loss_lacks_is_named_with_the_override_to_type(present, trains_on, given, needed, override, hint):
+    with pytest.raises(InputError) as error:
+        find(present, trains_on, **given)
+    message = str(error.value)
+    named = f"training on {trains_on} needs the columns {needed}; rows.csv has {', '.join(present.split())}: name them "
+    assert message.startswith(f"{named}with 'dataset_sources.mine.columns={{")
+    assert override in message
+    kind, _, loss = hint.partition(" ")
+    assert (f"or train on the {kind} that are there with loss={loss}" in message) == bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("present", "trains_on", "given", "message"),
+    [
+        (
+            "prompt chosen",
+            "pairs",
+            {"chosen": "chosen", "rejected": "chosen"},
+            "gives the column chosen for chosen and rejected: give each a column of its own",
+        ),
+        (
+            "query accepted preferred rejected",
+            "pairs",
+            {},
+            "rows.csv: the column of chosen may be accepted or preferred: choose one, as in "
+            "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}'",
+        ),
+        (
+            "prompt chosen rejected",
+            "pairs",
+            {"chosen": "best"},
+            "dataset_sources.mine.columns.chosen=best: rows.csv has no such column; there are prompt, chosen, rejected",
+        ),
+        (
+            "prompt messages",
+            "targets",
+            {"prompt": "prompt", "messages": "messages"},
+            "dataset_sources.mine.columns has the fields prompt, messages: give fields of pairs (prompt, chosen, ",
+        ),
+        ("prompt", "pairs", {"promt": "prompt"}, "dataset_sources.mine.columns has the fields promt: give fields of p"),
+    ],
+)
+def test_columns_that_fit_several_fields_or_none_are_refused(present, trains_on, given, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        find(present, trains_on, **given)
+
+
+@pytest.mark.parametrize(
+    ("columns", "verdict", "values", "chosen"),
+    [  # chosen: of each row; x and y are the columns, - a tie
+        (
+            "response_a response_b",
+            "winner",
+            ["a", "B", "tie", "Both bad", "response_a", "model_b", "Assistant A"],
+            "xy--xyx",
+        ),
+        ("answer_1 answer_2", "preferred", [1, "2", 1.0, "2.0", "answer 1", "neither"], "xyxyx-"),
+        ("response_0 response_1", "better_response_id", [0, 1, "1", "tie"], "xyy-"),
+        ("model_a_response model_b_response", "label", ["model_a", "model_b", "tie"], "xy-"),
+        ("response_a response_b", "preference", [0, 1, 1, 0], "xyyx"),
+        ("response_a response_b", "preference", [1, 2, 1], "xyx"),
+        ("output_2 output_1", "choice", [2, 1, "a"], "xyy"),
+        ("response_a response_b", "winner", ["a", None], "x!"),  # ! a record that is refused
+        ("response_a response_b", "winner", ["gpt-4", "claude"], "!!"),
+        ("response_a response_b", "winner", ["c", "a", "-1"], "!x!"),
+        ("response_a response_b", "winner", [1, 1, "a"], "!!x"),  # 1 may be the first or the second
+        ("response_a response_b", "preference", [-1, 0, 1], "!!!"),  # a scale, on which 0 is a tie
+        ("response_1 response_2", "winner", [0, 1], "!!"),
+        ("response_1 response_2", "winner", [0, 1, 2], "!xy"),
+    ],
+)
+def test_a_column_may_say_which_response_is_better(columns, verdict, values, chosen, tokenizer):
+    x, y = columns.split()
+    rows = [{"question": f"Q{i}?", x: f" x{i}", y: f" y{i}", verdict: value} for i, value in enumerate(values)]
+    found = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
+    for row, said in zip(rows, chosen, strict=True):
+        if said == "!":
+            with pytest.raises(InputError, match=f"{verdict} is .*write the name of the better column, or tie"):
+                found.find_fields(row, "record 1 of mine")
+    if "!" not in chosen:
+        data = get_custom(rows, "mine", tokenizer)
+        targets = [entry["sft_target"] for entry in data.values()]
+        assert targets == [f" {said}{i}" for i, said in enumerate(chosen) if said != "-"]
+        assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
+
+
+def test_pairs_go_before_a_column_of_winners(tokenizer):
+    row = {"prompt": "Q:", "response_a": " a", "response_b": " b", "winner": "a", "chosen": " c", "rejected": " d"}
+    assert get_custom([row], "mine", tokenizer)["Q:"]["responses"] == [" c", " d"]
+
+
+@pytest.mark.parametrize(
+    "placeholder", ["<image>", "<|image_pad|>", "<start_of_image>", "<video>", "<|audio_1|>", "[IMG]"]
+)
+@pytest.mark.parametrize("column", ["prompt", "chosen"])
+def test_a_placeholder_for_an_image_is_refused_and_an_image_without_one_is_a_warning(placeholder, column, tokenizer):
+    row = {"prompt": "Who?", "chosen": "I.", "rejected": "You.", "images": ["a.png"]}
+    marked = row | {column: f"{placeholder} {row[column]}"}
+    with pytest.raises(InputError, match=re.escape(f"a text has {placeholder}, which stands for an image, video or")):
+        get_custom([marked], "rows.json", tokenizer)
+    get_custom([marked | {"images": []}], "rows.json", tokenizer)  # a text about such words
+    notes = get_custom([row], "rows.json", tokenizer).notes
+    assert any("warning: " in note and ": images: only text is trained" in note for note in notes)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("field", ["prompt", "chosen"])
+def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, tokenizer, tmp_path):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<pic>"]})
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(GOLDEN / "tiny-llama" / "config.json", tmp_path)
+    entry = {"config.json": {"image_token_id": tokenizer.convert_tokens_to_ids("<pic>")}}
+    entry = entry.get(where, {"image_token": "<pic>", "extra_special_tokens": {"image_token": "<pic>"}})
+    (tmp_path / where).write_text(json.dumps(json.loads((tmp_path / where).read_text()) | entry))
+    row = {"prompt": "Who?", "chosen": "I.", "rejected": "You."}
+    chat = {"prompt": [user("Who?")], "chosen": [assistant("I.")], "rejected": [assistant("You.")]}
+    get_custom([row | {field: "<image>"}], "rows.json", load_tokenizer(str(tmp_path)))  # a word to this model
+    for marked in (row | {field: "<pic>"}, chat | {field: [(user if field == "prompt" else assistant)("<pic>")]}):
+        with pytest.raises(InputError, match="a text has <pic>, which stands for an image, video or audio, and only"):
+            get_custom([marked], "rows", load_tokenizer(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "late_keys", "message"),
+    [
+        ("pairs.csv", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
+        ("pairs.parquet", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
+        ("pairs.jsonl", "prompt chosen", "prompt chosen rejected", "no/such"),  # a column may come late
+    ],
+)
+def test_columns_are_checked_before_a_model_is_fetched(name, keys, late_keys, message, tmp_path):
+    path, kinds = tmp_path / name, [keys] * 150 + [late_keys]
+    rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
+    write_rows(path, rows)
+    if not name.endswith(".jsonl"):
+        frame = datasets.Dataset.from_list(rows)
+        (frame.to_csv if name.endswith(".csv") else frame.to_parquet)(path)
+    for dry_run in (True, False):
+        result = train(
+            *("loss=dpo", "loss.beta=0.1", "model.name_or_path=no/such", "exp_name=test", f"datasets=[{path}]"),
+            *(f"local_dirs=[{tmp_path}]", f"local_run_dir={tmp_path / 'run'}", f"dry_run={str(dry_run).lower()}"),
+        )
+        assert (result.returncode, result.stderr[:7]) == (2, "error: ")
+        assert message in result.stderr
