@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -32,8 +31,22 @@ from dpo.numbers import count
 
 N_CHECKED = 100  # first conversations whose tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
-SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
+# what is counted of conversations, and the note on it; {example} is the first text that it is of
+NOTES = {
+    "turns not scored": "{origin}: the chat template leaves out or changes text of turns that are not scored in {n} of "
+    "{conversations}, such as {example}",
+    "turns scored": "warning: {origin}: the chat template leaves out or changes text of scored turns in {n} of "
+    "{conversations}, such as {example}",
+    "rewritten": "warning: {origin}: in {n} of {conversations} the chat template renders earlier turns of the response "
+    "differently once others follow, so only the last answer is scored: give one record for each answer to train on "
+    "all",
+    "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
+    "tools ignored": "warning: {origin}: the chat template ignores tools: in {n} of {with_tools} with tools the model "
+    "does not see them",
+    "open ends": "{origin}: the generation prompt ends in {example}, which the conversation lacks in {n} of "
+    "{conversations}: it is not fed there",
+}
 
 
 class ChatTemplate:
@@ -42,9 +55,27 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._counts: Counter[str] = Counter()
-        self._dropped: dict[str, str] = {}  # for SCORED and NOT_SCORED, the first text left out
-        self._open_end = ""  # the first end of a generation prompt that its conversation lacks
-        self._escaped = ""  # the first text with a control token's string
+        self._examples: dict[str, str] = {}  # the first text of a count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tokenizer": None}  # each process has its own
+
+    def add(self, later: ChatTemplate) -> None:
+        """Add what another one has recorded of later conversations."""
+        self._counts += later._counts
+        self._examples = later._examples | self._examples
+
+    def describe(self, origin: str) -> list[str]:
+        """Describe what the template does to the conversations of `origin`."""
+        totals = {
+            "conversations": count(self._counts["conversations"], "conversation"),
+            "with_tools": count(self._counts["with tools"], "prompt"),
+        }
+        return [
+            note.format(origin=origin, n=f"{n:,}", example=repr(self._examples.get(name, "")), **totals)
+            for name, note in NOTES.items()
+            if (n := self._counts[name])
+        ]
 
     def render(self, record: Record, where: str) -> Record:
         """Render the prompt and the responses of a record of messages.
@@ -60,159 +91,112 @@ class ChatTemplate:
         before, *answers = (
             self._escape(messages, "a message", where) for messages in (record.prompt, *record.responses)
         )
-        conversation = _Conversation(self.tokenizer, self._escape(record.tools, "a tool", where), where)
+        tools = self._escape(record.tools, "a tool", where)
+        try:
+            return self._render(record, before, answers, tools, where)
+        except TemplateRejects as error:
+            what = "messages or tools" if tools else "messages"
+            raise InputError(f"{where}: the tokenizer's chat template rejects these {what}: {error}") from error
+
+    def _render(self, record: Record, before: Messages, answers: Sequence[Messages], tools: Any, where: str) -> Record:
+        conversation = _Conversation(self.tokenizer, tools)
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [_continue(before, answer) if continued else before + answer for answer in answers]
         dialogues = [conversation.render(chat) for chat in chats]
         # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
-        open_prompt, prompt_text = conversation.find_start(before, dialogues, continued=continued)
-        self._check(conversation, before, answers, open_prompt, dialogues)
-        start = len(prompt_text)
+        open_prompt, start = conversation.find_start(before, dialogues, continued=continued)
+        if start is None:
+            lost = next(filter(None, (_find_dropped(before, text) for text in dialogues)), "")
+            change = f", without {unescape(lost)[:SHOWN]!r}" if lost else ""
+            raise InputError(
+                f"{where}: the chat template renders the prompt differently once a response follows{change}, so it is "
+                f"not known where the response starts: {FIX}, or use text instead"
+            )
+        for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
+            self._check(before, answer, text)
+        if tools and self._counts["with tools"] < N_CHECKED:
+            self._counts["with tools"] += 1
+            self._counts["tools ignored"] += render_open(self.tokenizer, before) == open_prompt
         if start < len(open_prompt):
-            self._counts["open ends"] += len(dialogues)
-            self._open_end = self._open_end or open_prompt[start:]
+            self._note("open ends", open_prompt[start:][-SHOWN:], len(dialogues))
         texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
         cuts = []
         for chat, dialogue, text in zip(chats, dialogues, texts, strict=True):
             turns = range(len(before) - continued, len(chat))
             found = conversation.find_cuts(chat, turns, dialogue, start)
             if found is None:
-                self._counts["rewritten"] += 1
-                found = conversation.cut_all_but_last(chat, dialogue, start)
+                self._note("rewritten")
+                begin = conversation.find_last_answer(chat, dialogue, start)
+                if begin is None:
+                    raise InputError(
+                        f"{where}: the chat template leaves out or moves the last answer, so it is not known which "
+                        f"text is scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
+                    )
+                found = [0, begin - start]
             if conversation.ends_as_call(chat, dialogue):
                 found.append(len(text))  # so the EOS that tokenization appends is not scored
             cuts.append(found)
-        return record._replace(prompt=prompt_text, responses=texts, cuts=cuts, messages=record.prompt)
+        return record._replace(prompt=open_prompt[:start], responses=texts, cuts=cuts, messages=record.prompt)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tokenizer": None}  # each process has its own
-
-    def add(self, later: ChatTemplate) -> None:
-        """Add what another one has recorded of later conversations."""
-        self._counts += later._counts
-        self._dropped = later._dropped | self._dropped
-        self._open_end = self._open_end or later._open_end
-        self._escaped = self._escaped or later._escaped
+    def _note(self, name: str, example: str = "", n: int = 1) -> None:
+        self._counts[name] += n
+        self._examples.setdefault(name, example)
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
         """Make strings of control tokens in messages or tools ordinary text."""
         check_texts(value, what, where)
         escaped = escape_texts(value, self.tokenizer)
         if escaped != value:
-            texts = zip(iterate_texts(value), iterate_texts(escaped), strict=True)
-            changed = [text for text, text_escaped in texts if text != text_escaped]
-            self._counts["with control tokens"] += len(changed)
-            self._escaped = self._escaped or changed[0]
+            for text, text_escaped in zip(iterate_texts(value), iterate_texts(escaped), strict=True):
+                if text != text_escaped:
+                    self._note("escaped", text[:SHOWN])
         return escaped
 
-    def _check(
-        self,
-        conversation: _Conversation,
-        prompt: Messages,
-        answers: Sequence[Messages],
-        open_prompt: str,
-        dialogues: Sequence[str],
-    ) -> None:
-        """Record what the template leaves out or changes."""
-        # without answers, the prompt is the conversation
-        for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
-            self._counts["conversations"] += 1
-            scored = [message for message in answer if message["role"] == "assistant"]
-            not_scored = [*prompt, *(message for message in answer if message["role"] != "assistant")]
-            for turns, messages in ((NOT_SCORED, not_scored), (SCORED, scored)):
-                if dropped := _find_dropped(messages, text):
-                    self._counts[turns] += 1
-                    self._dropped.setdefault(turns, unescape(dropped)[:SHOWN])
-        if conversation.tools and self._counts["with tools"] < N_CHECKED:
-            self._counts["with tools"] += 1
-            without_tools = _Conversation(self.tokenizer, [], conversation.where)
-            self._counts["tools ignored"] += without_tools.render_open(prompt) == open_prompt
-
-    def describe(self, origin: str) -> list[str]:
-        """Describe what the template does to the conversations of `origin`."""
-        counts, notes = self._counts, []
-        n_conversations = count(counts["conversations"], "conversation")
-        for turns, text in self._dropped.items():
-            notes.append(
-                f"{'warning: ' if turns == SCORED else ''}{origin}: the chat template leaves out or changes text of "
-                f"{turns} in {counts[turns]:,} of {n_conversations}, such as {text!r}"
-            )
-        if counts["rewritten"]:
-            notes.append(
-                f"warning: {origin}: in {counts['rewritten']:,} of {n_conversations} the chat template renders earlier "
-                f"turns of the response differently once others follow, so only the last answer is scored: give one "
-                f"record for each answer to train on all"
-            )
-        if counts["with control tokens"]:
-            notes.append(
-                f"{origin}: strings of control tokens in "
-                f"{count(counts['with control tokens'], 'text of a message', 'texts of messages')} are ordinary text, "
-                f"as in {self._escaped[:SHOWN]!r}"
-            )
-        if counts["tools ignored"]:
-            notes.append(
-                f"warning: {origin}: the chat template ignores tools: in {counts['tools ignored']:,} of "
-                f"{count(counts['with tools'], 'prompt')} with tools the model does not see them"
-            )
-        if counts["open ends"]:
-            notes.append(
-                f"{origin}: the generation prompt ends in {self._open_end[-SHOWN:]!r}, which the conversation lacks in "
-                f"{counts['open ends']:,} of {n_conversations}: it is not fed there"
-            )
-        return notes
+    def _check(self, prompt: Messages, answer: Messages, dialogue: str) -> None:
+        """Record what the template leaves out or changes; without an answer, the prompt is the conversation."""
+        self._counts["conversations"] += 1
+        scored = [message for message in answer if message["role"] == "assistant"]
+        not_scored = [*prompt, *(message for message in answer if message["role"] != "assistant")]
+        for turns, messages in (("turns not scored", not_scored), ("turns scored", scored)):
+            if dropped := _find_dropped(messages, dialogue):
+                self._note(turns, unescape(dropped)[:SHOWN])
 
 
 class _Conversation:
-    """A record's conversation, from `where`, with the tools that it may call."""
+    """A record's conversations, with the tools that they may call."""
 
-    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], where: str) -> None:
-        self.tokenizer, self.tools, self.where = tokenizer, tools, where
+    def __init__(self, tokenizer: Any, tools: Any) -> None:
+        self.tokenizer, self.tools = tokenizer, tools or None
 
     def render(self, messages: Messages) -> str:
-        return self._explain(apply_template, messages)
+        return apply_template(self.tokenizer, messages, tools=self.tools)
 
-    def render_open(self, messages: Messages, *, continued: bool = False) -> str:
-        """Render messages up to where the answer begins or goes on."""
-        return self._explain(render_open, messages, continued=continued)
+    def find_start(
+        self, prompt: Messages, dialogues: Sequence[str], *, continued: bool = False
+    ) -> tuple[str, int | None]:
+        """Render a prompt as it is asked, and find where in this text the responses start.
 
-    def _explain(self, render: Callable[..., str], messages: Messages, **options: Any) -> str:
-        """Render messages and tools; raise InputError if the template rejects them."""
-        try:
-            return render(self.tokenizer, messages, tools=self.tools or None, **options)
-        except TemplateRejects as error:
-            what = "messages or tools" if self.tools else "messages"
-            raise InputError(f"{self.where}: the tokenizer's chat template rejects these {what}: {error}") from error
-
-    def find_start(self, prompt: Messages, dialogues: Sequence[str], *, continued: bool = False) -> tuple[str, str]:
-        """Find where the responses to a prompt start.
-
-        Returns the text of the prompt as it is asked, and the part of this text with which all dialogues begin. Raises
-        InputError if the dialogues do not begin with the prompt.
+        None if the dialogues do not begin with the prompt.
         """
-        open_text = self.render_open(prompt, continued=continued)
+        open_text = render_open(self.tokenizer, prompt, tools=self.tools, continued=continued)
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
-            return open_text, open_text
+            return open_text, len(open_text)
         closed_text = open_text if continued else self.render(prompt)
         if not shared.startswith(closed_text):
-            lost = next(filter(None, (_find_dropped(prompt, text) for text in dialogues)), "")
-            change = f", without {unescape(lost)[:SHOWN]!r}" if lost else ""
-            raise InputError(
-                f"{self.where}: the chat template renders the prompt differently once a response follows{change}, so "
-                f"it is not known where the response starts: {FIX}, or use text instead"
-            )
-        return open_text, shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
+            return open_text, None
+        return open_text, max(len(closed_text), self._find_token_end(open_text, dialogues))
 
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
         """Find the end of the tokens with which all texts begin.
 
-        Returns a position in `text`. The common text may end inside a token: <think> and <tool_call> begin with <t.
+        The common text may end inside a token: <think> and <tool_call> begin with <t.
         """
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
             return len(common_start(text, *others))
         encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
-        n_shared = _count_shared(*encoded["input_ids"])
-        return encoded["offset_mapping"][0][n_shared - 1][1] if n_shared else 0
+        shared = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
+        return max((end for _, (_, end) in zip(shared, encoded["offset_mapping"][0], strict=False)), default=0)
 
     def find_cuts(self, messages: Messages, turns: range, dialogue: str, start: int) -> list[int] | None:
         """Find alternately where text that is not scored begins and ends.
@@ -239,32 +223,29 @@ class _Conversation:
                 scored_end = len(turn.rstrip() if ends_in_eos else turn)
         return cuts
 
-    def cut_all_but_last(self, messages: Messages, dialogue: str, start: int) -> list[int]:
-        """Cut what comes before the last message.
+    def find_last_answer(self, messages: Messages, dialogue: str, start: int) -> int | None:
+        """Find where the last message begins, or at least its content.
 
-        Raises InputError if the template leaves that message out or moves it.
+        None if the template leaves it out or moves it.
         """
         begin = self._find_begin(messages[:-1], dialogue)
-        if begin is None or begin < start:  # then the turn's content alone is scored
-            marked = self.render([*messages[:-1], {**messages[-1], "content": MARK + messages[-1]["content"]}])
-            _, mark, rest = marked.partition(MARK)
-            begin = len(dialogue) - len(rest.lstrip())
-            if not mark or not dialogue.endswith(rest.lstrip()) or begin < start:
-                raise InputError(
-                    f"{self.where}: the chat template leaves out or moves the last answer, so it is not known which "
-                    f"text is scored: {FIX}, give responses of one message, or remove {messages[-1]!r:.100}"
-                )
-        return [0, begin - start]
+        if begin is not None and begin >= start:
+            return begin
+        marked = self.render([*messages[:-1], {**messages[-1], "content": MARK + messages[-1]["content"]}])
+        _, mark, rest = marked.partition(MARK)
+        begin = len(dialogue) - len(rest.lstrip())
+        return begin if mark and dialogue.endswith(rest.lstrip()) and begin >= start else None
 
     def _find_begin(self, messages: Messages, dialogue: str) -> int | None:
         """Find where the assistant's turn after these messages begins.
 
         None if the dialogue has them otherwise, or nothing after them.
         """
-        with suppress(InputError):
-            begin = len(self.find_start(messages, [dialogue])[1])
-            return begin if begin < len(dialogue) else None
-        return None
+        try:
+            _, begin = self.find_start(messages, [dialogue])
+        except TemplateRejects:
+            return None
+        return begin if begin is not None and begin < len(dialogue) else None
 
     def ends_as_call(self, messages: Messages, dialogue: str) -> bool:
         """Return whether a dialogue ends with a token that ends calls.
@@ -279,11 +260,6 @@ class _Conversation:
             return False
         answer = self.render([*messages[:-1], {"role": "assistant", "content": "."}])
         return not answer.rstrip().endswith(last)
-
-
-def _count_shared(*token_ids: Sequence[int]) -> int:
-    """Count the tokens with which all lists of ids begin."""
-    return sum(1 for _ in takewhile(lambda tokens: len({*tokens}) == 1, zip(*token_ids, strict=False)))
 
 
 def _continue(prompt: Messages, answer: Messages) -> Messages:

@@ -27,10 +27,7 @@ from preference_datasets import get_batch_iterator
 AS_JSON = WITH_TOOLS.replace(
     "[{{ call.function.name }}]", "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
 )
-SHOUTED, OTHER_NUMBERS = (
-    AS_JSON.replace("tojson", "tojson | upper"),
-    AS_JSON.replace("tojson", "tojson | replace(31, 32)"),
-)
+OTHER_NUMBERS = AS_JSON.replace("tojson", "tojson | replace(31, 32)")
 WITHOUT_TOOLS = "{% for m in messages %}" + TURN + END
 # like Qwen3's: thinking stays only after the last question, and the last turn begins with it
 THINKING = (
@@ -128,12 +125,6 @@ def test_eos_after_a_call_is_not_scored_if_another_token_ends_calls(end, eos, ch
     kept = "" if end == EOS else f"{end}\n"
     assert scored(example, tokenizer) == [f"[look]{kept}{eos}", f"Green.;\n{EOS}"]
     assert example.responses[0][-1] == tokenizer.eos_token_id
-
-
-def test_a_response_of_one_turn_has_no_cuts(chat):
-    data = get_custom([{**LOOKED_UP, "chosen": SKY}], "mine", chat(WITH_TOOLS))
-    [example] = encode(data, chat(WITH_TOOLS))
-    assert (data.cuts, example.cuts) == ({}, ())
 
 
 def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat, tmp_path):
@@ -267,25 +258,7 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
             "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
             "as '<think>So.</think>Hm?'",
         ),
-        (
-            {"prompt": ASK, "chosen": [{**SKY[0], "thinking": "So."}], "rejected": SKY},
-            THINKING,
-            "text of scored turns in 1 of 2 conversations, such as 'So.'",
-        ),
-        (
-            {"prompt": [{"role": "system", "content": "Sing."}, *ASK], "chosen": SKY, "rejected": SKY, "system": "A b"},
-            WITH_TOOLS,
-            "mine: the system turn of 1 record is not used, as the chat has one of its own",
-        ),
-        (
-            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Blue.")], "rejected": SKY},
-            WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]"),
-            "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
-            "as '<think>So.</think>Blue.'",
-        ),
         (LOOKED_UP, WITH_TOOLS, "of scored turns in 1 of 2 conversations, such as 'at'"),
-        ({"prompt": ASK, "chosen": [make_call({"at": 30})], "rejected": SKY}, SHOUTED, "such as 'at'"),
-        ({"prompt": ASK, "chosen": [make_call({"AT": ["sea", 31]})], "rejected": SKY}, SHOUTED, "such as 'sea'"),
         ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
         (
             {"prompt": "Q\nA:", "chosen": " a", "rejected": " b", "tools": TOOLS},
@@ -352,10 +325,6 @@ END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
     [
         # the end of a turn, the header of a result, and its text are others once turns follow
         (WITH_TOOLS.replace("{{ eos_token }}", END_OF_LAST), f"|Blue.!\n{EOS}"),
-        (
-            WITH_TOOLS.replace("<{{ m.role }}>", "<{{ '!' if loop.last and m.role == 'tool' else m.role }}>"),
-            f"|Blue.{EOS}",
-        ),
         # as Gemma 4's, which writes words beside a call below its result
         (
             WITH_TOOLS.replace("<{{ m.role }}>", "{% if m.tool_calls and loop.last %}So.{% endif %}<{{ m.role }}>"),
@@ -442,7 +411,7 @@ def test_control_tokens_in_messages_are_text_and_are_counted(place, control, cha
     assert tokens.count(token) == (2 if control == EOS else 0)  # the end of the question, and of the answer
     assert tokenizer.convert_tokens_to_ids("<think>") in tokens  # a token, but none of control
     assert said in tokenizer.decode(tokens)
-    note = f"mine: strings of control tokens in 1 text of a message are ordinary text, as in {said!r}"
+    note = f"mine: strings of control tokens in messages are ordinary text, 1 in all, as in {said!r}"
     assert [said for said in data.notes if "control tokens" in said] == [note]
     asked = render([*ASK, message], "chat", tokenizer, "", tools)
     assert asked.startswith(prompt.removesuffix("<assistant>"))
@@ -536,18 +505,10 @@ DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistan
     [
         (TEXT, "pairs", SEEN),
         ({**TEXT, "system": "Be kind."}, "pairs", (f"<system>Be kind.{EOS}\n{SEEN[0]}", SEEN[1])),
-        ({"prompt": "Which colour?", "completion": "Blue.", "label": True}, "labels", (SEEN[0], ["Blue."])),
-        ({"prompt": "Which colour?", "completion": "Blue."}, "targets", (SEEN[0], ["Blue."])),
-        ({"prompt": "Which colour?", "responses": ["Blue.", "  Green."]}, "lists", SEEN),
         ({"prompt": "Which colour?"}, "prompts", (SEEN[0], [])),
-        (
-            {"instruction": "Which colour?", "input": "", "history": [["Hi", "Yes?"]], "completion": "Blue."},
-            "targets",
-            (f"<user>Hi{EOS}\n<assistant>Yes?{EOS}\n{SEEN[0]}", ["Blue."]),
-        ),
     ],
-)  # fmt: skip
-def test_texts_of_every_kind_get_the_chat_template(row, trains_on, said, chat):
+)
+def test_texts_get_the_chat_template_and_a_note_says_so(row, trains_on, said, chat):
     data = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on)
     [(prompt, entry)] = data.items()
     assert (prompt, entry["responses"], data.rendered) == (*said, True)
@@ -555,9 +516,7 @@ def test_texts_of_every_kind_get_the_chat_template(row, trains_on, said, chat):
     assert note.startswith("mine: the chat template renders the texts (chat=auto; chat=never uses them as they are); ")
     assert repr(prompt[-60:]) in note
     [plain] = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on, chat="never").values()
-    assert plain["responses"] == [row[name] for name in ("chosen", "rejected", "completion") if name in row] + row.get(
-        "responses", []
-    )
+    assert plain["responses"] == [row[name] for name in ("chosen", "rejected") if name in row]
 
 
 @pytest.mark.parametrize(
@@ -611,10 +570,7 @@ def test_texts_without_a_template_are_as_they_are_and_always_is_refused(tokenize
         get_custom([TEXT], "mine", tokenizer, chat="always")
 
 
-def test_the_history_of_an_instruction_comes_before_it(tokenizer):
-    row = {"instruction": "And?", "input": "", "history": [["Hi", "Hm?"]], "chosen": " a", "rejected": " b"}
-    data = get_custom([row, {**row, "history": []}, {**row, "history": None}], "mine", tokenizer)
-    assert [*data] == ["Hi\n\nHm?\n\nAnd?", "And?"]
+def test_a_history_that_is_no_list_of_turns_is_refused(tokenizer):
+    row = {"instruction": "And?", "input": "", "history": [["Hi"]], "chosen": " a", "rejected": " b"}
     with pytest.raises(InputError, match=r"record 1 of mine: history must be a list of \[instruction, response\], and"):
-        get_custom([{**row, "history": [["Hi"]]}], "mine", tokenizer)
-    assert [*get_custom([row], "mine", tokenizer, {"prompt": "instruction"})] == ["And?"]
+        get_custom([row], "mine", tokenizer)
