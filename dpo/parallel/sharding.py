@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
@@ -94,7 +94,9 @@ def distribute(
 @torch.compiler.disable
 def _cast_inputs(dtype: torch.dtype, unit: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does."""
-    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs))
+    return recursively_apply(
+        lambda x: x.to(dtype), (args, kwargs), test_type=lambda x: torch.is_tensor(x) and x.is_floating_point()
+    )
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
