@@ -84,9 +84,6 @@ class OptimizerPart(Part):
         state = None
         if is_rank_0():
             state = read_state(file)
-            misfit = find_misfit(self.source, state)
-            if misfit:
-                raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
             # an older torch may have written the file: options missing there keep this optimizer's values
             pairs_of_groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
             state = {**state, "param_groups": [own_group | dict(group) for own_group, group in pairs_of_groups]}
@@ -174,28 +171,3 @@ class RunState:
             setattr(self, counter, state[counter])
         for name, stateful in self._states.items():
             stateful.load_state_dict(state[name])
-
-
-def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """The reason why a state does not fit this optimizer, or None."""
-    n_own, n_saved = (
-        sum(len(group["params"]) for group in groups["param_groups"]) for groups in (optimizer.state_dict(), state)
-    )
-    if n_saved != n_own:
-        return f"it has {n_saved} parameters, not {n_own}"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if len(parameters) != n_own:  # the package `tensor_parallel` gives an optimizer several slices of a parameter
-        return None
-    for parameter_id, values in state["state"].items():
-        shape = parameters[parameter_id].shape
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and not _broadcasts_to(value.shape, shape):
-                return f"parameter {parameter_id}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
-    return None
-
-
-def _broadcasts_to(shape: torch.Size, parameter_shape: torch.Size) -> bool:
-    """Return whether a shape broadcasts to a parameter's, as Adafactor's statistics of rows and columns do."""
-    # broadcasting aligns shapes at the last dimension
-    sizes = zip(reversed(shape), reversed(parameter_shape), strict=False)
-    return len(shape) <= len(parameter_shape) and all(size in (1, full_size) for size, full_size in sizes)

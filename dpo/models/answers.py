@@ -244,8 +244,13 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     if not example.prompt_is_cut:
         return unescape(prompt.text)
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
-    cut = {"keep_start": f"{part} {CUT}", "keep_end": f"{CUT} {part}"}
-    return cut.get(prompt.truncation_mode, part)
+    match prompt.truncation_mode:
+        case "keep_start":
+            return f"{part} {CUT}"
+        case "keep_end":
+            return f"{CUT} {part}"
+        case "keep_turns":
+            return part
 
 
 def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
