@@ -122,12 +122,15 @@ class WandbLogger(Tracker):
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
         plan, parameters = self.context.plan, self.context.parameters
-        labels = {name: redact(getattr(plan.wandb, name)) for name in ("project", "entity", "group", "notes")}
+        keys = plan.wandb
         counts = {} if parameters is None else {"parameters": parameters._asdict()}
         settings = {
             "name": redact(plan.run.exp_name),
-            **labels,
-            "tags": redact(list(plan.wandb.tags)) or None,  # an empty list would replace the tags in WANDB_TAGS
+            "project": redact(keys.project),
+            "entity": redact(keys.entity),
+            "group": redact(keys.group),
+            "notes": redact(keys.notes),
+            "tags": redact(list(keys.tags)) or None,  # an empty list would replace the tags in WANDB_TAGS
             "config": redact(plan.nested_values()) | counts,
             "dir": str(self.context.run_dir),
             "id": self._run_id,

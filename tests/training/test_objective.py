@@ -65,6 +65,7 @@ def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
     assert update.table["loss/train"].tolist() == pytest.approx((offsets - margins).exp().log1p().tolist(), rel=1e-5)
 
     [ledger] = [callback for callback in trainer.callbacks.callbacks.values() if isinstance(callback, Ledger)]
+    ledger.on_start()
     ledger.on_update(update)
     rows = read_ledger(trainer.run_dir)
     assert rows.schema.names == WEIGHTED_SCHEMA.names
