@@ -11,8 +11,8 @@ import torch
 from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, TRAINS_ON, Loss, Scores, _get_batch_logps, find_loss, preference_loss
+from dpo.losses import OPTIONS as OPTIONS_OF_ALL
 from dpo.losses.formulas import bradley_terry
-from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
 from dpo.settings.files import load_defaults
 from dpo.training.objective import make_scores
 

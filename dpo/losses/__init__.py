@@ -1,7 +1,6 @@
 """The table of losses, and what each of them needs.
 
-The functions are in `formulas.py`, and the options that losses of pairs share in `options.py`. Imports no
-torch, so that a config is checked quickly.
+The functions are in `formulas.py`. Imports no torch, so that a config is checked quickly.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss
-from dpo.losses.options import OPTIONS, apply_to_losses, apply_to_scores
 
 __all__ = [
     "BETWEEN",
     "IGNORE_INDEX",
     "LONGEST_LIST",
     "LOSSES",
+    "OPTIONS",
     "ROLES",
     "TRAINS_ON",
     "Loss",
@@ -42,16 +41,21 @@ TRAINS_ON = {
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 # ranks checkpoints for losses of labels, as the AUC does not depend on the weights in such a loss
 AUC = ("rewards_eval/auc", +1)
+# options that losses of pairs share (`config/loss/options/`). All but sft_weight and offset_by_margin need a reference;
+# a formula subtracts the margin of offset_by_margin itself, as it is in the scores, as `offset`
+OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha", "offset_by_margin")
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss, and what it needs.
 
-    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those in OPTIONS.
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those in OPTIONS. Without `fn`,
+    the loss is a weighted sum of others, which needs what any of them needs. Its rewards are beta times log-ratios, or
+    beta times mean log-probabilities if none has a reference.
     """
 
-    fn: Callable[..., Losses]
+    fn: Any  # a function of `formulas`; None: a weighted sum
     trains_on: str = "pairs"  # a key of TRAINS_ON
     reference: bool = True  # whether it needs the reference's log-probabilities
     # the metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are
@@ -71,10 +75,11 @@ class Loss:
     per_token: bool | str = False
     # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
     scalar_head: bool = False
-    # the following are set by `bind`
+    # the following are set by `find_loss`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     shared_options: Mapping[str, Any] = field(default_factory=dict)  # the options in OPTIONS
+    parts: Sequence[tuple[float, Loss]] = ()  # weights and losses of a weighted sum
 
     def __post_init__(self) -> None:
         if self.reference and self.trains_on == "targets":
@@ -93,7 +98,8 @@ class Loss:
     @property
     def can_be_mixed(self) -> bool:
         """Whether `loss=mix` may contain this loss: it trains a policy on pairs, or targets, each by itself."""
-        return self.batch_statistic is None and self.trains_on in ("pairs", "targets") and not self.scalar_head
+        is_alone = self.fn is not None and self.batch_statistic is None
+        return is_alone and self.trains_on in ("pairs", "targets") and not self.scalar_head
 
     @property
     def has_margins(self) -> bool:
@@ -106,89 +112,71 @@ class Loss:
         return self.shared_options.get("ld_alpha", 1) != 1
 
     @property
-    def needs_margins(self) -> bool:
-        """Whether each pair of the data must have a margin."""
-        return bool(self.shared_options.get("offset_by_margin"))
-
-    @property
     def needs_squares(self) -> bool:
         """Whether the policy must also compute the squares of `Scores`."""
         return bool(self.shared_options.get("wpo"))
 
-    def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
-        """Return this loss with the options of a run."""
-        per_token = bool(options.get(self.per_token)) if isinstance(self.per_token, str) else self.per_token
-        return replace(self, name=name, options=options, shared_options=shared_options, per_token=per_token)
+    @property
+    def needs_margins(self) -> bool:
+        """Whether each pair of the data must have a margin."""
+        return bool(self.shared_options.get("offset_by_margin"))
 
     def __call__(self, scores: Scores) -> Losses:
-        """Compute losses and rewards, with all options."""
-        output = self.fn(self.transform(scores), **self.options)
-        return self._apply_to_losses(output, scores)
+        """Losses and rewards, with all options."""
+        if self.parts:
+            weighted = (weight * part.fn(part.transform(scores), **part.options).losses for weight, part in self.parts)
+            u_w, u_l = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
+            output = formulas.with_rewards(sum(weighted), u_w, u_l, self.options["beta"])
+        else:
+            output = self.fn(self.transform(scores), **self.options)
+        if self.trains_on != "pairs":
+            return output
+        losses, sft_weight = output.losses, self.shared_options.get("sft_weight")
+        if self.needs_squares:
+            losses = losses * formulas.find_wpo_weights(scores)
+        if sft_weight:
+            losses = losses - sft_weight * scores.chosen / scores.chosen_lengths
+        return output._replace(losses=losses)
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
-        return apply_to_scores(scores, **self.shared_options) if self.reference else scores
-
-    def _apply_to_losses(self, output: Losses, scores: Scores) -> Losses:
-        """Apply `wpo` and `sft_weight`, which only losses of pairs have."""
-        if self.trains_on != "pairs":
-            return output
-        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
+        shared = self.shared_options
+        if self.reference and self.needs_tails:
+            scores = formulas.weigh_tails(scores, shared["ld_alpha"])
+        if self.reference and shared.get("f_divergence", "reverse_kl") != "reverse_kl":
+            scores = formulas.replace_log_ratios(scores, shared["f_divergence"], shared.get("f_alpha", 0.5))
+        return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
-        """Compute the statistic of a global batch, (B, k)."""
+        """The statistic of a global batch, (B, k)."""
         assert self.batch_statistic is not None
         return self.batch_statistic(self.transform(scores), **self.options)
 
 
-@dataclass(frozen=True)
-class Mix(Loss):
-    """A weighted sum of losses, which needs what any of them needs.
-
-    Rewards are beta times log-ratios, or beta times mean log-probabilities if no loss has a reference.
-    """
-
-    fn: Any = None  # `__call__` calls those of the losses instead
-    weighted_losses: Sequence[tuple[float, Loss]] = ()
-
-    @property
-    def can_be_mixed(self) -> bool:
-        return False
-
-    def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
-        weighted_losses = []
-        for loss_name, weight in options.get("weights", {}).items():
-            if weight:
-                loss = LOSSES[loss_name]
-                parameters = inspect.signature(loss.fn).parameters
-                loss_options = {key: value for key, value in options.items() if key in parameters}
-                weighted_losses.append((weight, loss.bind(loss_name, loss_options, shared_options)))
-        losses = [loss for _, loss in weighted_losses]
-        return replace(
-            self,
-            name=name,
-            options=options,
-            shared_options=shared_options,
-            weighted_losses=weighted_losses,
-            reference=any(loss.reference for loss in losses),
-            margin_only=all(loss.margin_only for loss in losses if loss.reference),
-            needs_label_smoothing=any(loss.needs_label_smoothing for loss in losses),
-            per_token=not any(loss.reference for loss in losses),
-        )
-
-    def __call__(self, scores: Scores) -> Losses:
-        losses = scores.chosen * 0  # zeros of the right shape, dtype and device
-        for weight, loss in self.weighted_losses:
-            losses = losses + weight * loss.fn(loss.transform(scores), **loss.options).losses
-        chosen, rejected = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
-        return self._apply_to_losses(formulas.with_rewards(losses, chosen, rejected, self.options["beta"]), scores)
-
-
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """Find the loss that `config.loss` names, and bind its options."""
-    options = {key: value for key, value in loss_config.items() if key != "name"}
-    shared_options = {key: options.pop(key) for key in OPTIONS if key in options}
-    return LOSSES[loss_config["name"]].bind(loss_config["name"], options, shared_options)
+    """The loss that `config.loss` names, with its options."""
+    options = {key: value for key, value in loss_config.items() if key not in ("name", *OPTIONS)}
+    shared_options = {key: loss_config[key] for key in OPTIONS if key in loss_config}
+    row = LOSSES[loss_config["name"]]
+    loss = replace(row, name=loss_config["name"], options=options, shared_options=shared_options)
+    if loss.fn is not None:
+        of_option = isinstance(loss.per_token, str)
+        return replace(loss, per_token=bool(options.get(loss.per_token))) if of_option else loss
+    parts = []
+    for name, weight in options.get("weights", {}).items():
+        if weight:
+            taken = inspect.signature(LOSSES[name].fn).parameters
+            of_part = {key: value for key, value in options.items() if key in taken}
+            parts.append((weight, find_loss({"name": name, **of_part, **shared_options})))
+    with_reference = [part for _, part in parts if part.reference]
+    return replace(
+        loss,
+        parts=parts,
+        reference=bool(with_reference),
+        margin_only=all(part.margin_only for part in with_reference),
+        needs_label_smoothing=any(part.needs_label_smoothing for _, part in parts),
+        per_token=not with_reference,
+    )
 
 
 LOSSES = {
@@ -239,5 +227,5 @@ LOSSES = {
         formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
     ),
     "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
-    "mix": Mix(),
+    "mix": Loss(None),
 }

@@ -22,7 +22,7 @@ BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
-    """Sum or average the log-probabilities of each row's labels, (B,).
+    """The sums or averages of the log-probabilities of each row's labels, (B,).
 
     `logits`, (B, T, V), predict the *next* token, so position t is scored against `labels[:, t + 1]`. `labels`, (B, T),
     are -100 where nothing is scored. DPO is derived for the sum, not the mean.
@@ -47,10 +47,7 @@ def preference_loss(
     ipo: bool = False,
     reference_free: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute losses and rewards of DPO, cDPO or IPO.
-
-    Takes summed log-probabilities, (B,). Returns (losses, chosen rewards, rejected rewards), each (B,); rewards are
-    detached.
+    """Losses of DPO, cDPO or IPO, and the detached rewards of chosen and rejected responses, each (B,).
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
@@ -111,10 +108,7 @@ class Scores(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Output of a loss; each tensor is (B,).
-
-    Rewards and metrics are detached. Only a loss of targets may leave out the rewards of chosen and rejected.
-    """
+    """Output of a loss; each tensor is (B,), and all but the losses are detached. A loss of targets has no rewards."""
 
     losses: Tensor
     rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
@@ -127,12 +121,12 @@ class Losses(NamedTuple):
 
 
 def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
-    """Return losses with the rewards beta * `u_w` and beta * `u_l`."""
+    """Losses, with the rewards beta * u_w and beta * u_l."""
     return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
 
 
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
-    """Apply `preference_loss` to scores; their offset does not change rewards."""
+    """`preference_loss` of scores; their offset does not change rewards."""
     losses, _, _ = preference_loss(
         scores.chosen - scores.offset / beta,  # the offset is in units of rewards, which are beta times log-ratios
         scores.rejected,
@@ -172,10 +166,7 @@ def dpo_norm(scores: Scores, *, beta: float) -> Losses:
 
 
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
-    """IPO (arXiv 2310.12036, eq. 17).
-
-    `average` takes means over tokens in place of sums, as the authors computed the loss.
-    """
+    """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens instead of sums, as the authors did."""
     if not average:
         return _preference_loss(scores, beta, ipo=True)
     u_w, u_l = _mean_log_ratios(scores)
@@ -183,33 +174,21 @@ def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
 
 
 def hinge(scores: Scores, *, beta: float) -> Losses:
-    """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios.
-
-    As in arXiv 2309.06657; the margin is 1 / beta.
-    """
+    """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; the margin is 1 / beta."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
 
 
 def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """Robust DPO (arXiv 2403.00409).
-
-    Unbiased if the fraction `label_smoothing` of the pairs is flipped.
-    """
+    """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l) - scores.offset
-    label_loss = _minus_log_sigmoid(margin)
-    flipped_label_loss = _minus_log_sigmoid(-margin)
-    losses = (1 - label_smoothing) * label_loss - label_smoothing * flipped_label_loss
-    losses = losses / (1 - 2 * label_smoothing)
-    return with_rewards(losses, u_w, u_l, beta)
+    losses = (1 - label_smoothing) * _minus_log_sigmoid(margin) - label_smoothing * _minus_log_sigmoid(-margin)
+    return with_rewards(losses / (1 - 2 * label_smoothing), u_w, u_l, beta)
 
 
 def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """EXO for pairs (arXiv 2402.00856, eq. 16).
-
-    The loss is KL(policy's preference || smoothed label), with a term for each response that could be preferred.
-    """
+    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     from torch.nn.functional import logsigmoid
 
     u_w, u_l = scores.log_ratios()
@@ -220,10 +199,7 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
-    """DiscoPOP (arXiv 2406.08414, eq. 5).
-
-    A mix of the logistic and the exponential loss: the larger the margin, the more of the exponential one.
-    """
+    """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential."""
     from torch.nn.functional import logsigmoid
 
     u_w, u_l = scores.log_ratios()
@@ -242,10 +218,8 @@ def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
 
 
 def orpo(scores: Scores, *, beta: float) -> Losses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7).
-
-    An SFT loss per token, plus beta (the paper's lambda) times a term of the odds ratio. The odds are computed from
-    mean log-probabilities per token.
+    """ORPO (arXiv 2403.07691, eq. 6 and 7): an SFT loss per token, plus beta (the paper's lambda) times a term of the
+    odds ratio, whose odds are of mean log-probabilities per token.
     """
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
@@ -253,13 +227,10 @@ def orpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Compute log(1 - exp(x)) for x <= 0.
-
-    An x above minus the dtype's epsilon counts as minus epsilon, so that the result is finite.
-    """
+    """log(1 - exp(x)) for x <= 0."""
     import torch
 
-    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)  # so that the result is finite
     # expm1 is exact where exp(x) is near 1, and log1p where it is near 0
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
@@ -277,10 +248,7 @@ def apo_down(scores: Scores, *, beta: float) -> Losses:
 
 
 def nca(scores: Scores, *, beta: float) -> Losses:
-    """NCA for pairs (arXiv 2402.05369, section 4.1).
-
-    One term raises the chosen response, and another lowers both, each relative to the reference.
-    """
+    """NCA for pairs (arXiv 2402.05369, section 4.1)."""
     u_w, u_l = scores.log_ratios()
     raising_chosen = _minus_log_sigmoid(beta * u_w)
     lowering_both = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
@@ -288,39 +256,27 @@ def nca(scores: Scores, *, beta: float) -> Losses:
 
 
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
-    """BCO (arXiv 2404.04656) for pairs, without the density ratio.
-
-    The reward shift is `scores.average`, the trainer's running average over earlier updates, with `momentum`.
-    """
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio. The reward shift is `scores.average`."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
     return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
 
 
 def sppo(scores: Scores, *, beta: float) -> Losses:
-    """SPPO (arXiv 2405.00675, eq. 4.7).
-
-    The chosen response is assumed to win always. 1 / beta is the paper's eta.
-    """
+    """SPPO (arXiv 2405.00675, eq. 4.7), if the chosen response always wins; 1 / beta is the paper's eta."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
 
 
 def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
-    """DPO-Positive (arXiv 2402.13228, eq. 3).
-
-    A chosen response that is less likely than under the reference is penalized. `penalty` is the paper's lambda.
-    """
+    """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty`, the paper's lambda, is for chosen responses that fell."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
     return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1).
-
-    Squares pull the log-ratios to +1 / (2 beta) and -1 / (2 beta). There is no beta in the sigmoid.
-    """
+    """Cal-DPO (arXiv 2412.14516, algorithm 1), without beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
     return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
@@ -340,23 +296,16 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 
 
 def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """Find the beta of a batch for beta-DPO, (B, 1).
-
-    See section 4 of arXiv 2407.08639. The paper's M is a pair's gap between log-ratios, in nats and without beta, as in
-    the authors' code; `gap` is the mean of M over the batch.
-    """
+    """The beta of a batch for beta-DPO, (B, 1) (arXiv 2407.08639, section 4)."""
     u_w, u_l = scores.log_ratios()
-    gap = (u_w - u_l).detach().mean()
+    gap = (u_w - u_l).detach().mean()  # the paper's M, in nats and without beta, as in the authors' code
     average = momentum * scores.average + (1 - momentum) * gap
     batch_beta = beta * (1 + alpha * (gap - average))
     return batch_beta.clamp(min=1e-3).expand(len(u_w), 1)  # a gap far below the average would make beta negative
 
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
-    """beta-DPO (arXiv 2407.08639), without its filter of examples.
-
-    It is DPO with a beta that follows the mean gap of the batch.
-    """
+    """beta-DPO (arXiv 2407.08639), without its filter: DPO with a beta that follows the mean gap of the batch."""
     batch_beta = scores.batch_statistic
     if batch_beta is None:
         batch_beta = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
@@ -370,29 +319,20 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Take, for each value, the entry of `others` of the same rank.
-
-    Both are (B,); so is the result, which is detached.
-    """
+    """For each value, the entry of `others` of the same rank; all are (B,), the result is detached."""
     ranks = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[ranks]
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """Find the partner of each of the policy's margins, (B, 1).
-
-    It is the reference's margin of the same rank.
-    """
+    """The partner of each of the policy's margins, (B, 1): the reference's margin of the same rank."""
     policy_margins = scores.chosen - scores.rejected
     reference_margins = scores.reference_chosen - scores.reference_rejected
     return _take_at_same_rank(policy_margins, reference_margins)[:, None]
 
 
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """AOT for pairs (arXiv 2406.05882).
-
-    The policy's sorted margins should exceed the reference's, rank by rank.
-    """
+    """AOT for pairs (arXiv 2406.05882): the policy's margins should exceed the reference's, rank by rank."""
     partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 1)
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
     u_w, u_l = scores.log_ratios()
@@ -400,10 +340,7 @@ def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """Find the partner of each log-ratio, (B, 2).
-
-    It is the other role's log-ratio of the same rank. Column 0 is for chosen responses, column 1 for rejected ones.
-    """
+    """The partners of chosen and of rejected log-ratios, (B, 2): the other role's log-ratio of the same rank."""
     import torch
 
     u_w, u_l = scores.log_ratios()
@@ -411,10 +348,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 
 def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
-    """AOT for unpaired responses (arXiv 2406.05882).
-
-    The sorted log-ratios of all chosen responses should exceed those of all rejected ones, rank by rank.
-    """
+    """AOT, unpaired (arXiv 2406.05882): chosen log-ratios should exceed all rejected ones, rank by rank."""
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 2)
     u_w, u_l = scores.log_ratios()
     chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
@@ -428,13 +362,12 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 
 
 def bradley_terry(scores: Scores, *, centering: float) -> Losses:
-    """The loss of a reward model (arXiv 2203.02155, eq. 1).
+    """The loss of a reward model (arXiv 2203.02155, eq. 1) with the margin of arXiv 2307.09288 (eq. 2), the offset.
 
-    The offset is the margin of arXiv 2307.09288 (eq. 2). `centering` weighs a term that keeps rewards around 0 (arXiv
-    2312.09244, eq. 2).
+    `centering` keeps rewards around 0 (arXiv 2312.09244, eq. 2).
     """
-    losses = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
-    losses = losses + centering * (scores.chosen + scores.rejected) ** 2
+    ranking = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
+    losses = ranking + centering * (scores.chosen + scores.rejected) ** 2
     return with_rewards(losses, scores.chosen, scores.rejected, 1.0)
 
 
@@ -442,20 +375,14 @@ def bradley_terry(scores: Scores, *, centering: float) -> Losses:
 
 
 def estimate_kl(scores: Scores, **_: Any) -> Tensor:
-    """Estimate KL(policy || reference) from mismatched examples, (B, 1).
-
-    It is the mean of the examples' log-ratios, but at least 0 (arXiv 2402.01306, section 4).
-    """
+    """An estimate of KL(policy || reference) from mismatched examples, (B, 1) (arXiv 2402.01306, section 4)."""
     u_w, u_l = scores.log_ratios()
     log_ratios = u_w + u_l  # one of the two is 0
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
 
 
 def bco_unpaired(scores: Scores, *, beta: float, momentum: float) -> Losses:
-    """BCO (arXiv 2404.04656) for single responses, without the density ratio.
-
-    The terms of `bco` on different examples, with the same reward shift.
-    """
+    """BCO (arXiv 2404.04656), with the two terms of `bco` on different examples."""
     u_w, u_l = scores.log_ratios()
     chosen = _minus_log_sigmoid(beta * u_w - scores.average)
     rejected = _minus_log_sigmoid(scores.average - beta * u_l)
@@ -472,19 +399,13 @@ def _kto(scores: Scores, z: Tensor, beta: float, desirable_weight: float, undesi
 
 
 def kto(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
-    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`.
-
-    Without a batch statistic the models count as equal, and z_0 is 0.
-    """
+    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     return _kto(scores, z, beta, desirable_weight, undesirable_weight)._replace(metrics={"kto/kl": z})
 
 
 def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
-    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples.
-
-    It is KTO without a KL.
-    """
+    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples: KTO without a KL."""
     return _kto(scores, scores.chosen.detach() * 0, beta, desirable_weight, undesirable_weight)
 
 
@@ -520,3 +441,50 @@ def plackett_luce(scores: Scores, *, beta: float) -> Losses:
     accuracies = (is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses)  # (B,)
     u_w, u_l = scores.log_ratios()
     return with_rewards(losses, u_w, u_l, beta)._replace(accuracies=accuracies)
+
+
+# --- options that losses of pairs share ------------------------------------------------------------------------------
+
+
+def weigh_tails(scores: Scores, alpha: float) -> Scores:
+    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
+    names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
+    weighted = {name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
+    return scores._replace(**weighted)
+
+
+def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant, so that it is 0 where pi = ref.
+
+    For the alpha divergence this is (1 - (pi / ref)^-alpha) / alpha, and forward KL is the case alpha = 1.
+    """
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    if divergence == "js":
+        return math.log(2) + logsigmoid(log_ratio)
+    if divergence == "forward_kl":
+        alpha = 1
+    # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
+    # has NaN gradients. The factor 0.9 leaves room for the division by alpha
+    largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
+    exponent = (-alpha * log_ratio).clamp(max=largest_exponent)
+    return -exponent.expm1() / alpha
+
+
+def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
+    """f-DPO: f' of the ratios in place of the log-ratios."""
+    chosen, rejected = (f_derivative(log_ratio, divergence, alpha) for log_ratio in scores.log_ratios())
+    zeros = chosen.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
+    return scores._replace(chosen=chosen, rejected=rejected, reference_chosen=zeros, reference_rejected=zeros)
+
+
+def find_wpo_weights(scores: Scores) -> Tensor:
+    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
+
+    A weight is exp(m_chosen + m_rejected), where m is the mean over a response's tokens of log pi(token) -
+    log sum_v pi(v)^2: large if the policy is likely to write both responses.
+    """
+    chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
+    rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
+    return (chosen + rejected).detach().exp()
