@@ -12,6 +12,7 @@ import io
 import logging
 import mmap
 import os
+import random
 import resource
 import signal
 import sys
@@ -86,10 +87,13 @@ def prepare_transformers(seed: int, *, bars: bool) -> None:
 
     Without `bars`, libraries show no progress bars.
     """
-    silence_bitsandbytes()  # before `set_seed`, which imports PEFT
+    import numpy as np
+    import torch
     import transformers
 
-    transformers.set_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # `transformers.set_seed` would import PEFT, which takes a second
     if not bars:
         transformers.utils.logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets

@@ -28,7 +28,7 @@ QUIET = (
     "optimizer=AdamW", "schedule=cosine",
 )  # fmt: skip
 IMPORTED = (
-    "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
+    "datasets", "hydra", "transformers.models.llama", "dpo.checkpoint.resume",
     "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
@@ -53,9 +53,6 @@ def import_all() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # every core has a run
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warn of every fork
-    from dpo.system.host import silence_bitsandbytes
-
-    silence_bitsandbytes()
     for name in IMPORTED:
         importlib.import_module(name)
     import torch
