@@ -218,7 +218,7 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
         checkpoints = saver.Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
         context = events.RunContext(plan, run_dir, rank, data, progress.line, policy)
         callbacks = events.Callbacks.of(table.CALLBACKS, context, terminal=progress)
-        states = {**objective.states, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
+        states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
         state = parts.RunState(reference, frozen_digest, rank=rank, **states)
         saved = setting_up.list_parts(objective, optimizer, scheduler, state)
         facts = {"config": resume.record_config(plan), **resume.record_inputs(data, policy.config)}

@@ -35,9 +35,10 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
-from dpo.training.evaluation import Evaluator, list_notes
+from dpo.training.evaluation import Evaluator
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, measure_speed, peak_memory_gb
 from dpo.training.objective import Objective
+from dpo.training.outlook import list_notes
 from dpo.training.porting import complete_config, make_parts
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
@@ -69,11 +70,7 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """The separate reference model, if it is loaded.
-
-        None if the reference is the policy itself (without its adapter, or with another), or if the separate model was
-        freed because all examples are cached.
-        """
+        """The separate reference model; None if it is the policy itself, or was freed as all examples are cached."""
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
 
@@ -85,10 +82,10 @@ class Trainer:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the data, evaluating and saving when due.
+        """Train to the end of the data, evaluating and saving when due, and after the last update.
 
-        Also evaluates and saves after the last update. After a stop signal, finishes the update, saves and raises
-        Stopped. Several processes may make one more update first, in which they agree to stop.
+        After a stop signal, finishes the update, saves and raises Stopped. Several processes may make one more update
+        first, in which they agree to stop.
         """
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
         for note in list_notes(self.plan, self.data, self.evaluator, self.scheduler, is_first=n_done == 0):
@@ -109,10 +106,7 @@ class Trainer:
         self._report_best()
 
     def train_step(self, batch: Batch) -> Update:
-        """Make one update on a global batch.
-
-        All processes get the same batch, each with its own microbatches.
-        """
+        """Make one update on a global batch; all processes get the same, each with its own microbatches."""
         start = time.perf_counter()
         objective, state, mesh = self.objective, self.state, self.objective.mesh
         self.policy.train()
@@ -144,22 +138,14 @@ class Trainer:
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        further_metrics = {
-            "lr": lr,
-            **batch.metrics,
-            **reduced.find_kl(list(batch.drawn)),
-            **measure_speed(batch, time.perf_counter() - start),
-            "memory/peak_gb": peak_memory_gb(),
-        }
-        return update._replace(metrics={**update.metrics, **further_metrics})
+        further_means = {"lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
+        speed = measure_speed(batch, time.perf_counter() - start)
+        return update._replace(metrics={**means, **further_means, **speed, "memory/peak_gb": peak_memory_gb()})
 
     def _reduce(
         self, metrics: MicrobatchMetrics, grad_norm: torch.Tensor, n_examples: int, rows_to_cache: Sequence[int]
     ) -> Reduced:
-        """Reduce an update's metrics and gradient norm; agree on stopping.
-
-        Only here, and for a batch statistic, does the host wait for the device in an update.
-        """
+        """Reduce an update's metrics and gradient norm; agree on stopping. The host waits for the device only here."""
         is_rank_0 = self.objective.mesh.rank == 0
         scalars = {  # summed over the ranks
             # the norm is the same on all ranks, so the sum takes it from rank 0 alone
@@ -177,23 +163,19 @@ class Trainer:
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        """Run the self-test, then score all pairs with the reference.
-
-        The self-test runs only before the first update, the scoring only with `cache_reference_logps=all`.
-        """
+        """Before the first update, run the self-test; with `cache_reference_logps=all`, score all examples."""
+        objective = self.objective
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
-            for note in self_test(self.objective, self.evaluator.prompts[0], self.plan):
+            for note in self_test(objective, self.evaluator.prompts[0], self.plan):
                 self.progress.line(note)
         if self.plan.caches_reference_first:
-            reference = self.objective.reference
-            path = reference.logps.find_path(self.plan.run.local_dir, reference.digest)
             # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
             batches = self.progress.over(batches, total=n_batches, what="score")
-            self.progress.line(self.objective.cache_reference(batches, path))
-            reference.free()
+            score, folder = objective.find_reference_logps, self.plan.run.local_dir
+            self.progress.line(objective.reference.score_all(batches, score, folder=folder, mesh=objective.mesh))
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
@@ -233,38 +215,28 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
-        """Evaluate, if due and not done yet.
-
-        With `is_last`, after the last update, an evaluation is always due. Returns the mean metrics, or None without an
-        evaluation.
-        """
-        state = self.state
-        is_due = is_last or self._is_evaluation_due()
-        if not is_due or state.evaluated_at == state.example_counter:
+        """Evaluate, if due and not done yet, or after the last update; return the mean metrics, if it did."""
+        state, n_examples = self.state, self.state.example_counter
+        is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
+        is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+        if not (is_due or is_last) or state.evaluated_at == n_examples:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        draws_samples = self.evaluator.draws_samples(state.example_counter)
-        evaluation = Evaluation(
-            state.batch_counter, state.example_counter, metrics, examples, evaluated.examples, draws_samples
-        )
+        has_samples, table = self.evaluator.draws_samples(n_examples), evaluated.examples
+        evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, table, has_samples)
         self.callbacks.emit("evaluation", evaluation)
-        state.evaluated_at, state.samples_due = state.example_counter, draws_samples
+        state.evaluated_at, state.samples_due = n_examples, has_samples
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
 
-    def _is_evaluation_due(self) -> bool:
-        n_examples = self.state.example_counter
-        is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
-        return is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
-
     def sample_if_due(self) -> None:
-        """Draw an evaluation's samples, once its checkpoint is saved.
+        """Draw an evaluation's samples, once its checkpoint is saved; a failure costs a warning.
 
         Before the first update and after the last one, the policy also answers some prompts, for the verdict on the
-        run. A failure costs a warning. A resumed run draws the samples that are missing.
+        run. A resumed run draws the samples that are missing.
         """
         state = self.state
         is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
@@ -285,10 +257,7 @@ class Trainer:
         state.samples_due = False
 
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
-        """Save a checkpoint with the metrics, if due and not saved yet.
-
-        With `is_last`, after the last update, a checkpoint is always due.
-        """
+        """Save a checkpoint with the metrics, if due and not saved yet, or after the last update."""
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
         is_due = is_last or self.state.example_counter % save_every == 0
         if is_due and self._is_unsaved():
@@ -369,29 +338,20 @@ class BasicTrainer(Trainer):
         return self.state.batch_counter
 
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of this process's batch: (chosen, rejected), each (B,).
-
-        Under SFT only (chosen,).
-        """
+        """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(model, self._make_microbatch(batch))
         return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Mean loss and per-example metrics of this process's batch.
-
-        The metrics are detached, each (B,).
-        """
+        """Mean loss of this process's batch, and its detached metrics, (B,) each."""
         split = "train" if train else "eval"
         losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
-        """Continuations of the batch's prompts by policy and reference.
-
-        Without a reference the second list is empty.
-        """
+        """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
         texts: list[list[str]] = []  # by model
         for model in self.evaluator.sampled_models():
             texts.append(self.evaluator.continuations(model, batch, n_examples=self.state.example_counter))

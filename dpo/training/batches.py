@@ -49,14 +49,6 @@ class Batch(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
-def with_mismatched(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield each batch, and after it its mismatched one, if any."""
-    for batch in batches:
-        yield batch
-        if batch.mismatched is not None:
-            yield batch.mismatched
-
-
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
@@ -83,15 +75,11 @@ def prefetch(
 
 
 class Batches:
-    """The batches of a run, prepared for one process.
-
-    `rank` is the process's index among the `size` processes that see different examples.
-    """
+    """The batches of a run, prepared for process `rank` of the `size` that see different examples."""
 
     def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, rank: int = 0, size: int = 1) -> None:
         self.plan, self.data, self.layout, self.seed = plan, data, layout, plan.run.seed
         self.rank, self.size = rank, size
-        self.loss = plan.loss
         self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these; `first_rows` has the first row of each prompt
@@ -101,7 +89,7 @@ class Batches:
         self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
-        """Iterate over training batches in the reference code's order, but for the first `skip`."""
+        """Training batches in the reference code's order, but for the first `skip`."""
         n_microbatches = self.plan.data.gradient_accumulation_steps
         prepare = partial(self._prepare, self.data.train, self._first_train_rows, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
@@ -120,28 +108,23 @@ class Batches:
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
-        plan = self.plan
+        plan = self.plan.data
         batches = iterate_examples(
             counts,
-            batch_size=plan.data.batch_size,
+            batch_size=plan.batch_size,
             shuffle=True,
-            n_epochs=plan.data.n_epochs,
-            n_examples=plan.data.n_examples,
+            n_epochs=plan.n_epochs,
+            n_examples=plan.n_examples,
             seed=self.seed,
         )
-        return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.data.num_workers)
+        return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.num_workers)
 
     def test(self) -> Iterator[Batch]:
-        """Iterate over evaluation batches of one microbatch per process; each example comes once."""
-        plan = self.plan
-        batches = iterate_once(
-            self.data.test.counts.tolist(),
-            batch_size=plan.data.eval_batch_size,
-            n_examples=plan.data.n_eval_examples,
-            seed=self.seed,
-        )
+        """Evaluation batches of one microbatch per process; each example comes once."""
+        plan, counts = self.plan.data, self.data.test.counts.tolist()
+        batches = iterate_once(counts, batch_size=plan.eval_batch_size, n_examples=plan.n_eval_examples, seed=self.seed)
         prepare = partial(self._prepare, self.data.test, self._first_test_rows, n_microbatches=1)
-        return prefetch(batches, prepare, workers=plan.data.num_workers)
+        return prefetch(batches, prepare, workers=plan.num_workers)
 
     def read_prompts(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
         return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
@@ -167,19 +150,17 @@ class Batches:
         *,
         n_microbatches: int,
     ) -> Batch:
-        """Make a batch; add its mismatched batch if the loss needs it."""
+        """Make a batch, and with it the mismatched one that the loss may need."""
+
+        def make(texts: Sequence[TextExample], cache_rows: Sequence[int]) -> Batch:
+            examples = self.encode(texts)
+            weights = [example.weight for example in examples]
+            return Batch(examples, weights, self.split(examples, n_microbatches), cache_rows)
+
         texts = read_examples(prompts, example_ids)
-        cache_rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
-        batch = self._make_batch(texts, cache_rows, n_microbatches)
-        if not self.loss.mismatched:
+        rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
+        batch = make(texts, rows)
+        if not self.plan.loss.mismatched:
             return batch
         mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
-        mismatched_rows = [self._first_mismatched_row + row for row in cache_rows]
-        return batch._replace(mismatched=self._make_batch(mismatched_texts, mismatched_rows, n_microbatches))
-
-    def _make_batch(self, texts: Sequence[TextExample], cache_rows: Sequence[int], n_microbatches: int) -> Batch:
-        """Tokenize examples and split them into microbatches."""
-        examples = self.encode(texts)
-        return Batch(
-            examples, [example.weight for example in examples], self.split(examples, n_microbatches), cache_rows
-        )
+        return batch._replace(mismatched=make(mismatched_texts, [self._first_mismatched_row + row for row in rows]))

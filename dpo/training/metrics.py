@@ -34,11 +34,10 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """Compute the weighted mean of each metric.
+        """The weighted mean of each metric. If all weights are 0 (every pair is a tie), every example counts alike.
 
-        Without `weights`, or if all are 0 (every pair is a tie), every example counts alike. Given `examples`, a metric
-        whose name ends in a role, such as `logps_train/rejected`, is a mean over the examples with a response of that
-        role, and is missing if there are no such examples.
+        Given `examples`, a metric whose name ends in a role, such as `logps_train/rejected`, is a mean over the
+        examples with a response of that role, and is missing without such examples.
         """
         if not self.examples:
             return {}
@@ -58,11 +57,7 @@ class Reduced(NamedTuple):
         return means
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
-        """Compute `online/kl`: KL(policy || reference) on some examples' responses.
-
-        `indices` are the indices of these examples in the batch. Returns {} without examples, or without a reference.
-        docs/metrics.md describes the estimator.
-        """
+        """`online/kl` (docs/metrics.md): KL(policy || reference) on responses of the examples at `indices`, if any."""
         if not indices or f"{REFERENCE}chosen" not in self.examples:
             return {}
         log_ratios = [
@@ -81,11 +76,11 @@ def reduce_metrics(
     counts: bool = True,
     scalars: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Reduced:
-    """Combine the metrics of all microbatches and processes.
+    """Combine the metrics of all microbatches and processes, by one collective and one copy, for which the host waits.
 
-    Takes one collective, and one copy to the host, for which the host waits. Each process fills the rows of its own
-    examples in a table of zeros, and `add` sums the tables and `scalars` over the processes. Where several processes
-    see the same examples, `counts` is true on one process only, so that each example counts once.
+    Each process fills the rows of its own examples in a table of zeros, and `add` sums the tables and `scalars` over
+    the processes. Where several processes see the same examples, `counts` is true on one process only, so that each
+    example counts once.
     """
     _, first_columns = metrics[0]
     names = list(first_columns)

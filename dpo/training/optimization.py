@@ -29,11 +29,13 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 }
 
 
-def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter], **options: Any) -> Any:
+def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Make the plan's optimizer; raise InputError for arguments that its class does not take."""
-    optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args or {}
+    optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args
+    if "lr" in arguments:
+        raise InputError(f"optimizer_args has lr={arguments['lr']}: give lr={arguments['lr']}")
     try:
-        return optimizer_class(parameters, **{"lr": training.lr, **options, **arguments})
+        return optimizer_class(parameters, **{"lr": training.lr, **arguments})
     except Exception as error:  # of torch, for the user's arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
@@ -44,10 +46,6 @@ def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Paramet
 
 def check_optimizer(training: TrainingPlan) -> None:
     """Raise InputError for arguments that the optimizer does not take."""
-    if "lr" in training.optimizer_args:
-        raise InputError(
-            f"optimizer_args has lr={training.optimizer_args['lr']}: give lr={training.optimizer_args['lr']}"
-        )
     make_optimizer(training, [torch.nn.Parameter(torch.zeros(1))])
 
 
@@ -57,50 +55,13 @@ def count_states(training: TrainingPlan) -> int:
     return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
 
 
-def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
-    """A message on the initial learning rate, if it is scaled for the processes that see different examples."""
-    lr, scaling = training.lr, training.lr_scaling
-    if scaling == "none":
-        return []
-    scaled_lr = lr * LR_SCALINGS[scaling](size)
-    return [f"learning rate {scaled_lr:.6g}: lr={lr}, scaled for {size} processes by lr_scaling={scaling}"]
-
-
-def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
-    """A warning if the warm-up does not suit the number of updates."""
-    warmup, run_length = training.warmup_steps, count(updates, "update")
-    if not warmup:  # null fits every run
-        return []
-    if warmup >= updates:
-        problem = f"is too long for the {run_length} of this run, which would never reach lr={training.lr}"
-    elif training.schedule != "constant" and warmup >= updates - 1:
-        problem = f"leaves none of the {run_length} for schedule={training.schedule}"
-    elif warmup > updates / 2:
-        problem = f"takes most of the {run_length} of this run"
-    else:
-        return []
-    tenth = updates // 10
-    if tenth:
-        advice = f"warmup_steps={tenth} would be a tenth of the updates"
-    else:
-        advice = "set warmup_steps=0, as the run is too short for a warm-up"
-    return [f"warning: warmup_steps={warmup} {problem}; {advice}"]
-
-
-def choose_warmup(training: TrainingPlan, updates: int) -> int:
-    """The wanted warm-up, or one that fits the run."""
-    return min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
-
-
 class Schedule(LambdaLR):
-    """Learning rate by update: linear warm-up, then constant or decaying.
-
-    After `updates` it has decayed to `min_ratio` times the base rate. `notes` are messages to log at the start.
+    """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 
     The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
     stopped. If the length of the run was changed, the rate continues on the curve of the new length. The base rate
     and the warm-up stay those that the run began with, even if `lr_scaling` gives another rate for the present number
-    of processes.
+    of processes; `notes` say so.
     """
 
     def __init__(
@@ -124,44 +85,30 @@ class Schedule(LambdaLR):
         """Scale the optimizer's rate for `size` processes, and make the schedule of a run of so many updates."""
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
-        schedule = cls(
-            optimizer,
-            warmup_steps=choose_warmup(training, updates),
-            updates=updates,
-            kind=training.schedule,
-            min_ratio=training.min_lr_ratio,
-        )
-        schedule.notes = notes_on_scaling(training, size)
-        return schedule
+        warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
+        kind, min_ratio = training.schedule, training.min_lr_ratio
+        return cls(optimizer, warmup_steps=warmup_steps, updates=updates, kind=kind, min_ratio=min_ratio)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().state_dict().items() if name not in ("kind", "notes")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, on the curve of this run's length.
-
-        The base rates stay the saved ones. `notes` say so if this run's config gives another base rate or length.
-        """
+        """Continue with the saved base rates, on the curve of this run's length."""
         config_base_lrs, state_keys = self.base_lrs, self.state_dict().keys()
         # unknown keys are dropped: torch would make attributes of them
         saved = {key: value for key, value in state.items() if key in state_keys}
         super().load_state_dict({**saved, "updates": self.updates})  # this run's length, not the saved one
-        if self.base_lrs != config_base_lrs:
-            self.notes = [
-                f"learning rate {self.base_lrs[0]:.6g}, with which the run began; this config would begin a run with "
-                f"{config_base_lrs[0]:.6g}"
-            ]
-
-        saved_lrs = self._last_lr  # of the next update, on the curve of the saved length
         lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        self._last_lr = lrs
+        self._last_lr = lrs  # of the next update
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
-
+        if self.base_lrs != config_base_lrs:
+            self.notes.append(
+                f"learning rate {self.base_lrs[0]:.6g}, with which the run began; this config would begin a run with "
+                f"{config_base_lrs[0]:.6g}"
+            )
         if self.kind != "constant" and saved["updates"] != self.updates:
-            new_lr, saved_lr = f"{lrs[0]:.4g}", f"{saved_lrs[0]:.4g}"
-            change = f", not {saved_lr}" if new_lr != saved_lr else ", as before"
             self.notes.append(
                 f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved['updates']:,}: the "
-                f"next update has learning rate {new_lr}{change}"
+                f"next update has learning rate {lrs[0]:.4g}"
             )

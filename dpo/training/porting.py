@@ -103,7 +103,7 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
     context = RunContext(plan, run_dir, rank, data, progress.line, policy)
     callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
-    states = {**objective.states, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
+    states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
     state = RunState(reference, frozen_digest, rank=rank, **states)
     parts = list_parts(objective, optimizer, scheduler, state)
     facts = {"config": record_config(plan), **record_inputs(data, policy.config)}

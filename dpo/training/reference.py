@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, one_sentence
+from dpo.numbers import count
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import gather_like, local_tensor
 from dpo.system.plain_files import check_readable, make_directory, replacing
@@ -52,11 +53,6 @@ class ReferenceLogps:
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
         self._table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        n_examples, n_columns = self._table.shape
-        return n_examples, n_columns
-
     def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
         """Add log-probabilities, (B, columns) on the host; those that are not finite stay unknown."""
         values = logps.double().numpy()
@@ -64,18 +60,11 @@ class ReferenceLogps:
 
     def find(self, rows: Sequence[int]) -> torch.Tensor | None:
         """The values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
-        if not len(rows):
-            return None
-        values = self._table[rows]
+        values = self._table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
 
     def clear(self) -> None:
         self._table.fill(np.nan)
-
-    def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
-        """The file for these examples and this reference."""
-        name = hashlib.sha256(repr((reference_digest, self.identity, self.shape)).encode()).hexdigest()
-        return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def state_dict(self) -> dict[str, Any]:
         return {"logps": torch.from_numpy(self._table.copy()), "identity": self.identity}
@@ -86,6 +75,11 @@ class ReferenceLogps:
         if state["identity"] == self.identity and logps.shape == self._table.shape:
             self._table = logps.astype(np.float64)
 
+    def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
+        """The file for these examples and this reference."""
+        name = hashlib.sha256(repr((reference_digest, self.identity, self._table.shape)).encode()).hexdigest()
+        return Path(folder) / "reference_logps" / f"{name}.npz"
+
     def save(self, path: Path) -> None:
         make_directory(path.parent)
         with replacing(path) as temporary, temporary.open("wb") as file:
@@ -94,57 +88,53 @@ class ReferenceLogps:
             os.fsync(file.fileno())
 
     def fill(
-        self,
-        batches: Iterable[Batch],
-        score: Callable[[Batch], torch.Tensor],
-        stored: np.ndarray | None,
-        *,
-        path: Path,
-        seed: int,
-    ) -> int:
-        """Cache all examples of the batches; return how many were scored.
+        self, batches: Iterable[Batch], score: Callable[[Batch], torch.Tensor], *, path: Path, is_rank_0: bool
+    ) -> str:
+        """Cache all examples of the batches, and save them at `path`; return a message.
 
-        Values come from `stored`, the table of the file at `path` (None without a file), and all others from `score`.
-        Stored values are compared with the scores of batches that the file has in part, and of one random batch that
-        the file has completely. Raises InputError if values differ.
+        Examples that an earlier run saved there are read, all others scored. Stored values are compared with the scores
+        of batches that the file has in part, and of the first one that it has completely. Raises InputError if they
+        differ.
         """
-        if stored is not None:
-            self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
-        n_scored_examples = n_stored_batches = 0
-        batch_to_check, generator = None, random.Random(seed)
+        stored = from_rank_0(read_logps(path, self._table.shape) if is_rank_0 and path.exists() else None)
+        if stored is None:
+            stored = np.full_like(self._table, np.nan)
+        is_stored: np.ndarray = ~np.isnan(stored).any(axis=1)
+        self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
+        n_scored, is_checked = 0, False
         for batch in batches:
             rows = batch.cache_rows
-            if self.find(rows) is None:
-                logps = score(batch)
-                if not logps.isfinite().all():
-                    raise RunError(
-                        "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot "
-                        "cache them: set model.reference_dtype=bfloat16 or float32"
-                    )
-                _check_stored(stored, rows, logps, path)
+            is_known = self.find(rows) is not None
+            if is_known and (is_checked or not is_stored[rows].all()):
+                continue
+            logps = score(batch)
+            if not logps.isfinite().all():
+                raise RunError(
+                    "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot cache "
+                    "them: set model.reference_dtype=bfloat16 or float32"
+                )
+            expected = logps.double().numpy()
+            errors = np.nan_to_num(np.abs(stored[rows] - expected))
+            if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
+                raise InputError(
+                    f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
+                    f"run's reference (other weights, dtype or number of processes): remove this file, and they are "
+                    f"computed again"
+                )
+            if is_known:
+                is_checked = True
+            else:
                 self.store(rows, logps)
-                n_scored_examples += len(rows)
-            elif stored is not None and not np.isnan(stored[rows]).any():
-                n_stored_batches += 1
-                # reservoir sampling: in the end each of the n stored batches was chosen with probability 1 / n
-                if generator.randrange(n_stored_batches) == 0:
-                    batch_to_check = batch
-        if batch_to_check is not None:
-            _check_stored(stored, batch_to_check.cache_rows, score(batch_to_check), path)
-        return n_scored_examples
-
-
-def _check_stored(stored: np.ndarray | None, rows: Sequence[int], logps: torch.Tensor, path: Path) -> None:
-    """Raise InputError if stored rows that are known differ from the reference's values."""
-    if stored is None:
-        return
-    expected = logps.double().numpy()
-    errors = np.nan_to_num(np.abs(stored[rows] - expected))
-    if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
-        raise InputError(
-            f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this run's "
-            f"reference (other weights, dtype or number of processes): remove this file, and they are computed again"
-        )
+                n_scored += len(rows)
+        message = f"{count(n_scored, 'example')} scored by the reference"
+        if is_stored.any():
+            message += f", {count(int(is_stored.sum()), 'example')} read from {path}"
+        if is_rank_0:
+            try:
+                self.save(path)
+            except OSError as error:  # this run has the scores all the same
+                message += f"; warning: they are not saved for other runs ({one_sentence(error)})"
+        return message
 
 
 class Reference:
@@ -175,10 +165,15 @@ class Reference:
             local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
         self.logps.clear()
 
-    def free(self) -> None:
-        """Free the model, unless it is the policy itself."""
-        if self.in_use is not nullcontext:  # `in_use` switches adapters of the policy, so the model is the policy
-            return
-        self.model = None
-        gc.collect()  # a sharded model is part of reference cycles
-        torch.cuda.empty_cache()
+    def score_all(
+        self, batches: Iterable[Batch], score: Callable[[Batch], torch.Tensor], *, folder: str, mesh: Mesh
+    ) -> str:
+        """Cache the log-probabilities of all examples, and free the model unless it is the policy; return a message."""
+        path = self.logps.find_path(folder, self.digest)
+        all_batches = (one for batch in batches for one in (batch, batch.mismatched) if one is not None)
+        message = self.logps.fill(all_batches, score, path=path, is_rank_0=mesh.rank == 0)
+        if self.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
+            self.model = None
+            gc.collect()  # a sharded model is part of reference cycles
+            torch.cuda.empty_cache()
+        return message

@@ -235,14 +235,14 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
 
 def test_labelled_responses_are_ranked_against_all_of_the_other_kind():
     is_chosen = torch.tensor([True, True, False, True, False])
-    chosen, rejected = torch.tensor([3.0, 1.0, 0, -2.0, 0]), torch.tensor([0, 0, 1.0, 0, -1.0])
-    shares = find_shares_ranked_right(chosen, rejected, is_chosen, torch.ones(5))
+    rewards = torch.tensor([3.0, 1.0, 1.0, -2.0, -1.0])
+    shares = find_shares_ranked_right(rewards, is_chosen, torch.ones(5))
     assert shares.tolist() == pytest.approx([1, 0.75, 0.5, 0, 2 / 3])  # 1.0 ties with 1.0, which counts half
     assert shares[is_chosen].mean().item() == pytest.approx(3.5 / 6)
     assert shares[~is_chosen].mean().item() == pytest.approx(3.5 / 6)
 
     weights = torch.tensor([4.0, 2.0, 3.0, 1.0, 1.0])
-    shares = find_shares_ranked_right(chosen, rejected, is_chosen, weights)
+    shares = find_shares_ranked_right(rewards, is_chosen, weights)
     assert shares.tolist() == pytest.approx([1, 2.5 / 4, 5 / 7, 0, 6 / 7])
     assert (shares * weights)[is_chosen].sum().item() == pytest.approx(7 * 21 / 28)
     assert (shares * weights)[~is_chosen].sum().item() == pytest.approx(4 * 21 / 28)

@@ -14,25 +14,11 @@ from dpo.models.weights import model_digest
 from dpo.training.reference import ReferenceLogps, read_logps
 
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
-
-
-def batch(*numbers: int) -> SimpleNamespace:
-    return SimpleNamespace(cache_rows=list(numbers))
-
-
-def score(batch) -> torch.Tensor:
-    return LOGPS[batch.cache_rows]
-
-
-def stored(*rows: list[float]) -> np.ndarray:
-    return np.array(rows)
-
-
 UNKNOWN = [float("nan")] * 2
 
 
-def score_all(known: ReferenceLogps, batches, score=score, read: np.ndarray | None = None, tmp_path="FILE") -> int:
-    return known.fill(batches, score, read, path=tmp_path, seed=0)
+def batch(*rows: int) -> SimpleNamespace:
+    return SimpleNamespace(cache_rows=list(rows))
 
 
 @pytest.mark.slow
@@ -58,38 +44,44 @@ def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.npz"]  # nothing beside it
 
 
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 half of one"])
-def test_another_file_is_one_message(content, tmp_path):
-    (tmp_path / "file.npz").write_bytes(content)
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))], ids=str
+)
+def test_a_file_of_anything_else_is_refused(content, tmp_path):
+    path = tmp_path / "file.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.savez(path, logps=content)
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
-        read_logps(tmp_path / "file.npz", (2, 2))
+        read_logps(path, (2, 2))
 
 
-@pytest.mark.parametrize("logps", [np.array([object()]), np.zeros((3, 2))])
-def test_a_file_is_read_as_data_of_this_many_examples(logps, tmp_path):
-    np.savez(tmp_path / "file.npz", logps=logps)
-    with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
-        read_logps(tmp_path / "file.npz", (2, 2))
+def fill(path, stored: list[list[float]], batches: list) -> tuple[ReferenceLogps, list]:
+    """A cache that is filled with a file of these values; and the rows that were scored."""
+    np.savez(path, logps=np.array(stored))
+    known, scored = ReferenceLogps(2, 2), []
 
-
-def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
-    scored = []
-
-    def score_and_keep(batch):
+    def score(batch) -> torch.Tensor:
         scored.append(batch.cache_rows)
-        return score(batch)
+        return LOGPS[batch.cache_rows]
 
-    known = ReferenceLogps(2, 2)
-    read = stored(LOGPS[0].tolist(), UNKNOWN)
-    assert score_all(known, [batch(0), batch(1), batch(1)], score_and_keep, read) == 1
-    assert scored == [[1], [0]]  # the missing one, once; then the one to check
+    known.fill(batches, score, path=path, is_rank_0=True)
+    return known, scored
+
+
+def test_what_is_missing_is_scored_once_and_the_first_stored_batch_again(tmp_path):
+    stored = [LOGPS[0].tolist(), UNKNOWN]
+    known, scored = fill(tmp_path / "file.npz", stored, [batch(0), batch(0), batch(1), batch(1)])
+    assert scored == [[0], [1]]
     assert torch.equal(known.find([0, 1]), LOGPS.double())
+    assert read_logps(tmp_path / "file.npz", (2, 2)).tolist() == LOGPS.tolist()
 
 
 @pytest.mark.parametrize("batches", [[batch(0)], [batch(0, 1)]])
-def test_a_file_of_other_numbers_is_refused_also_for_part_of_a_batch(batches):
-    with pytest.raises(InputError, match=r"FILE: stored .* differ by up to 0\.25 .*: remove this file"):
-        score_all(ReferenceLogps(2, 2), batches, read=stored([-1.5, -2.5], UNKNOWN))
+def test_a_file_of_other_values_is_refused_also_for_a_part_of_a_batch(batches, tmp_path):
+    with pytest.raises(InputError, match=r"file.npz: stored .* differ by up to 0\.25 .*: remove this file"):
+        fill(tmp_path / "file.npz", [[-1.5, -2.5], UNKNOWN], batches)
 
 
 def test_a_checkpoint_has_what_was_known_of_the_same_data():
