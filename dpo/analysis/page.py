@@ -250,13 +250,12 @@ class Card(NamedTuple):
 
     prompt: str
     texts: list[Text]
-    added: str = ""  # what a chat template put before or between the turns
 
     @classmethod
     def of(cls, record: Mapping[str, Any], texts: list[Text]) -> Card:
         prompt = shortened(str(record.get("turns") or record["prompt"]))
         # no blank lines between the turns of a dialogue
-        return cls(re.sub(r"\n\s*\n", "\n", prompt), texts, str(record.get("added") or ""))
+        return cls(re.sub(r"\n\s*\n", "\n", prompt), texts)
 
 
 def collect_samples(run: Run) -> list[Card]:

@@ -235,7 +235,6 @@ def log_probabilities(
 
 # --- prompts for readers ---------------------------------------------------------------------------------------------
 
-WORDS_OF_SENTENCE = 3  # fewer are a header, such as "user" or "### Answer:"
 CUT = "[...]"  # replaces the truncated part of a prompt
 
 
@@ -261,17 +260,3 @@ def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
     if not prompt.messages or fed != unescape(prompt.text):
         return find_control(tokenizer).sub("", fed).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)
-
-
-def find_added(prompt: Prompt, tokenizer: Any) -> str:
-    """Find a template's own sentences, such as a system prompt."""
-    if not prompt.messages:
-        return ""
-    before, pieces = unescape(prompt.text), []
-    for message in reversed(prompt.messages):
-        content = (message.get("content") or "").strip()
-        if content and content in before:
-            before, _, after = before.rpartition(content)
-            pieces.append(after)
-    lines = find_control(tokenizer).sub("\n", "\n".join([before, *reversed(pieces)])).splitlines()
-    return "\n".join(line.strip() for line in lines if len(line.split()) >= WORDS_OF_SENTENCE)

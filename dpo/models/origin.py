@@ -13,6 +13,7 @@ from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
+GIVE_BASE = "give --model DIR_OR_HUB_ID"
 # prefixes of the keys of a run's config that decide anything here; a model card shows other keys too
 USED_KEYS = (
     "model.",
@@ -51,76 +52,47 @@ def find_origin(
     model: str | None = None,
     trust_remote_code: bool = False,
     hub: bool = False,
-    alone: bool = True,
     run_plan: Plan | None = None,
 ) -> Origin:
     """Find the model that a path names.
 
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
-    directory; with `hub` also a Hub id.
-
-    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. `model` is needed if neither the
-    adapter nor its run names the base, or if the base has moved. It also replaces a known base, but only if the path is
-    `alone`: the user gives no other path. `run_plan` is that of the path's run, if it is at hand. `trust_remote_code`
-    says whether the model's own code may be run, whatever
-    the run's config says. Raises InputError if the path names no model, or if it names a whole model, is `alone`, and
-    `model` is given.
+    directory; with `hub` also a Hub id. `model` is the base of an adapter or a `policy.pt`, as a directory or a Hub
+    id, if neither adapter nor run names it, or if it has moved. `run_plan` is that of the path's run, if it is at hand.
+    `trust_remote_code` says whether the model's own code may be run, whatever the run's config says. Raises InputError
+    if the path names no model.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
-    is_hub_id = hub and not path.exists() and HUB_ID.fullmatch(str(path)) is not None
-    if is_whole_model or is_hub_id:
-        if model is not None and alone:
-            raise InputError(
-                f"{path} is a whole model, which needs no --model {model}: --model names the base of a policy.pt or an "
-                f"adapter"
-            )
+    if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
+        if model is not None:
+            raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
         return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
     if not path.exists():
-        raise InputError(
-            f"{path} does not exist: give a run's directory, one of its step-N directories, or a model's directory"
-        )
+        raise InputError(f"{path} does not exist: give the directory of a run, a checkpoint or a model")
 
     weights = locate_weights(path, key="").resolve()
     adapter = weights.adapter
-    run_dir = _find_run_dir(weights)
+    if model is not None and adapter:
+        weights = Weights(None, adapter)  # without the base or archive that the adapter names
+    # another program's adapter has no policy.pt, and a config.yaml beside it is not a run's
+    policy = adapter / POLICY_FILE if adapter else weights.archive
+    folders = (policy.parent, policy.parent.parent) if policy.is_file() else ()
+    run_dir = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if run_plan is None and run_dir is not None:
         run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS)
-    base = weights.base or (run_plan.model.name_or_path if run_plan else None)
-    problem = _find_problem(weights, base)
-    if model is not None and (alone or problem):
-        base = model
-        if adapter:
-            weights = Weights(None, adapter)  # without the base or archive that the adapter names
-        problem = _find_problem(weights, base)
-    if base is None or problem:  # a missing base is a problem too
-        raise InputError(f"{problem}: give --model DIR_OR_HUB_ID")
+    base = model or weights.base or (run_plan.model.name_or_path if run_plan else None)
+    if base is None:
+        raise InputError(f"{path} names no base model, and there is no {CONFIG} of its run beside it: {GIVE_BASE}")
+    is_path = "/" in base and not HUB_ID.fullmatch(base)
+    for file in (weights.archive, Path(base).expanduser() if is_path else None):
+        if file is not None and not file.exists():
+            raise InputError(f"{file}, the base of {adapter or path}, does not exist: {GIVE_BASE}")
 
     plan = (run_plan or plan_model(base)).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
-    if adapter and base == model:  # `model` has weights, even if the run's base had random ones
+    if adapter and model:  # it has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
     if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))
     return Origin(plan, weights, run_dir, run_plan is not None and run_plan.model.trust_remote_code is True)
-
-
-def _find_run_dir(weights: Weights) -> Path | None:
-    """The directory of the run that wrote the weights, if known."""
-    # another program's adapter has no policy.pt, and a config.yaml beside it is not a run's
-    policy_file = weights.adapter / POLICY_FILE if weights.adapter else weights.archive
-    if not policy_file.is_file():
-        return None
-    candidates = (policy_file.parent, policy_file.parent.parent)
-    return next((directory for directory in candidates if (directory / CONFIG).is_file()), None)
-
-
-def _find_problem(weights: Weights, base: str | None) -> str | None:
-    """The reason why weights and base give no model, if any."""
-    named_path = weights.adapter or weights.archive
-    if weights.archive is not None and not weights.archive.is_file():
-        return f"{weights.archive}, the base of {named_path}, does not exist"
-    if base is None:
-        return f"{named_path} names no base model, and there is no {CONFIG} of its run beside it"
-    is_missing_path = "/" in base and not HUB_ID.fullmatch(base) and not Path(base).expanduser().exists()
-    return f"{base}, the base of {named_path}, does not exist" if is_missing_path else None

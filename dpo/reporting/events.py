@@ -39,7 +39,6 @@ class Sample(NamedTuple):
     policy_ended: bool | None = None  # by an end token, not cut off; None if unknown
     reference_ended: bool | None = None
     turns: str = ""  # the prompt for readers, without control tokens
-    added: str = ""  # sentences of the prompt that are the template's
 
 
 class Evaluation(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.models.answers import Answer, Sampling, choose_sampling, find_added, show_fed, write_turns
+from dpo.models.answers import Answer, Sampling, choose_sampling, show_fed, write_turns
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
@@ -130,7 +130,6 @@ class Evaluator:
                 policy_ended=policy.ended,
                 reference_ended=reference[0].ended if reference else None,
                 turns=write_turns(prompt, fed, self.data.tokenizer),
-                added=find_added(prompt, self.data.tokenizer),
             )
             samples.append(sample)
         return samples

@@ -174,13 +174,13 @@ def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
     assert "Policy after 160 examples because Policy before training gibberish" in text  # there is no reference
 
 
-def test_chats_are_shown_as_turns_and_what_a_template_adds_once(tmp_path):
+def test_chats_are_shown_as_turns_without_control_tokens(tmp_path):
     prompt = "<|im_start|>system\nYou are a lamp.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    chat = {"turns": "user: Why?", "added": "You are a lamp."}
-    samples = [{**sample(160, answer, None, prompt=prompt + answer), **chat} for answer in ("because", "so")]
+    turns = {"turns": "user: Why?"}
+    samples = [{**sample(160, answer, None, prompt=prompt + answer), **turns} for answer in ("because", "so")]
     text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
     assert "Prompt user: Why? Policy after 160 examples because" in text
-    assert (text.count("You are a lamp."), "<|im_" in text) == (1, False)
+    assert "<|im_" not in text
 
 
 def test_settings_that_differ_between_runs_are_a_table(tmp_path):

@@ -218,7 +218,7 @@ def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path)
 def test_a_reward_model_is_not_sampled_from(finished):
     run_dir = finished("loss=bradley_terry", "ledger=true")
     with pytest.raises(InputError, match="is a reward model, which gives no answers: give a policy"):
-        load_panel([run_dir])
+        load_panel(run_dir)
 
 
 def test_a_head_among_the_adapted_layers_is_refused(run):

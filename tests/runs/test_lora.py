@@ -158,7 +158,7 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     torch.testing.assert_close(merged(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-5)
 
     warnings: list[str] = []
-    panel = load_panel([directory], log=warnings.append)
+    panel = load_panel(directory, log=warnings.append)
     policy, reference = panel.sides
     assert reference.model is policy.model
     assert warnings == []  # the base is the one that the run recorded
