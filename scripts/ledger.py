@@ -60,7 +60,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     texts = {}
     for (split, dataset), wanted_digests in digests.items():
         # pairs or ranked lists, as a ledger has only examples with margins
-        kind = {"trains_on": run.trains_on or "pairs", "list_pairs": plan.data.list_pairs}
+        kind = {"trains_on": run.objective.trains_on, "list_pairs": plan.data.list_pairs}
         for prompt in iterate_prompts(get_dataset, [dataset], split, **kind, **options):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
@@ -155,8 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = replace_texts(summary, lambda pair: None)
     else:
         summary, note = add_texts(summary, run, trust_remote_code=options.trust_remote_code)
-    if not run.has_margins:
-        note = f"loss={run.loss} trains on {run.trains_on}: without pairs there are no margins to rank."
+    if not run.objective.has_margins:
+        loss = run.objective
+        note = f"loss={loss.name} trains on {loss.trains_on}: without pairs there are no margins to rank."
     if options.json:
         print(json.dumps({**dataclasses.asdict(summary), "note": note}, indent=2))
     else:

@@ -16,8 +16,6 @@ BEYOND_CHANCE = 3.0  # standard errors, for small samples and the best of some e
 UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
 COLLAPSED = ((50, 3.0), (16, 5.0))  # last updates, and the multiple of the start's loss that is too high
 
-# --- intervals --------------------------------------------------------------------------------------------------------
-
 
 def find_zero(rises: Callable[[float], float]) -> float:
     """Find where a rising function on [0, 1] crosses 0."""
@@ -34,14 +32,13 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
     n is rounded, as weighted examples count as fewer.
     """
     n_whole = max(round(n), 1)
-    right = round(min(max(share, 0.0), 1.0) * n_whole)
-    k = np.arange(1, n_whole + 1)
-    log_ways = np.concatenate([[0.0], np.cumsum(np.log((n_whole + 1 - k) / k))])  # log of n over k, for k = 0 to n
+    right = round(share * n_whole)
+    k = np.arange(n_whole + 1)
+    log_ways = np.cumsum(np.log(np.maximum(n_whole + 1 - k, 1) / np.maximum(k, 1)) * (k > 0))  # log of n over k
 
     def tail(p: float, first: int) -> float:
         """Probability that `first` or more examples are right."""
-        k = np.arange(first, n_whole + 1)
-        return float(np.exp(log_ways[first:] + k * math.log(p) + (n_whole - k) * math.log1p(-p)).sum())
+        return float(np.exp(log_ways + k * math.log(p) + (n_whole - k) * math.log1p(-p))[first:].sum())
 
     low = find_zero(lambda p: tail(p, right) - 0.025) if right else 0.0
     return low, (find_zero(lambda p: tail(p, right + 1) - 0.975) if right < n_whole else 1.0)
@@ -62,8 +59,8 @@ def auc_interval(auc: float, n_chosen: float, n_rejected: float) -> tuple[float,
     return find_zero(lambda theta: deviate(theta) + Z_95), find_zero(lambda theta: deviate(theta) - Z_95)
 
 
-def mean_error(values: np.ndarray) -> float:
-    """Standard error of the mean of successive values, which may be correlated.
+def mean_and_bound(values: np.ndarray) -> tuple[float, float]:
+    """The mean of successive values, and how far from it the expected value may be by chance.
 
     If neighbours have a correlation c, values at distance k are taken to have c^k. This multiplies the variance of the
     mean by (1 + c) / (1 - c).
@@ -72,17 +69,14 @@ def mean_error(values: np.ndarray) -> float:
     sum_of_squares = float(centered @ centered)
     correlation = float(centered[1:] @ centered[:-1]) / sum_of_squares if sum_of_squares > 0 else 0.0
     correlation = min(max(correlation, 0.0), 0.95)
-    return math.sqrt(sum_of_squares / (n - 1) / n * (1 + correlation) / (1 - correlation))
-
-
-# --- evaluations ------------------------------------------------------------------------------------------------------
+    error = math.sqrt(sum_of_squares / (n - 1) / n * (1 + correlation) / (1 - correlation))
+    return float(values.mean()), BEYOND_CHANCE * error
 
 
 def n_evaluated(run: Run, what: str = "examples") -> float:
     """Number of different examples, or prompts, in an evaluation."""
-    n_asked, n_available = number(run.setting("n_eval_examples")), run.count(f"test.{what}")
-    n = n_asked if n_asked > 0 else 256.0  # the default, if the config is lost
-    return min(n, n_available) if n_available > 0 else n
+    n_asked, n_available = number(run.setting("n_eval_examples", 256)), run.count(f"test.{what}")
+    return min(n_asked, n_available) if n_available > 0 else n_asked
 
 
 def n_effective(run: Run) -> float:
@@ -90,12 +84,8 @@ def n_effective(run: Run) -> float:
 
     A weighted mean varies as much as a plain mean of (sum w)^2 / sum w^2 examples, the preflight's effective examples.
     """
-    effective, available = run.count("test.effective_examples"), run.count("test.examples")
-    # all examples count if the counts are lost
-    return n_evaluated(run) * (effective / available if effective > 0 and available > 0 else 1)
-
-
-# --- collapse ---------------------------------------------------------------------------------------------------------
+    share = run.count("test.effective_examples") / max(run.count("test.examples"), 1)
+    return n_evaluated(run) * (share if share > 0 else 1)  # all examples count if the counts are lost
 
 
 def is_collapsed(start_loss: float, start_margin: float, losses: Sequence[float], margins: Sequence[float]) -> bool:
@@ -106,7 +96,6 @@ def is_collapsed(start_loss: float, start_margin: float, losses: Sequence[float]
     """
     for n, factor in COLLAPSED:
         limit = start_loss + (factor - 1) * max(abs(start_loss), 0.5)
-        grown = fmean(margins[-n:]) > start_margin if len(margins) >= n else True
-        if len(losses) >= n and median(losses[-n:]) > limit and not grown:
+        if len(losses) >= n and median(losses[-n:]) > limit and not fmean(margins[-n:]) > start_margin:
             return True
     return False

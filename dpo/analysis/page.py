@@ -2,6 +2,11 @@
 
 The page is a single file that needs no network and runs no code: every text is escaped, and its content policy forbids
 scripts and requests, because samples and settings come from models and users. The template is `page.html.jinja`.
+
+    python -m dpo.analysis.page RUN OUT [--ended]
+
+is what a run starts for itself (`report=true`); people use `scripts.report`. `--ended`: the run has ended, though it
+may still hold its lock.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,10 +29,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
 from dpo.analysis.measures import EVAL_ACCURACY
 from dpo.analysis.rules import WARNING, find_all
-from dpo.analysis.runs import Run, number, rank_answers, read_runs
+from dpo.analysis.runs import Run, look_up, number, rank_answers, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
-from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
 from dpo.system.plain_files import make_directory, replacing
@@ -35,8 +40,14 @@ from dpo.system.run_directory import REPORT
 
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
 ABSENT = "\N{EN DASH}"
-FIRST_SAMPLES, MOST_SAMPLES = 4, 32  # shown before the reader asks for more; in all
-MOST_DRAWN = 4  # prompts
+MOST_SAMPLES, MOST_DRAWN = 16, 4  # prompts; samples.txt has all
+HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
+    "Held-out score": ("online_eval/score", +1, figure),
+    "Win rate": ("online_eval/win_rate", +1, percent),
+    "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
+    "Held-out margin": ("rewards_eval/margins", +1, signed),
+    "Held-out loss": ("loss/eval", -1, figure),
+}
 
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
@@ -82,19 +93,18 @@ def render(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
         "columns": dict.fromkeys(label for result in results for label in result),
         "colors": COLORS,
         "pictures": pictures,
-        "settings": list_settings(runs) if any(run.config for run in runs) else None,
+        "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
     if len(runs) == 1:
         [run], findings = runs, find_all(runs[0])
-        n_warnings = len(run.warnings) + sum(finding.level == WARNING for finding in findings)
+        n_warnings = len(run.warnings) + sum(rule.level == WARNING for rule, _ in findings)
         warnings = f"{count(n_warnings, 'warning') if n_warnings else 'No warnings'}."
         context |= {
             "about": describe_run(run),
             "verdict": f"{describe_result(run)} {run.state.text.capitalize()}. {warnings}".strip(),
             "findings": findings,
             "cards": [*collect_drawn(run), *collect_samples(run)],
-            "n_first": FIRST_SAMPLES,
             "all_settings": [(name, [_as_text(value)]) for name, value in dotted(run.config)],
             "machine": [(name, [value]) for name, value in describe_machine(run, costs[0]).items() if value],
         }
@@ -103,17 +113,17 @@ def render(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
 
 def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
-    beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
-    facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
-    adapter = str(run.setting("lora.name") or "none")
-    if adapter != "none":
-        reference = f", reference {run.setting('lora.reference')}" if run.has_reference else ""
-        facts.append(f"lora={adapter} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}")
+    datasets, facts = run.setting("datasets"), [f"loss={run.objective.name}"]
+    if (beta := run.setting("loss.beta")) is not None:
+        facts[0] += f" with beta {beta}"
+    if run.setting("lora.name", "none") != "none":
+        settings = [f"{key} {run.setting(f'lora.{key}')}" for key in ("r", "alpha", "reference")]
+        facts.append(f"lora={run.setting('lora.name')} with {', '.join(settings)}")
     if run.online:
         facts.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
-    if model:
+    if model := run.setting("model.name_or_path"):
         facts.append(f"model {model}")
-    if isinstance(datasets, list) and datasets:
+    if datasets:
         facts.append(f"data {', '.join(map(str, datasets))}")
     return " \N{MIDDLE DOT} ".join(facts)
 
@@ -131,36 +141,22 @@ class Cost(NamedTuple):
     kind: str  # GPU or CPU
 
     @property
-    def updates_alone(self) -> bool:
-        """Return whether the time in updates alone is known."""
-        return not self.elapsed_secs >= self.updating_secs  # also if the elapsed time is NaN
-
-    @property
     def secs(self) -> float:
-        return self.updating_secs if self.updates_alone else self.elapsed_secs
-
-    @property
-    def device_hours(self) -> float:
-        return self.secs * self.devices / 3600
+        return self.elapsed_secs if self.elapsed_secs >= self.updating_secs else self.updating_secs
 
 
 def measure_cost(run: Run) -> Cost:
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
-    kind, devices = "CPU", number(run.env.get("cpus"))
-    if isinstance(gpus, list) and gpus:
-        kind = "GPU"
-        devices = processes if processes > 1 else float(len(gpus))  # a single process uses all GPUs that it sees
-    started = _parse_time(run.env.get("started"))
-    ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
+    # a single process uses all GPUs that it sees
+    devices = (processes if processes > 1 else float(len(gpus))) if gpus else number(run.env.get("cpus"))
+    started, ended = (_parse_time(run.env.get(name)) for name in ("started", "ended"))
+    ended = datetime.now(UTC) if run.state.word == "training" else ended
     elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
     elapsed += number(run.env.get("seconds_before", 0))  # before the last resume
     examples, speed = np.diff(run.train.examples, prepend=0.0), run.train["examples_per_second"]
     seconds = np.divide(examples, speed, out=np.full_like(speed, np.nan), where=speed > 0)  # of each update
-    updating, tokens = (
-        float(np.nansum(values)) if np.isfinite(values).any() else math.nan
-        for values in (seconds, seconds * run.train["tokens_per_second"])
-    )
-    return Cost(updating, elapsed, tokens, devices, kind)
+    tokens = float(np.nansum(seconds * run.train["tokens_per_second"]))
+    return Cost(float(np.nansum(seconds)), elapsed, tokens, devices, "GPU" if gpus else "CPU")
 
 
 def _parse_time(text: Any) -> datetime | None:
@@ -174,64 +170,51 @@ def _parse_time(text: Any) -> datetime | None:
 
 def list_results(run: Run, cost: Cost) -> dict[str, tuple[str, str]]:
     """List the numbers that readers look for first, each with a detail, by what it is."""
-    held_out = {
-        "Held-out score": ("online_eval/score", +1, figure),
-        "Win rate": ("online_eval/win_rate", +1, percent),
-        "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
-        "Held-out margin": ("rewards_eval/margins", +1, signed),
-        "Held-out loss": ("loss/eval", -1, figure),
-    }
     results = {}
-    for label, (name, sign, form) in held_out.items():
+    for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
             best = int((sign * values).argmax())
             results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
     for label, name in (("Score of answers", "online/score"), ("KL to the reference", "online/kl")):
-        if math.isfinite(run.tail("train", name)):
-            results[label] = figure(run.tail("train", name)), f"now, {figure(run.train.first(name))} at first"
+        _, values = run.train.points(name)
+        if len(values):
+            results[label] = figure(run.now(name)), f"now, {figure(values[0])} at first"
     total, per_epoch = run.total_updates, run.count("epoch")
     detail = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
     if per_epoch > 0:  # false for NaN
         detail += f", {figure(run.examples / per_epoch)} epochs"
     results["Examples"] = f"{run.examples:,}", detail
     if cost.secs > 0:
-        results["Time"] = duration(cost.secs), "in updates alone" if cost.updates_alone else ""
-    if math.isfinite(cost.device_hours):
-        results[f"{cost.kind}-hours"] = hours(cost.device_hours), count(cost.devices, cost.kind)
+        results["Time"] = duration(cost.secs), "in updates alone" if cost.secs == cost.updating_secs else ""
+        if cost.devices > 0:
+            results[f"{cost.kind}-hours"] = hours(cost.secs * cost.devices / 3600), count(cost.devices, cost.kind)
     return results
 
 
 def describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     """Describe hardware, versions, time and cost; "" where unknown."""
-    env, gpus = run.env, run.env.get("gpus")
-    devices = f"{figure(cost.devices)} CPU cores, no GPU" if math.isfinite(cost.devices) else ""
-    if isinstance(gpus, list) and gpus:
-        devices = ", ".join(f"{n} \N{MULTIPLICATION SIGN} {name}" for name, n in Counter(map(str, gpus)).items())
-    packages = env.get("packages")
-    packages = packages if isinstance(packages, Mapping) else {}
-    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
-    commit = str(env.get("git_commit") or "")[:12]
-    n_trainable, n_parameters = run.parameters
-    memory = run.train.last("memory/peak_gb")
+    env, memory = run.env, run.train.last("memory/peak_gb")
+    gpus = ", ".join(
+        f"{n} \N{MULTIPLICATION SIGN} {name}" for name, n in Counter(map(str, env.get("gpus", ()))).items()
+    )
+    versions = [f"{name} {look_up(env, f'packages.{name}')}" for name in ("torch", "transformers")]
+    trainable, total = (number(look_up(env, f"parameters.{name}")) for name in ("trainable", "total"))
+    changed = ", with uncommitted changes" if env.get("git_uncommitted_changes") else ""
     return {
-        "devices": devices,
+        "devices": gpus or f"{figure(cost.devices)} CPU cores, no GPU",
         "processes": _as_text(env.get("processes", "")),
-        "time from start to end or now, without pauses": _duration_or_nothing(cost.elapsed_secs),
-        "time in updates": _duration_or_nothing(cost.updating_secs),
-        "tokens": large(cost.tokens) if math.isfinite(cost.tokens) else "",
-        "trainable parameters": f"{large(n_trainable)} of {large(n_parameters)}" if n_parameters > 0 else "",
-        "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
-        "versions": ", ".join([f"Python {env.get('python')}", *versions]) if "python" in env else "",
-        "platform": _as_text(env.get("platform") or ""),
-        "git commit": f"{commit}{', with uncommitted changes' if env.get('git_uncommitted_changes') else ''}",
-        "started (the last time)": _as_text(env.get("started") or ""),
+        "time from start to end or now, without pauses": duration(cost.elapsed_secs),
+        "time in updates": duration(cost.updating_secs),
+        "tokens": large(cost.tokens),
+        "trainable parameters": f"{large(trainable)} of {large(total)}" if total > 0 else "",
+        "peak memory of rank 0": f"{figure(memory)} GB",
+        "versions": ", ".join([f"Python {env.get('python')}", *versions]),
+        "platform": _as_text(env.get("platform", "")),
+        "git commit": f"{str(env.get('git_commit') or '')[:12]}{changed}",
+        "started (the last time)": _as_text(env.get("started", "")),
         "directory": redact(str(run.path)),
     }
-
-
-def _duration_or_nothing(seconds: float) -> str:
-    return duration(seconds) if math.isfinite(seconds) else ""
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -271,14 +254,14 @@ def collect_samples(run: Run) -> list[Card]:
         label = f"{model.capitalize()}{when if model == 'policy' else ''}{cut_off}"
         return Text(label, role, shortened(sample[model]))
 
-    earliest, newest = run.samples_at(0), run.samples_at(-1)
+    earliest = {sample["prompt"]: sample for sample in run.samples_at(0)}
     cards = []
-    for i, sample in enumerate(newest[:MOST_SAMPLES]):
-        texts = [make_text(sample, "policy", "policy")]
+    for sample in run.samples_at(-1)[:MOST_SAMPLES]:
+        texts, first = [make_text(sample, "policy", "policy")], earliest.get(sample["prompt"], sample)
         if sample["reference"] is not None:
             texts.append(make_text(sample, "reference", "reference"))
-        elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == sample["prompt"]:
-            texts.append(make_text(earliest[i], "policy", "reference"))
+        elif first["examples"] < sample["examples"]:
+            texts.append(make_text(first, "policy", "reference"))
         cards.append(Card.of(sample, texts))
     return cards
 
@@ -306,15 +289,21 @@ def _as_text(value: Any) -> str:
 
 def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List settings that differ: between runs, or one run's from the defaults."""
-    columns = [dict(dotted(run.config)) for run in runs]
+    columns = [{name: _as_text(value) for name, value in dotted(run.config)} for run in runs]
     compared = columns
     if len(runs) == 1:
-        defaults = load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)
-        compared = [*columns, dict(dotted(defaults))]
-    missing = object()  # unlike any setting
-    first, *others = compared
+        defaults = dotted(load_defaults(runs[0].objective.name))
+        compared = [*columns, {name: _as_text(value) for name, value in defaults}]
     return [
-        (name, [_as_text(column[name]) if name in column else ABSENT for column in columns])
+        (name, [column.get(name, ABSENT) for column in columns])
         for name in dict.fromkeys(name for column in columns for name in column)  # each once, in order
-        if any(column.get(name, missing) != first.get(name, missing) for column in others)
+        if len({column.get(name) for column in compared}) > 1
     ]
+
+
+if __name__ == "__main__":
+    os.nice(10)  # the run has priority
+    try:
+        write_report([Path(sys.argv[1])], Path(sys.argv[2]), ended="--ended" in sys.argv)
+    except InputError as error:
+        sys.exit(f"{error}")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +25,9 @@ from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import RUN_LOG, is_locked
 
-MARKS_OF_A_RUN = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of these files
 WARNS = "warning: "  # how a warning on the terminal begins
 LARGEST_NUMBER = 1e100  # larger numbers count as missing: their sums and pictures would overflow
+UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
 def number(value: Any) -> float:
@@ -45,8 +43,6 @@ class Log:
         self.lines = lines
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]
-        # names of metrics: together the first and the last line have all of them
-        self.names = [*dict.fromkeys([*lines[0], *lines[-1]])] if lines else []
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -57,16 +53,14 @@ class Log:
             self._columns[name] = np.array([number(line.get(name)) for line in self.lines])
         return self._columns[name]
 
+    def has(self, name: str) -> bool:
+        """Return whether a metric is a number anywhere."""
+        return bool(np.isfinite(self[name]).any())
+
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) where the metric is a number."""
-        values = self[name]
-        is_finite = np.isfinite(values)
-        return self.examples[is_finite], values[is_finite]
-
-    def first(self, name: str) -> float:
-        """The first value that is a number; NaN if there is none."""
-        _, values = self.points(name)
-        return float(values[0]) if len(values) else math.nan
+        is_finite = np.isfinite(self[name])
+        return self.examples[is_finite], self[name][is_finite]
 
     def last(self, name: str) -> float:
         """The last value that is a number; NaN if there is none."""
@@ -86,7 +80,7 @@ NOTHING = State("empty", "nothing was logged")
 
 @dataclass
 class Run:
-    """Content of a run's directory, without secrets in settings and environment; what its loss is, if known."""
+    """Content of a run's directory, without secrets in settings and environment."""
 
     path: Path
     name: str
@@ -105,79 +99,29 @@ class Run:
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
 
-    @property
-    def splits(self) -> tuple[tuple[str, Log], tuple[str, Log]]:
-        return ("train", self.train), ("eval", self.eval)
-
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key of the config."""
-        return _get_nested(self.config, key, default)
+        return look_up(self.config, key, default)
 
     def count(self, key: str) -> float:
         """A number of preflight.json by its dotted key; NaN if missing."""
-        return number(_get_nested(self.preflight, key, None))
+        return number(look_up(self.preflight, key))
 
     @property
-    def parameters(self) -> tuple[float, float]:
-        """(trainable, all) of the policy; NaN if they were not recorded."""
-        trainable = number(_get_nested(self.env, "parameters.trainable", None))
-        return trainable, number(_get_nested(self.env, "parameters.total", None))
-
-    @property
-    def loss(self) -> str:
-        return str(self.setting("loss.name") or "unknown")
-
-    @property
-    def objective(self) -> Loss | None:
-        """The run's loss with its options; None if unknown."""
+    def objective(self) -> Loss:
+        """The run's loss with its options."""
         config = self.setting("loss")
-        if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
-            return None
-        weights = config.get("weights", {})  # only loss=mix has them, by the names of other losses
-        are_known = isinstance(weights, Mapping) and weights.keys() <= LOSSES.keys()
-        return find_loss(config) if are_known else None
-
-    @property
-    def best_metric(self) -> tuple[str, int] | None:
-        """The metric that ranks checkpoints, and +1 (higher is better) or -1."""
-        if HELD_OUT_SCORE in self.eval.names:
-            return HELD_OUT_SCORE, +1
-        return None if self.objective is None else self.objective.best
-
-    @property
-    def has_margins(self) -> bool:
-        """Return whether examples have two sides; True if unknown."""
-        return self.objective is None or self.objective.has_margins
-
-    @property
-    def trains_on(self) -> str | None:
-        """A key of TRAINS_ON."""
-        return None if self.objective is None else self.objective.trains_on
-
-    @property
-    def is_per_token(self) -> bool:
-        """Return whether rewards are means over tokens; True if unknown."""
-        return self.objective is None or bool(self.objective.per_token)
-
-    @property
-    def has_reference(self) -> bool:
-        """Return whether rewards are known to be relative to a reference."""
-        return self.objective is not None and self.objective.reference
+        is_known = isinstance(config, Mapping) and config.get("name") in LOSSES
+        return find_loss(config) if is_known else UNKNOWN_LOSS
 
     @property
     def online(self) -> bool:
-        return self.setting("online.name") == "online" or "online/score" in self.train.names
+        return self.setting("online.name") == "online" or self.train.has("online/score")
 
     @property
-    def kind(self) -> str:
-        """The kind of the run's data: `online`, or a key of TRAINS_ON; pairs if unknown."""
-        return "online" if self.online else self.trains_on or "pairs"
-
-    @property
-    def warmup_steps(self) -> float:
-        """The updates of the warm-up, which null fits to the run."""
-        steps = number(self.setting("warmup_steps", 0))
-        return min(150, (self.total_updates or 0) // 10) if math.isnan(steps) else steps
+    def best_metric(self) -> tuple[str, int]:
+        """The metric that ranks checkpoints, and +1 (higher is better) or -1."""
+        return (HELD_OUT_SCORE, +1) if self.eval.has(HELD_OUT_SCORE) else self.objective.best
 
     @property
     def updates(self) -> int:
@@ -200,10 +144,8 @@ class Run:
         tenth = max(10, len(values) // 10)
         return values[:tenth], values[-tenth:]
 
-    def tail(self, split: str, name: str) -> float:
-        """A metric's last evaluation, or mean over the last tenth of updates."""
-        if split == "eval":
-            return self.eval.last(name)
+    def now(self, name: str) -> float:
+        """A training metric's mean over the last tenth of updates; NaN without any."""
         _, last_values = self.ends(name)
         return float(last_values.mean()) if len(last_values) else math.nan
 
@@ -212,10 +154,19 @@ class Run:
         return [sample for sample in self.samples if sample["examples"] == self.samples[index]["examples"]]
 
 
+def look_up(mapping: Any, key: str, default: Any = None) -> Any:
+    """The value of a dotted key in nested mappings."""
+    for part in key.split("."):
+        if not isinstance(mapping, Mapping) or part not in mapping:
+            return default
+        mapping = mapping[part]
+    return mapping
+
+
 def read_config(path: Path) -> Run:
     """Read the config of a run, and nothing else."""
     run = Run(path.resolve(), path.resolve().name)
-    run.config = redact(_read_mapping(run, "config.yaml"))
+    run.config = redact(_read(run, "config.yaml", _read_mapping, {}))
     return run
 
 
@@ -227,20 +178,22 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
     Raises InputError if the path is not a run's directory.
     """
-    _check_is_run(path)
+    if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
     run = read_config(path)
-    run.env = redact(_read_mapping(run, "env.json"))
-    run.preflight = _read_mapping(run, "preflight.json")
-    lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
+    run.env = redact(_read(run, "env.json", _read_mapping, {}))
+    run.preflight = _read(run, "preflight.json", _read_mapping, {})
+    lines = _read_lines(run, "metrics.jsonl", {"split", "examples", "updates"})
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    if (run.path / "samples.jsonl").exists() or run.setting("sample_during_eval", True):
-        lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
-        run.samples = [{"reference": None, **line} for line in lines if _is_sample(line)]
-        run.drawn = [line for line in lines if _is_drawn(line)]
+    if run.setting("sample_during_eval", True) or (run.path / "samples.jsonl").exists():
+        lines = _read_lines(run, "samples.jsonl", {"examples", "prompt"})
+        run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
+        run.drawn = [line for line in lines if "completions" in line]
     if (run.path / "answers.jsonl").exists():
-        run.answers = _read_lines(run, "answers.jsonl", lambda line: _has(line, ["examples"], prompt=str, answer=str))
-    run.warnings = _read_warnings(run)
-    folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
+        run.answers = _read_lines(run, "answers.jsonl", {"examples", "prompt", "answer"})
+    logged = _read(run, RUN_LOG, _read_text, "").splitlines() if (run.path / RUN_LOG).exists() else []
+    run.warnings = Counter(line.removeprefix(WARNS) for line in logged if line.startswith(WARNS))
+    folders = [entry.name for entry in run.path.iterdir() if entry.is_dir()]
     run.nonfinite, run.saved = (
         sorted(int(name.removeprefix(prefix)) for name in folders if re.fullmatch(rf"{prefix}\d+", name))
         for prefix in ("nonfinite-", "step-")
@@ -248,8 +201,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     best_folder = (run.path / "BEST").resolve().name
     # the link may lead nowhere, or to a checkpoint that was deleted
     run.best = next((n for n in run.saved if f"step-{n}" == best_folder), None)
-    name = run.setting("exp_name")
-    run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
+    run.name = redact(str(run.setting("exp_name") or run.path.name))
     run.state = _find_state(run, locked=not ended and is_locked(run.path), ended=ended)
     return run
 
@@ -268,7 +220,7 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     # the last evaluation comes after all updates
-    if total is not None and done >= total and _largest(run.eval.updates) >= total:
+    if total and done >= total and _largest(run.eval.updates) >= total:
         return State("complete", f"complete after {progress}")
     if locked:
         return State("training", f"still training, {progress} so far")
@@ -276,114 +228,53 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
         return NOTHING
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
-    if ended:  # the process may still be writing the last checkpoint
+    # the process that has just ended in order may still be writing the last checkpoint
+    if ended or (done and run.saved and run.saved[-1] == run.examples):
         return State("stopped", f"stopped after {progress}")
-    if done and run.saved and run.saved[-1] == run.examples:
-        return State("stopped", f"stopped after {progress}, and saved there: resume=auto continues it")
-    if total is None:
-        return State("ended", f"ended after {progress}; without preflight.json the planned number is not known")
     checkpoint = f"last checkpoint after {count(run.saved[-1], 'example')}" if run.saved else "without a checkpoint"
-    return State("ended", f"crashed or killed after {progress}, {checkpoint}")
+    return State("ended", f"{'crashed or killed' if total else 'ended'} after {progress}, {checkpoint}")
 
 
-def _check_is_run(path: Path) -> None:
-    if not path.is_dir():
-        problem = "is not a directory" if os.path.lexists(path) else "does not exist"
-        raise InputError(f"{path} {problem}: give the directory of a run, which has config.yaml and metrics.jsonl")
-    if re.fullmatch(r"step-\d+", path.resolve().name):
-        raise InputError(f"{path} is a checkpoint: give the directory of its run, {path.resolve().parent}")
-    if not any((path / name).is_file() for name in MARKS_OF_A_RUN):
-        files = " nor ".join(MARKS_OF_A_RUN)
-        raise InputError(f"{path} is no run: it has neither {files}; give the directory of a run")
-
-
-@contextmanager
-def _noting_problems(run: Run, name: str) -> Iterator[None]:
-    """Turn an unreadable file's error into one of the run's problems."""
+def _read(run: Run, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
+    """Read a file of a run; if that fails, note why among the run's problems."""
     try:
-        yield
+        return read(run.path / name)
     except FileNotFoundError:
         run.problems.append(f"{name} is missing")
     except (InputError, OSError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
+    return otherwise
 
 
-def _read_mapping(run: Run, name: str) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; empty without one."""
-    mapping: dict[str, Any] = {}
-    with _noting_problems(run, name):
-        value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
-        if not isinstance(value, dict):
-            raise InputError("it holds no mapping")
-        try:
-            mapping = json.loads(json.dumps(value, default=str))  # turns YAML's dates into texts
-        except TypeError as error:  # a key that is not a text
-            raise InputError(str(error)) from error
-    return mapping
+def _read_mapping(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    if not isinstance(value, dict):
+        raise InputError("it holds no mapping")
+    return value
 
 
-def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[dict[str, Any]]:
-    """Read a JSONL file's valid objects; other lines are a problem."""
-    content = b""
-    with _noting_problems(run, name):
-        check_readable(run.path / name)
-        content = (run.path / name).read_bytes()
-    objects, unreadable_line_numbers = [], []
-    lines = content.decode("utf-8", "replace").split("\n")
-    for line_number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+def _read_text(path: Path) -> str:
+    check_readable(path)
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_lines(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
+    """Read a JSONL file's objects that have these keys; other lines are a problem."""
+    objects, unreadable = [], []
+    # without what follows the last newline: it is being written, or was when the run died
+    for line_number, line in enumerate(_read(run, name, _read_text, "").split("\n")[:-1], start=1):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict) and is_valid(value):
+        if isinstance(value, dict) and keys <= value.keys():
             objects.append(value)
-        elif line_number < len(lines):  # a last line without a newline is being written, or was when the run died
-            unreadable_line_numbers.append(line_number)
-    if unreadable_line_numbers:
-        n = len(unreadable_line_numbers)
-        shown = ", ".join(map(str, unreadable_line_numbers[:5])) + (", ..." if n > 5 else "")
-        are = "is" if n == 1 else "are"
-        run.problems.append(
-            f"{name}: {n} of {count(len(lines) - 1, 'line')} cannot be read, and {are} left out ({shown})"
-        )
+        else:
+            unreadable.append(line_number)
+    if unreadable:
+        lines = count(len(unreadable), "line")
+        run.problems.append(f"{name}: {lines} cannot be read and left out, the first is line {unreadable[0]:,}")
     return objects
-
-
-def _read_warnings(run: Run) -> dict[str, int]:
-    """Read the warnings in `log.txt`; empty without one."""
-    path, lines = run.path / RUN_LOG, []
-    if path.exists():  # unlike in runs of older code
-        with _noting_problems(run, RUN_LOG):
-            check_readable(path)
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return Counter(line.removeprefix(WARNS) for line in lines if line.startswith(WARNS))
-
-
-def _has(value: Any, numbers: Sequence[str] = (), **types: Any) -> bool:
-    """Return whether a value is a mapping with these numbers and types."""
-    return (
-        isinstance(value, Mapping)
-        and all(math.isfinite(number(value.get(name))) for name in numbers)
-        and all(isinstance(value.get(name), kind) for name, kind in types.items())
-    )
-
-
-def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a `Sample`."""
-    return _has(line, numbers=["examples"], prompt=str, policy=str, reference=(str, type(None)))
-
-
-def _is_drawn(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a prompt with drawn answers."""
-    # best and worst are indices; they are in `numbers` too, as a bool is an int but not a number
-    if not _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int):
-        return False
-    answers = line["completions"]
-    if not (0 <= line["best"] < len(answers) and 0 <= line["worst"] < len(answers)):
-        return False
-    return all(_has(answer, numbers=["score", "tokens"], text=str, ended=bool) for answer in answers)
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -397,16 +288,5 @@ def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]
     return ranked
 
 
-def _get_nested(mapping: Any, key: str, default: Any) -> Any:
-    """The value of a dotted key in nested mappings."""
-    value = mapping
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return value
-
-
 def _largest(values: np.ndarray) -> int:
-    finite = values[np.isfinite(values)]
-    return int(finite.max()) if len(finite) else 0
+    return int(np.max(values[np.isfinite(values)], initial=0))

@@ -28,7 +28,17 @@ NAMES = {  # of the responses, by kind of example
 
 def describe_result(run: Run) -> str:
     """Say whether the model changed, and whether it is better."""
-    return f"{describe_change(run)} {_describe_scores(run) or _describe_evaluations(run)}".strip()
+    if run.train.has("online/score"):
+        better = _describe_scores(run)
+    elif not run.eval.has("loss/eval") or run.eval.points("loss/eval")[0][-1] == 0:
+        better = "The run was not evaluated after an update yet."
+    elif run.eval.has(EVAL_ACCURACY):
+        better = _describe_accuracy(run)
+    elif run.eval.has("rewards_eval/auc"):
+        better = _describe_auc(run)
+    else:
+        better = _describe_loss(run)
+    return f"{describe_change(run)} {better}".strip()
 
 
 def describe_change(run: Run) -> str:
@@ -37,29 +47,27 @@ def describe_change(run: Run) -> str:
     changes, rounding = find_changes_per_token(run)
     facts = []
     if n_answers:
-        differ = "differ" if n_differ > 1 else "differs"
         answers = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
-        facts.append(f"{answers} {differ} from {'the one' if n_answers == 1 else 'those'} before training")
+        facts.append(f"{answers} {'differ' if n_differ > 1 else 'differs'} from those before training")
     if changes:
-        names = NAMES[run.trains_on or "pairs"]
+        names = NAMES[run.objective.trains_on]
         moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
-        facts.append(f"the log-probability per token of held-out responses moved: {moved}")
-        if rounding:
-            facts[-1] += f" (rounding: {figure(rounding, 1)})"
+        note = f" (rounding: {figure(rounding, 1)})" if rounding else ""
+        facts.append(f"the log-probability per token of held-out responses moved: {moved}{note}")
     if not facts:
         return ""
-    largest = max(map(abs, changes.values()), default=math.nan)
-    advice = ""
+    largest = max(map(abs, changes.values()), default=0.0)
     if not n_answers and largest <= rounding and rounding > COARSE:
         return f"Whether the model changed cannot be told: {facts[0]}."
-    if not n_differ and largest <= rounding:
-        verb, advice = "did not change", ": raise lr, or train longer"
-    elif not n_differ and n_answers and largest >= SMALL_CHANGE:
+    if not n_differ and changes and largest <= rounding:
+        verb = "did not change"
+    elif largest >= SMALL_CHANGE and n_answers and not n_differ:
         verb = "changed, but not its answers"
-    elif not (n_differ or largest >= SMALL_CHANGE) or (largest < SMALL_CHANGE and 2 * n_differ < n_answers):
-        verb, advice = "hardly changed", ": raise lr, or train longer"
-    else:
+    elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= n_answers)):
         verb = "changed"
+    else:
+        verb = "hardly changed"
+    advice = ": raise lr, or train longer" if verb in ("did not change", "hardly changed") else ""
     return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 
@@ -76,9 +84,9 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
 
     They are since the evaluation before the first update or, without one, against the reference.
     """
-    beta = number(run.setting("loss.beta"))
+    objective, beta = run.objective, number(run.setting("loss.beta"))
     dtypes = [run.setting("model.autocast"), run.setting("model.policy_dtype")]
-    is_log_ratio = run.has_reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
+    is_log_ratio = objective.reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     changes: dict[str, float] = {}
     size = 1.0  # of the log-probability of a token
     for side in ("chosen", "rejected"):
@@ -89,77 +97,66 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
         size = max(size, abs(float(logps[-1])) / n_tokens)
         if len(logps) > 1 and examples[0] == 0:
             changes[side] = float(logps[-1] - logps[0]) / n_tokens
-        elif is_log_ratio and examples[-1] > 0:
+        elif is_log_ratio and examples[-1] > 0 and run.eval.has(f"rewards_eval/{side}"):
             dtypes.append(run.setting("model.reference_dtype"))
-            changes[side] = run.eval.last(f"rewards_eval/{side}") / beta / (1 if run.is_per_token else n_tokens)
-    rounding = size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
-    return {side: change for side, change in changes.items() if math.isfinite(change)}, rounding
+            changes[side] = run.eval.last(f"rewards_eval/{side}") / beta / (1 if objective.per_token else n_tokens)
+    return changes, size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
 
 
 def _describe_scores(run: Run) -> str:
-    """Say how well the policy's answers score; "" if none were drawn."""
+    """Say how well the policy's answers score."""
     first_scores, last_scores = run.ends("online/score")
-    if not len(first_scores):
-        return ""
-    before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
-    kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-    text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(after)} now{kl}."
+    text = (
+        f"The mean score of the policy's answers was {figure(first_scores.mean())} at first and is "
+        f"{figure(last_scores.mean())} now, at online/kl {figure(run.now('online/kl'))}."
+    )
     score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
     if math.isfinite(score):
         text += f" On held-out prompts it is {figure(score)}"
         if math.isfinite(win_rate):
             n = n_evaluated(run, "prompts")
-            shown = f", with a win rate of {percent(win_rate)} against the reference"
-            text += shown + _judge(share_interval(win_rate, n), n, count(n, "prompt"))
+            judged = _judge(share_interval(win_rate, n), n, count(n, "prompt"))
+            text += f", with a win rate of {percent(win_rate)} against the reference{judged}"
         text += "."
     return text
 
 
-def _describe_evaluations(run: Run) -> str:
-    """Say how well held-out examples do."""
-    examples, losses = run.eval.points("loss/eval")
-    if not len(losses) or examples[-1] == 0:
-        return "The run was not evaluated after an update yet."
-    accuracy, auc = run.eval.last(EVAL_ACCURACY), run.eval.last("rewards_eval/auc")
-    if math.isfinite(accuracy):
-        return _describe_accuracy(run, accuracy)
-    if math.isfinite(auc):
-        return _describe_auc(run, auc)
-    loss, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
-    if run.trains_on == "targets" and n_tokens > 0:  # SFT's loss is a sum over tokens
-        loss, losses, n = "loss per token", losses / n_tokens, n_effective(run)
-        if n < FEWEST:
+def _describe_loss(run: Run) -> str:
+    """Say how the held-out loss moved; SFT's, a sum over tokens, per token."""
+    _, losses = run.eval.points("loss/eval")
+    name, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
+    if run.objective.trains_on == "targets" and n_tokens > 0:
+        name, losses = "loss per token", losses / n_tokens
+        if n_effective(run) < FEWEST:
             few = _say_too_few(count(n_evaluated(run), "target"))
-    if len(losses) == 1:
-        return f"The held-out {loss} is {figure(losses[0])}{few}."
     if losses[-1] == losses[0]:
-        return f"The held-out {loss} stayed at {figure(losses[0])}{few}."
+        return f"The held-out {name} is {figure(losses[-1])}{few}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
-    return f"The held-out {loss} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
+    return f"The held-out {name} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
 
 
-def _describe_accuracy(run: Run, accuracy: float) -> str:
+def _describe_accuracy(run: Run) -> str:
     """Say what the accuracy of pairs, or of pairs in lists, proves."""
-    n_examples, n = n_evaluated(run), n_effective(run)
-    n *= _measure_independence(run)  # pairs of one prompt are alike, so that a prompt counts once
-    interval = share_interval(accuracy, n)
+    accuracy, n_examples, has_reference = run.eval.last(EVAL_ACCURACY), n_evaluated(run), run.objective.reference
+    n = n_effective(run) * _measure_independence(run)  # pairs of one prompt are alike, so that a prompt counts once
     examples, values = run.eval.points(EVAL_ACCURACY)
-    if run.trains_on == "lists":
+    if run.objective.trains_on == "lists":
         counted = count(n_examples, "list")
         text = f"{percent(accuracy)} of the pairs in {count(n_examples, 'held-out list')} are ranked right"
     else:
         counted = count(n_examples, "pair")
         text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response "
-        text += "gained on the rejected one" if run.has_reference else "is rated above the rejected one"
-    if not run.has_reference and len(values) > 1 and examples[0] == 0:
+        text += "gained on the rejected one" if has_reference else "is rated above the rejected one"
+    if not has_reference and len(values) > 1 and examples[0] == 0:
         text += f", {percent(values[0])} before training"
     if round(n) != n_examples:
         counted += f", which count as {round(n):,},"
-    return f"{text}{_judge(interval, n, counted)}."
+    return f"{text}{_judge(share_interval(accuracy, n), n, counted)}."
 
 
-def _describe_auc(run: Run, auc: float) -> str:
+def _describe_auc(run: Run) -> str:
     """Say what the ranking of held-out labels proves."""
+    auc = run.eval.last("rewards_eval/auc")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
     share = n_effective(run) / max(run.count("test.examples"), 1)
     numbers = {name: run.count(f"test.{name}") * share for name in ("desirable", "undesirable")}

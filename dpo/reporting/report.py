@@ -12,11 +12,11 @@ from dpo.reporting.events import Callback, Evaluation, RunContext, Sample
 from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_SECS = 120  # longest time to wait for a report
+LAST_SECS = 120  # longest time to wait for the last report
 
 
 class ReportWriter(Callback):
-    """Callback that runs `python -m dpo.analysis` in the background.
+    """Callback that runs `python -m dpo.analysis.page` in the background.
 
     Training neither waits for that process nor fails with it. There is one at a time: if it still runs at an
     evaluation, the next report includes that evaluation. Only a failure of the last report is logged.
@@ -25,7 +25,6 @@ class ReportWriter(Callback):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._process: subprocess.Popen | None = None
-        self._failure = ""  # why there is no report
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -40,50 +39,40 @@ class ReportWriter(Callback):
 
     def _update(self) -> None:
         if self._process is None or self._process.poll() is not None:
-            self._finish(LAST_SECS)
-            self._begin()
+            self._process = self._begin(stderr=subprocess.DEVNULL)
+
+    def _begin(self, *options: str, stderr: int) -> subprocess.Popen:
+        run_dir = self.context.run_dir.absolute()
+        return subprocess.Popen(
+            [sys.executable, "-m", "dpo.analysis.page", str(run_dir), str((run_dir / REPORT).parent), *options],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
+        )
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        self._finish(0)  # kills a report that was started at an evaluation, as that report lacks the run's end
-        self._begin("--ended")
-        self._finish(LAST_SECS)
-        run_dir = self.context.run_dir
-        failure = f"warning: the report was not written: {self._failure}; to write it, run python -m scripts.report"
-        self.context.log(f"{failure} {run_dir}" if self._failure else f"report: {run_dir / REPORT}")
-
-    def _begin(self, *options: str) -> None:
-        run_dir = self.context.run_dir.absolute()
-        command = [sys.executable, "-m", "dpo.analysis", str(run_dir), str((run_dir / REPORT).parent), *options]
-        self._failure = ""
+        if self._process is not None:  # that report lacks the run's end
+            self._kill(self._process)
+        process = self._begin("--ended", stderr=subprocess.PIPE)
+        failure = ""
         try:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
-            )
-        except OSError as error:
-            self._failure = str(error)
-
-    def _finish(self, secs: float) -> None:
-        """Wait for the process at most `secs`, then kill it."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            _, errors = process.communicate(timeout=secs)
+            _, errors = process.communicate(timeout=LAST_SECS)
+            if process.returncode:  # the last line of a traceback is its message
+                failure = errors.decode("utf-8", "replace").strip().rpartition("\n")[2][:300] or "it was killed"
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.dpo.*.{process.pid}.tmp"):
-                unfinished.unlink()
-            self._failure = f"it took more than {secs} s"
-            return
-        if process.returncode:
-            lines = [line for line in errors.decode("utf-8", "replace").split("\n") if line.strip()]
-            # the last line of a traceback is its message
-            self._failure = lines[-1][:300] if lines else f"exit status {process.returncode}"
+            self._kill(process)
+            failure = f"it took more than {LAST_SECS} s"
+        run_dir = self.context.run_dir
+        failed = f"warning: the report was not written: {failure}; to write it, run python -m scripts.report {run_dir}"
+        self.context.log(failed if failure else f"report: {run_dir / REPORT}")
+
+    def _kill(self, process: subprocess.Popen) -> None:
+        """End a process, and remove what it has not finished."""
+        process.kill()
+        process.communicate()
+        for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.dpo.*.{process.pid}.tmp"):
+            unfinished.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -14,13 +13,11 @@ import numpy as np
 import pytest
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import draw_all, list_charts, make_lines, smooth
+from dpo.analysis.curves import draw_all, plan_charts, running_mean
 from dpo.analysis.page import list_settings, render, write_report
 from dpo.analysis.runs import read_runs
 
 EVIL = "<script>alert(1)</script><img src=x onerror=\"alert('2')\">{{ 7 * 7 }}</p></style>&lt;\u202e"
-PNG = b"\x89PNG\r\n\x1a\n"
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def lines(n: int = 40) -> list[dict]:
@@ -34,15 +31,12 @@ def lines(n: int = 40) -> list[dict]:
 
 def made(folder: Path, *, name: str = "made", n: int = 40, **more) -> Path:
     config = {"exp_name": name, "seed": 0, **more.pop("config", {})}
-    samples = [
-        sample(0, "before", "the reference", prompt="Why?"),
-        sample(160, "after", "the reference", prompt="Why?"),
-    ]
+    samples = [sample(n, text, "the reference", prompt="Why?") for n, text in ((0, "before"), (160, "after"))]
     return write_run(folder, lines(n), config=config, **{"samples": samples, **more})
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text in each kind."""
+    """The elements of a page, and the text in each kind, on one line."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -50,10 +44,12 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.texts: dict[str, str] = {}
         self.feed(text)
+        assert self.open == []
+        self.texts = {tag: " ".join(text.split()) for tag, text in self.texts.items()}
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "source", "br", "link"):
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -66,17 +62,12 @@ class Page(HTMLParser):
 
 def page_of(*runs: Path) -> Page:
     """The page without curves."""
-    page = Page(render(read_runs(runs), []))
-    assert page.open == []
-    return page
+    return Page(render(read_runs(runs), []))
 
 
 def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
     """The labels of the lines of each chart."""
-    read = read_runs(runs)
-    return {
-        chart.name: [line.label for line in lines] for chart in list_charts(read) if (lines := make_lines(chart, read))
-    }
+    return {chart.name: [line.label for line in lines] for chart, lines in plan_charts(read_runs(runs))}
 
 
 @pytest.mark.slow
@@ -86,16 +77,15 @@ def test_curves_are_files_and_in_the_page(tmp_path):
     names = {"loss", "accuracy", "margin", "rewards", "logps", "grad_norm", "lr", "throughput", "memory"}
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert files == {"report.html"} | {f"{name}.png" for name in names}
-    assert all((tmp_path / "out" / name).read_bytes().startswith(PNG) for name in files - {"report.html"})
+    assert all((tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     assert len({image["src"] for image in images}) == len(names)
-    assert all(len(image["alt"]) > 40 for image in images)
+    assert images[0]["alt"].startswith("Loss against examples. training from 0.6 to 0.6; evaluation from 0.69 to 0.5.")
     for image in images:  # each has the colours of light and dark pages
         kind, _, svg = image["src"].partition(",")
         assert kind == "data:image/svg+xml;base64"
-        picture = ElementTree.fromstring(base64.b64decode(svg))
-        [colors] = [style.text for style in picture.iter(f"{SVG}style") if "--ink" in style.text]
-        assert "@media(prefers-color-scheme:dark)" in colors
+        ElementTree.fromstring(base64.b64decode(svg))
+        assert b"@media(prefers-color-scheme:dark)" in base64.b64decode(svg)
         used = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", base64.b64decode(svg).decode()))
         assert {"var(--card)", "var(--muted)", "var(--plot-0)"} <= used
         assert not [color for color in used if color.startswith("#")]
@@ -107,15 +97,13 @@ def test_the_page_needs_nothing_else_and_runs_no_code(tmp_path):
     assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "form", "base"} == set()
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
-        assert all(
-            str(attributes.get(name, "#")).startswith(("#", "data:image/")) for name in ("href", "src", "srcset")
-        )
+        assert attributes.get("src", "data:image/").startswith("data:image/")
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; img-src data:; ")
     assert not re.search(r"url\(|@import", page.texts["style"])
 
 
-def test_every_text_of_a_run_is_escaped(tmp_path):
+def test_texts_of_models_and_settings_cannot_become_markup(tmp_path):
     run = made(
         tmp_path / "run",
         name=EVIL,
@@ -123,15 +111,11 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
         env={"platform": EVIL, "gpus": [EVIL], "packages": {"torch": EVIL}, "git_commit": EVIL, "python": EVIL},
         samples=[sample(160, EVIL, EVIL, prompt=EVIL), sample(160, "\ud800 half a letter", None, prompt="p")],
     )
-    other = made(tmp_path / "other", name=f"other {EVIL}", config={"lr": 1})
-
-    pages = page_of(run), page_of(run, other)
-    for page in pages:
-        assert {tag for tag, _ in page.elements} & {"script"} == set()
-        assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")
+    for page in page_of(run), page_of(run, made(tmp_path / "other", name=f"other {EVIL}", config={"lr": 1})):
+        assert {tag for tag, _ in page.elements} & {"script", "img"} == set()
         assert page.texts["body"].count(EVIL) > 3
-    page = pages[1]
-    assert "49" not in re.findall(r"\d+", page.texts["h1"])
+    picture = ElementTree.fromstring(next(draw_all(read_runs([run, made(tmp_path / "third")]))).svg)
+    assert EVIL[:46] + "..." in picture.itertext()
 
 
 def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_prompts(tmp_path):
@@ -143,11 +127,9 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     samples = [drawn(80, "old", "older"), *good[:3], flipped, *good[3:]]
     settings = {"name": "online", "n_samples": 3, "scorer": "keyword"}
     run = write_run(tmp_path / "run", logged, samples=samples, config={"online": settings})
-    page = page_of(run)
-    text = page.texts["main"]
+    text = page_of(run).texts["main"]
     assert "older" not in text
     assert [text.count(f"good {i}") for i in range(5)] == [1, 1, 1, 0, 0]
-    assert EVIL in text
     assert text.index("best: score 2, 3 tokens") < text.index("another: score 1, 2 tokens") < text.index("worst: score")
     assert "worst: score 0, 1 token, cut off" in text
     assert "best, rejected: score" in text
@@ -155,35 +137,26 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     assert "online, 3 answers scored by keyword" in text
     assert {"online_score", "online_kl", "online_answers", "held_out_score", "win_rate"} <= drawn_charts([run]).keys()
     assert not any(name.startswith("online") for name in drawn_charts([made(tmp_path / "other")]))
-    [described] = [picture.alt for picture in draw_all(read_runs([run])) if picture.name == "win_rate"]
-    assert "evaluation from 62 % to 62 %" in described
 
 
 def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
-    page = page_of(made(tmp_path / "run"))
-    sides = [
-        attributes["class"] for tag, attributes in page.elements if attributes.get("class", "").startswith("side ")
-    ]
-    assert sides == ["side policy", "side reference"]
-    text = " ".join(page.texts["section"].split())
-    assert "Prompt Why? Policy after 160 examples after Reference the reference" in text
-    assert "before" not in text.split("Prompt Why?")[1].split("Settings")[0]
+    text = page_of(made(tmp_path / "run")).texts["section"]
+    assert "Prompt Why? Policy after 160 examples after Reference the reference Settings" in text
 
     alone = [sample(n, text, prompt="Why?") for n, text in ((0, "gibberish"), (160, "because"))]
-    text = " ".join(page_of(made(tmp_path / "alone", samples=alone)).texts["section"].split())
+    text = page_of(made(tmp_path / "alone", samples=alone)).texts["section"]
     assert "Policy after 160 examples because Policy before training gibberish" in text  # there is no reference
 
 
 def test_chats_are_shown_as_turns_without_control_tokens(tmp_path):
-    prompt = "<|im_start|>system\nYou are a lamp.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    turns = {"turns": "user: Why?"}
-    samples = [{**sample(160, answer, None, prompt=prompt + answer), **turns} for answer in ("because", "so")]
-    text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
+    prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    samples = [{**sample(160, "because", prompt=prompt), "turns": "user: Why?"}]
+    text = page_of(made(tmp_path / "run", samples=samples)).texts["section"]
     assert "Prompt user: Why? Policy after 160 examples because" in text
     assert "<|im_" not in text
 
 
-def test_settings_that_differ_between_runs_are_a_table(tmp_path):
+def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one_line_each(tmp_path):
     rates = {"a": 1e-6, "b": 2e-6}
     runs = [made(tmp_path / name, name=name, n=30, config={"lr": rate}) for name, rate in rates.items()]
 
@@ -191,12 +164,21 @@ def test_settings_that_differ_between_runs_are_a_table(tmp_path):
     page = page_of(*runs)
     assert "best 80 % at 120 examples" in page.texts["span"]
     assert "2 runs compared" in page.texts["h1"]
-    assert page.texts["thead"].startswith("runHeld-out accuracy")
     assert page.texts["td"].count("30 of 30 updates") == 2
+    charts = drawn_charts(runs)
+    assert charts["loss"] == charts["rewards-chosen"] == charts["lr"] == ["a", "b"]
 
     alone = dict(list_settings(read_runs(runs[1:])))  # from the defaults
     assert alone["lr"] == ["2e-06"]
     assert not {"seed", "batch_size"} & alone.keys()
+
+
+def test_runs_of_different_losses_are_not_compared_by_loss(tmp_path):
+    sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
+    other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
+    charts = drawn_charts([made(tmp_path / "dpo"), other])
+    assert "loss" not in charts
+    assert charts["margin"] == ["made"]
 
 
 def test_a_run_with_an_adapter_says_what_is_trained(tmp_path):
@@ -204,70 +186,29 @@ def test_a_run_with_an_adapter_says_what_is_trained(tmp_path):
     counts = {"parameters": {"trainable": 2_442_240, "total": 136_957_248}}
     page = page_of(made(tmp_path / "lora", env=counts, config={"lora": lora}))
     assert "loss=dpo with beta 0.1 \u00b7 lora=lora with r 8, alpha 32, reference base \u00b7 model" in page.texts["p"]
-    assert "trainable parameters2.44M of 137M" in page.texts["tr"].replace("\n", "")
-    assert "rainable" not in page_of(made(tmp_path / "old")).texts["body"]  # was not recorded
+    assert "trainable parameters2.44M of 137M" in page.texts["tr"]
 
 
-def test_losses_of_different_kinds_are_different_pictures(tmp_path):
-    sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
-    other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
-    drawn = drawn_charts([made(tmp_path / "dpo"), other])
-
-    assert drawn["loss-dpo"] == drawn["margin"] == ["made"]
-    assert drawn["loss-sft"] == ["s"]
-    assert drawn["lr"] == ["made", "s"]
-    assert drawn["rewards-chosen"] == ["made"]  # each metric of several runs has a picture
-
-
-def test_a_picture_is_well_formed_whatever_a_run_is_called(tmp_path):
-    names = [f"{EVIL}\x1b[2J", "half \ud800 a letter"]
-    runs = read_runs([made(tmp_path / f"{i}", name=name) for i, name in enumerate(names)])
-    texts = list(ElementTree.fromstring(next(draw_all(runs)).svg).itertext())
-    assert EVIL[:46] + "..." in texts
-
-
-def test_the_running_mean_is_centred():
-    values = np.array([0.0, 3.0, np.nan, 6.0, 0.0, 0.0])
-    at, course = smooth(values, width=3)
-    assert (at.tolist(), course.tolist()) == ([*range(6)], [1.5, 1.5, 4.5, 3.0, 2.0, 0.0])
-    assert smooth(values, width=3, robust=True)[1].tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
+def test_the_running_mean_is_centred_and_its_window_is_cut_at_both_ends():
+    means = running_mean(np.array([0.0, 3.0, 6.0, 0.0, 0.0, 6.0]))
+    assert means.tolist() == [3.0, 2.25, 1.8, 3.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])
 def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
     run = write_run(tmp_path / "run", lines()[:n_lines], updates=40)
-    page = page_of(run)
-    assert not any("warning" in str(attributes.get("class")) for _, attributes in page.elements)
-    if n_lines < 3:
-        (run / "config.yaml").unlink()
-        (run / "env.json").unlink()
-        (run / "preflight.json").unlink()
-        (run / "samples.jsonl").unlink()
-        assert "config.yaml is missing" in page_of(run).texts["main"]
-
-
-def test_headings_go_down_by_one_and_every_part_of_the_navigation_is_there(tmp_path):
-    one, another = made(tmp_path / "a"), made(tmp_path / "b", name="b")
-    for runs, parts in (
-        ([one], ["summary", "findings", "samples", "settings", "cost"]),
-        ([one, another], ["summary", "settings"]),
-    ):
-        page = page_of(*runs)
-        levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
-        assert levels[0] == 1
-        assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
-        ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-        links = [attributes["href"][1:] for tag, attributes in page.elements if tag == "a"]
-        assert len(set(ids)) == len(ids)
-        assert set(links) <= set(ids)
-        assert links == parts  # there are no curves here
+    assert "Nothing looks wrong" in page_of(run).texts["main"]
+    for name in ("config.yaml", "env.json", "preflight.json", "samples.jsonl"):
+        (run / name).unlink()
+    assert "config.yaml is missing" in page_of(run).texts["main"]
 
 
 def test_all_warnings_of_all_runs_are_listed(tmp_path):
     one, other = made(tmp_path / "a"), made(tmp_path / "b", name="b")
     (one / "log.txt").write_text("begins\nwarning: a cable is loose\nwarning: a cable is loose\nwarning: it rains\n")
-    assert "a cable is loose (2 times)it rains" in page_of(one).texts["li"]
-    assert "2 warnings." in page_of(one).texts["p"]
+    page = page_of(one)
+    assert "a cable is loose (2 times)it rains" in page.texts["li"]
+    assert "2 warnings." in page.texts["p"]
     (other / "log.txt").write_text("warning: it snows\n")
     assert "made: it rains" in page_of(one, other).texts["li"]
     assert "b: it snows" in page_of(one, other).texts["li"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
-from dpo.analysis.page import describe_machine, list_results, measure_cost
+from dpo.analysis.page import list_results, measure_cost
 from dpo.analysis.runs import read_run, read_runs
 from dpo.errors import InputError
 
@@ -17,24 +17,12 @@ LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
 
 def test_a_complete_run(tmp_path):
-    run = read_run(write_run(tmp_path / "run", LINES, samples=[sample(8, "yes", "no")]))
+    run = read_run(write_run(tmp_path / "run", LINES, samples=[sample(8, "yes", "no"), drawn(8)]))
 
-    assert (run.name, run.loss, run.updates, run.examples, run.problems) == ("made", "dpo", 2, 8, [])
+    assert (run.name, run.objective.name, run.updates, run.examples, run.problems) == ("made", "dpo", 2, 8, [])
     assert run.state == ("complete", "complete after 2 of 2 updates")
     assert run.eval["loss/eval"].tolist() == [0.69, 0.6]
-    assert run.samples == [sample(8, "yes", "no")]
-
-
-def test_drawn_answers_are_read_apart_from_samples_and_odd_lines_are_a_problem(tmp_path):
-    kept = drawn(8)
-    odd = [
-        *({**kept, name: value} for name, value in (("best", 2), ("worst", True), ("completions", "x"), ("prompt", 1))),
-        {**kept, "completions": [{**kept["completions"][0], "score": "high"}, kept["completions"][1]]},
-    ]
-    run = read_run(write_run(tmp_path, LINES, samples=[sample(8, "yes"), kept, *odd]))
-    assert (run.samples, run.drawn) == ([sample(8, "yes")], [kept])
-    assert run.problems == ["samples.jsonl: 5 of 7 lines cannot be read, and are left out (3, 4, 5, 6, 7)"]
-    assert not run.online  # by its settings and metrics
+    assert (run.samples, run.drawn) == ([sample(8, "yes", "no")], [drawn(8)])
 
 
 def test_a_run_that_is_training_holds_its_lock(tmp_path):
@@ -51,7 +39,7 @@ def test_a_run_that_was_stopped_or_aborted(tmp_path):
     folder = write_run(tmp_path, LINES[:3], updates=10)
     for name, state in (
         ("step-4", ("ended", "crashed or killed after 2 of 10 updates, last checkpoint after 4 examples")),
-        ("step-8", ("stopped", "stopped after 2 of 10 updates, and saved there: resume=auto continues it")),
+        ("step-8", ("stopped", "stopped after 2 of 10 updates")),
         ("nonfinite-3", ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")),
     ):
         (folder / name).mkdir()
@@ -65,46 +53,34 @@ def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_prob
     run = read_run(folder)
     assert (len(run.train), run.problems) == (2, [])
 
-    (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"split": 3}\n\n' + whole.encode())
+    (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"split": 3}\n' + whole.encode())
     run = read_run(folder)
     assert len(run.train) == 2
-    assert run.problems == ["metrics.jsonl: 3 of 8 lines cannot be read, and are left out (1, 2, 3)"]
+    assert run.problems == ["metrics.jsonl: 3 lines cannot be read and left out, the first is line 1"]
 
 
-def test_null_and_other_types_are_nan(tmp_path):
-    odd = [None, "0.5", True, [1], 10**400, float("nan"), float("inf"), 0.25]
-    folder = write_run(tmp_path, [update(i, **{"loss/train": value}) for i, value in enumerate(odd, start=1)])
-
-    values = read_run(folder).train["loss/train"]
-
-    assert np.isnan(values).tolist() == [True] * 7 + [False]
-    assert values[-1] == 0.25
+def test_numbers_that_are_missing_or_huge_are_gaps(tmp_path):
+    odd = [None, "x", True, 1e300, 0.5]
+    run = read_run(write_run(tmp_path, [update(i + 1, grad_norm=value) for i, value in enumerate(odd)]))
+    assert np.isnan(run.train["grad_norm"]).tolist() == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "preflight.json", "metrics.jsonl", "samples.jsonl"])
-@pytest.mark.parametrize("what", ["missing", "empty", "junk", "a directory", "a list"])
-def test_every_file_may_be_missing_or_odd(tmp_path, name, what):
-    folder = write_run(tmp_path, LINES, samples=[sample(8, "yes")])
-    (folder / name).unlink()
-    if what == "a directory":
-        (folder / name).mkdir()
-    elif what != "missing":
-        (folder / name).write_bytes({"empty": b"", "junk": b"\x00{[\xff\n]", "a list": b"[1, 2]\n"}[what])
-
+@pytest.mark.parametrize("content", [None, b"\xff{[", b"[1]\n"])
+def test_a_file_that_is_missing_or_damaged_is_a_problem_and_the_rest_is_read(name, content, tmp_path):
+    folder = write_run(tmp_path / "run", LINES, samples=[sample(8, "yes")])
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content + b"\n")
     run = read_run(folder)
-
-    assert run.state.word
-    if what != "empty" or not name.endswith("l"):  # no lines and no settings are no fault
-        assert [problem.split(":")[0].split(" ")[0] for problem in run.problems] == [name]
+    assert [problem.split(" ")[0].rstrip(":") for problem in run.problems] == [name]
+    list_results(run, measure_cost(run))
 
 
-@pytest.mark.parametrize("where", ["nowhere", "file", "empty", "run/step-8", "run/metrics.jsonl"])
+@pytest.mark.parametrize("where", ["nowhere", "file", "run/step-8"])
 def test_another_path_is_refused_in_one_sentence(tmp_path, where):
     folder = write_run(tmp_path / "run", LINES)
     (folder / "step-8").mkdir()
-    (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=rf"{where}.*: give the directory of|it has neither config.yaml nor"):
+    with pytest.raises(InputError, match=f"{where} is no run: give the directory of a run"):
         read_run(tmp_path / where)
 
 
@@ -128,28 +104,25 @@ def test_time_tokens_and_hours_worked_by_hand(tmp_path):
 
     They run at 2 examples and 100 tokens a second; the run ends 36 s after its start.
     """
-    folder = write_run(tmp_path, LINES, env={"ended": "2026-11-22T08:00:36+01:00"})
-    cost = measure_cost(read_run(folder))
-    assert (cost.updating_secs, cost.elapsed_secs, cost.tokens, cost.devices, cost.kind) == (4, 36, 400, 2, "CPU")
-    assert cost.device_hours == pytest.approx(36 * 2 / 3600)
-    assert not cost.updates_alone
+    ended = {"ended": "2026-11-22T08:00:36+01:00"}
+    run = read_run(write_run(tmp_path, LINES, env=ended))
+    cost = measure_cost(run)
+    assert (cost.updating_secs, cost.secs, cost.tokens, cost.devices, cost.kind) == (4, 36, 400, 2, "CPU")
+    assert list_results(run, cost)["CPU-hours"] == ("0.02", "2 CPUs")
 
-    resumed = read_run(write_run(tmp_path, LINES, env={"ended": "2026-11-22T08:00:36+01:00", "seconds_before": 60}))
-    assert measure_cost(resumed).elapsed_secs == 96
+    resumed = read_run(write_run(tmp_path, LINES, env={**ended, "seconds_before": 60}))
+    assert measure_cost(resumed).secs == 96
 
     env = {"gpus": ["H100"] * 8, "processes": 16, "started": None}  # two machines, of which one is seen
     cost = measure_cost(read_run(write_run(tmp_path, LINES, env=env)))
     assert (cost.secs, cost.devices, cost.kind) == (4, 16, "GPU")
 
 
-@pytest.mark.parametrize("ended", [None, 3, "soon", "2026-11-22T07:00:36", "2026-11-22T07:00:02+00:00"])
-def test_without_a_known_end_time_is_that_of_the_updates_whenever_files_were_written(tmp_path, ended):
+@pytest.mark.parametrize("ended", [None, "soon", "2026-11-22T07:00:36", "2026-11-22T07:00:02+00:00"])
+def test_without_a_known_end_time_is_that_of_the_updates(tmp_path, ended):
     run = read_run(write_run(tmp_path, LINES, env={"ended": ended}))
-    cost = measure_cost(run)
-    assert (cost.secs, cost.updates_alone) == (4, True)
-    results = list_results(run, cost)
+    results = list_results(run, measure_cost(run))
     assert (results["Time"], results["CPU-hours"]) == (("4 s", "in updates alone"), ("0.0022", "2 CPUs"))
-    assert describe_machine(run, cost)["time in updates"] == "4 s"
 
 
 def test_a_run_that_trains_has_taken_the_time_till_now(tmp_path):

@@ -34,19 +34,9 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
 @pytest.mark.parametrize(
     ("n", "prompts", "accuracy", "says"),
     [
-        (
-            5,
-            5,
-            1.0,
-            f"{GAINED[0]}5 of 5{GAINED[1]} (95 % interval 48 % to 100 %): 5 pairs are too few to judge; about 100",
-        ),
+        (5, 5, 1.0, f"{GAINED[0]}5 of 5{GAINED[1]} (95 % interval 48 % to 100 %): 5 pairs are too few to judge"),
         (1, 1, 1.0, "1 pair is too few to judge; about 100 would do."),
-        (
-            256,
-            256,
-            2 / 3,
-            f"{GAINED[0]}171 of 256{GAINED[1]} (95 % interval 61 % to 73 %): better than by chance.",
-        ),
+        (256, 256, 2 / 3, f"{GAINED[0]}171 of 256{GAINED[1]} (95 % interval 61 % to 73 %): better than by chance."),
         (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do."),  # of 20 prompts
         (256, 256, 0.5, "no better than by chance"),
         (256, 256, 0.3, "worse than by chance"),
@@ -67,7 +57,7 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
         (0, 8, 0.05, "The model changed, but not its answers: none of 8 answers to held-out prompts differs"),
         (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers to held-out prompts differs from those"),
         (0, 8, 1e-4, "The model hardly changed: none of 8 answers"),
-        (0, 1, 1e-9, "The model did not change: none of 1 answer to held-out prompts differs from the one before"),
+        (0, 8, 1e-9, "The model did not change: none of 8 answers to held-out prompts differs from those before"),
         (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
         (0, 0, 1e-4, "The model hardly changed: the log-probability per token"),
         (0, 0, 1e-9, "The model did not change: the log-probability per token"),
@@ -91,17 +81,13 @@ def test_the_verdict_says_how_much_the_model_changed(tmp_path, differ, of, chang
 
 
 def test_without_an_evaluation_before_training_the_change_is_that_from_the_reference(tmp_path):
-    last = evaluation(1, 0.6, **rewards("eval", 0.1, -0.3), **{"logps_eval/chosen": -50.0, "logps_eval/rejected": -70})
-    model = {"policy_dtype": "float32", "reference_dtype": "bfloat16"}
-    assert "moved: chosen +0.05, rejected \u22120.15 (rounding: 0.03)." in judge(
-        tmp_path, last, config={"model": model}
-    )
-    small = evaluation(
-        1, 0.6, **rewards("eval", 1e-3, -1e-3), **{"logps_eval/chosen": -50.0, "logps_eval/rejected": -70}
-    )
-    assert "Whether the model changed cannot be told: the log-probability per token" in judge(
-        tmp_path / "small", small, config={"model": model}
-    )
+    config = {"model": {"policy_dtype": "float32", "reference_dtype": "bfloat16"}}
+    logps = {"logps_eval/chosen": -50.0, "logps_eval/rejected": -70}
+    large, small = (evaluation(1, 0.6, **rewards("eval", x, -3 * x), **logps) for x in (0.1, 3e-4))
+    moved = "moved: chosen +0.05, rejected \u22120.15 (rounding: 0.03)."
+    assert moved in judge(tmp_path / "large", large, config=config)
+    hidden = "Whether the model changed cannot be told: the log-probability per token"
+    assert hidden in judge(tmp_path / "small", small, config=config)
 
 
 @pytest.mark.parametrize(

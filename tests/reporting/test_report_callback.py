@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 
 import pytest
-from support.records import evaluation, update, write_run
 from support.runs import assert_gone
 
 from dpo.reporting import report
@@ -41,7 +39,7 @@ def program(tmp_path, monkeypatch):
 
     def put(then: str) -> None:
         monkeypatch.setattr(report, "ROOT", tmp_path / "root")
-        file = tmp_path / "root" / "dpo" / "analysis" / "__main__.py"
+        file = tmp_path / "root" / "dpo" / "analysis" / "page.py"
         file.parent.mkdir(parents=True)
         file.write_text(PROGRAM.format(then=then))
 
@@ -115,17 +113,3 @@ def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
 
     assert begun not in os.listdir(folder)
     assert ".report.html.dpo.host.1.tmp" in os.listdir(folder)
-
-
-@pytest.mark.slow
-def test_while_it_trains_the_report_says_so(tmp_path):
-    """The page is written beside a run that holds its lock."""
-    run_dir = write_run(tmp_path / "run", [evaluation(0, 0.69), update(1)], updates=4)
-    writer = ReportWriter(RunContext(make_plan({"report": True}), run_dir, 0, None, print))
-    with (run_dir / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        writer.on_evaluation(EVALUATION)
-        wait_for(lambda: writer._process.poll() is not None)
-    page = (run_dir / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Still training, 1 of 4 updates so far" in page
-    assert not [name for name in os.listdir(run_dir / "report") if name.startswith(".")]

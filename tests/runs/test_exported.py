@@ -168,4 +168,4 @@ def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path,
         f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; LATEST has "
         f"rewards_eval/accuracies {found[max(found)]:.4g}"
     ]
-    assert "An earlier checkpoint is better" in {f.title for f in find_all(read_run(tmp_path / "run"))}
+    assert "An earlier checkpoint is better" in {rule.title for rule, _ in find_all(read_run(tmp_path / "run"))}
