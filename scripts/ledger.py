@@ -51,7 +51,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         raise InputError(problems[0] if problems else "config.yaml is empty")
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_custom_data else ()
     keys = ("local_dirs", "dataset_sources", "list_pairs", *tokenizer_keys)
-    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, keys=keys)
+    plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", prefixes=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
     if has_custom_data:

@@ -22,8 +22,7 @@ import yaml
 from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
 
 from dpo.losses import LOSSES
-from dpo.settings.command_line import check_command_line
-from dpo.settings.files import help_text
+from dpo.settings.command_line import check_command_line, help_text
 from dpo.system.signals import SIGNALS
 
 SCRIPT = str(ROOT / "train.py")
@@ -202,7 +201,7 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
         lines[1:],
         [
             "unknown key exp_nam: did you mean exp_name?",
-            "model=pythia2 does not exist: did you mean pythia28, ",
+            "model=pythia2 does not exist: did you mean pythia28?",
             "unknown key lrr: did you mean lr?",
             "exp_name is not set",
             "lr=-1 must be a number above 0",

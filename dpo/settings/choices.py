@@ -5,31 +5,10 @@ Imports no torch. The tables that map the names to code are beside that code; te
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_LISTED = 12  # names; if there are more, a message gives the command that lists them
-MAX_SUGGESTED = 5  # names
-
-
-def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
-    """Explain that a value is unknown, and suggest similar names.
-
-    The sentence lists the names if there are at most MAX_LISTED, and otherwise says how to list them.
-    """
-    by_lower_case = {name.lower(): name for name in sorted(names)}
-    lower = value.lower()
-    similar = [lower] if lower in by_lower_case else difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
-    question = ""
-    if similar:
-        question = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?"
-    if len(names) <= MAX_LISTED:
-        sentence = f"{key}={value} is not one of {', '.join(sorted({*names}))}"
-        return f"{sentence}: {question}" if question else sentence
-    command = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
-    sentence = f"{key}={value} does not exist"
-    return f"{sentence}: {question} {command}" if question else f"{sentence}; {command}"
+BUILT_IN = ("hh", "shp", "se", "demo")  # datasets that preference_datasets.py loads
 
 
 def join_with_or(words: Sequence[str]) -> str:

@@ -10,9 +10,8 @@ import itertools
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import hydra
@@ -23,14 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError, one_sentence
-from dpo.settings.choices import explain_unknown
-from dpo.settings.files import CONFIG_DIR, GROUPS, OPEN_MAPPINGS, UNRESOLVED, dotted, help_text, load_file
+from dpo.settings.files import CONFIG_DIR, GROUPS, OPEN_MAPPINGS, dotted
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, find_value_problem
+from dpo.settings.validation import WEIGHTS, explain_unknown, explain_unknown_key, find_problems
 from dpo.system.host import is_rank_0
 from dpo.system.launching import find_rank_env
-from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact, secrets_in
 
 MULTIRUN = ("-m", "--multirun")
@@ -45,9 +42,6 @@ SHOWING_CONFIG = ("-c", "--cfg")
 COMPOSITION_ERRORS = (
     HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError,
 )  # fmt: skip
-NEEDS_QUOTES = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
-HYDRA_SYNTAX = re.compile(r"""[\[\]{},'"]""")  # of lists, mappings and quotes
-GLOB = re.compile(r"=\s*glob\(")
 
 # Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
 ALLOWED_HYDRA_KEYS = (
@@ -92,10 +86,12 @@ class CommandLine(NamedTuple):
         path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
         return [f"hydra.searchpath=['file://{path}']"]
 
-    @property
-    def directories(self) -> list[Path]:
-        """The directories of config files."""
-        return [CONFIG_DIR] if self.config_dir is None else [CONFIG_DIR, Path(self.config_dir)]
+    def list_options(self, group: str) -> list[str] | None:
+        """List the options of a group, with the user's; None if it is no group."""
+        folders = [Path(directory, group) for directory in (CONFIG_DIR, self.config_dir) if directory is not None]
+        if not any(folder.is_dir() for folder in folders):
+            return None
+        return sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
@@ -129,6 +125,9 @@ def exit_on(problems: list[str]) -> None:
     sys.exit(2)
 
 
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
 def parse(arguments: list[str]) -> CommandLine:
     """Parse a command line; raises InputError for an option that is unknown, abbreviated or refused."""
     options, overrides, config_dir = [], [], None
@@ -145,17 +144,13 @@ def parse(arguments: list[str]) -> CommandLine:
             value = next(remaining, "")
             words.append(value)
         if name in CONFIG_DIR_OPTIONS:
-            if not value:
-                raise InputError(f"{name} needs a directory: {name} DIR")
+            if not Path(value).is_dir() or not value:
+                raise InputError(f"{name}={value} is not a directory")
             config_dir = value
         else:
             options += words
-    for previous, override in itertools.pairwise(["", *overrides]):  # as in `lr = 3`
-        if override.startswith("="):
-            key = previous if previous and "=" not in previous else "NAME"
-            raise InputError(f"{key} {override}: write {key}=VALUE, with no spaces around =")
     line = CommandLine(options, overrides, config_dir)
-    return line._replace(overrides=[_sign(override, line) for override in _add_path_keys(overrides)])
+    return line._replace(overrides=[_sign(override, line) for override in overrides])
 
 
 def parse_key(override: str) -> str:
@@ -168,8 +163,8 @@ def split_sweep(override: str) -> list[str]:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return []  # `_explain_syntax` says why
-    if GLOB.search(override) or not parsed.is_discrete_sweep():
+        return []  # `_explain_override` says why
+    if not parsed.is_discrete_sweep() or "glob(" in override:
         return []
     return [f"{override.split('=', 1)[0]}={value}" for value in parsed.sweep_string_iterator()]
 
@@ -182,28 +177,16 @@ def _sign(override: str, line: CommandLine) -> str:
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
-    if _is_group(key, line):
+    if line.list_options(key.partition("@")[0]) is not None:
         return f"+{override}" if override.startswith("experiment=") else override  # none is chosen by default
+    has_other_keys = any(parse_key(other).startswith(f"{key}.") for other in line.overrides)
+    if key.startswith("dataset_sources.") and has_other_keys:
+        override = override.replace("=", ".path=", 1)
     return f"++{override.lstrip('+')}"
-
-
-def _is_group(key: str, line: CommandLine) -> bool:
-    return any((directory / key.partition("@")[0]).is_dir() for directory in line.directories)
 
 
 def _is_hydra_key(key: str) -> bool:
     return re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
-
-
-def _add_path_keys(overrides: list[str]) -> list[str]:
-    """Write `dataset_sources.NAME=PATH` as `dataset_sources.NAME.path=PATH` beside another key of NAME."""
-    keys = [parse_key(override) for override in overrides]
-    sources = [key for key in keys if key.startswith("dataset_sources.")]
-    mappings = {source for source in sources if any(key.startswith(f"{source}.") for key in keys)}
-    return [
-        override.replace("=", ".path=", 1) if key in mappings and "={" not in override else override
-        for override, key in zip(overrides, keys, strict=True)
-    ]
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
@@ -215,8 +198,6 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     There is no plan if Hydra is to show something. The jobs of a sweep are all checked. Raises InputError for wrong
     variables of a launcher.
     """
-    if unusable := list(_find_unusable_files(line)):
-        return None, unusable
     refused: dict[str, str] = {}
     for override in line.overrides:
         if sentence := _explain_override(override, line):
@@ -227,11 +208,9 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     if line.has_option(*SHOWING):
         return None, problems
 
-    def is_unknown(key: str) -> bool:
-        """Return whether a refused override would have set the key."""
-        return key in refused or key.startswith(tuple(f"{group}." for group in refused))
-
-    accepted = [override for override in line.overrides if not is_unknown(parse_key(override))]
+    # what depends on a refused override is not known
+    unknown = tuple(f"{key}." for key in refused)
+    accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
     plan = None
     for job in itertools.product(*(split_sweep(override) or [override] for override in accepted)):
         try:
@@ -242,9 +221,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
         if line.has_option(*SHOWING_CONFIG):
             continue
         plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-        known = {key: value for key, value in plan.values.items() if not is_unknown(key)}
-        known |= dict.fromkeys(refused, UNRESOLVED)
-        problems += [problem.sentence for problem in find_problems(replace(plan, values=known))]
+        problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
     return None if line.is_sweep else plan, list(dict.fromkeys(problems))
 
 
@@ -253,36 +230,21 @@ def _compose(overrides: list[str]) -> DictConfig:
         return hydra.compose("config", overrides, return_hydra_config=True)
 
 
-def _find_unusable_files(line: CommandLine) -> Iterator[str]:
-    """Explain which config files of the user would not be read."""
-    if line.config_dir is None:
-        return
-    directory = Path(line.config_dir)
-    if not directory.is_dir():
-        yield f"--config-dir {directory} is not a directory"
-    for file in sorted(directory.rglob("*.yaml")):
-        try:
-            check_readable(file)
-        except InputError as error:
-            yield str(error)
-
-
-def _find_code_in_files(config: DictConfig, line: CommandLine) -> Iterator[str]:
+def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     """Explain which keys the user's config files set by which a config can run code.
 
     What Hydra makes of all files is compared with what it makes without those of the user, so it does not matter what
     they contain and how they are chosen.
     """
     if line.config_dir is None:
-        return
+        return []
     keys = [parse_key(override) for override in line.overrides]
-    values = _find_code_values(config)
-    values_without_files = _find_code_values(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
-    for key, value in values.items():
-        is_changed = key not in values_without_files or value != values_without_files[key]
-        if is_changed and key not in keys:
-            advice = "; give it on the command line" if key in OUR_CODE_KEYS else ""
-            yield f"--config-dir: {key} may not be set in a config file, as it can name code to run{advice}"
+    without_files = _find_code_values(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
+    return [
+        f"--config-dir: {key} may not be set in a config file, as it can name code to run; give it on the command line"
+        for key, value in _find_code_values(config).items()
+        if (key not in without_files or value != without_files[key]) and key not in keys
+    ]
 
 
 def _find_code_values(config: DictConfig) -> dict[str, Any]:
@@ -298,31 +260,30 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     key, equals, value = override.lstrip("+~").partition("=")
     if override.startswith("~"):
         return f"{override} would remove a key from the config: give {key}=VALUE instead"
-    if not equals:
-        return f"{override} is not an override: write NAME=VALUE"
+    if not equals or not key:
+        return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
     if refusal := refuse_hydra_key(override):
         return refusal
-    if GLOB.search(override):
-        return f"{key}={value}: glob() does not work here; name the options"
     if line.is_sweep and (secrets_in([override]) or redact(override) != override):
         return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return _explain_syntax(key, value)
-    if parsed.is_sweep_override() and not line.is_sweep:
-        return _explain_syntax(key, value)
+        return f"{key}={value} cannot be read: write '{key}=\"VALUE\"' around spaces, commas, brackets and the like"
+    if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
+        return f"{key}={value} has several values: give one, write [A,B] for a list, or -m A,B to run each in turn"
     if _is_hydra_key(key):
         return None
-    if _is_group(key, line):
-        values = [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]
-        return next(filter(None, (_explain_option(key.partition("@")[0], option, line) for option in values)), None)
-    if key.startswith(WEIGHTS):
-        return find_value_problem(key, value) if key not in KEYS else None
+    group = key.partition("@")[0]
+    options = line.list_options(group)
+    if options is not None:
+        chosen = [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]
+        return next(filter(None, (_explain_option(group, option, options) for option in chosen)), None)
     if key.removesuffix(".name") in GROUPS:
         return f"{key}={value}: choose {key.removesuffix('.name')}={value}, which sets its other keys too"
-    is_known = key in KEYS or key.split(".")[0] in OPEN_MAPPINGS or any(known.startswith(f"{key}.") for known in KEYS)
-    return None if is_known else explain_unknown_key(key)
+    is_known = key in KEYS or key.startswith(WEIGHTS) or key.split(".")[0] in OPEN_MAPPINGS
+    is_section = any(known.startswith(f"{key}.") for known in KEYS)
+    return None if is_known or is_section else explain_unknown_key(key)
 
 
 def refuse_hydra_key(override: str) -> str | None:
@@ -337,44 +298,17 @@ def refuse_hydra_key(override: str) -> str | None:
     )
 
 
-def _explain_option(group: str, option: str, line: CommandLine) -> str | None:
+def _explain_option(group: str, option: str, options: list[str]) -> str | None:
     """Explain why a group's option cannot be chosen, if it cannot."""
-    options = sorted(file.stem for directory in line.directories for file in (directory / group).glob("*.yaml"))
     if options.count(option) > 1:
-        name = f"{group}/{option}.yaml"
-        return f"{line.config_dir}/{name} would not be used, as there is a config/{name}: rename it"
+        return f"{group}={option}: a file of --config-dir has the name of one of ours, and would not be used: rename it"
     if option in options:
         return None
-    is_path = "/" in option or Path(option).is_dir()
-    if group == "lora" and is_path:
+    if group == "model" and "/" in option:
+        return f"model={option}: for a directory or Hub id give model.name_or_path={option}"
+    if group == "lora" and "/" in option:
         return f"lora={option}: to start from an adapter, give model.archive={option} lora=lora"
-    if group != "model":
-        return explain_unknown(group, option, options)
-    for file in sorted((CONFIG_DIR / "model").glob("*.yaml")):
-        if load_file(file).get("name_or_path") == option:
-            return f"model={option}: here it is model={file.stem}"
-    named = (
-        f"model={option}: model names a file of config/model" if is_path else explain_unknown(group, option, options)
-    )
-    return f"{named}; for a directory or Hub id give model.name_or_path={option}"
-
-
-def _explain_syntax(key: str, value: str) -> str:
-    """Explain why Hydra would not read a value, or would read several."""
-    if value.lstrip("[").startswith("~"):
-        return f"{key}={value}: ~ is not expanded here; write the whole path"
-    text = value.removeprefix("[").removesuffix("]")
-    looks_like_path = "/" in text and text == value
-    without_commas = text.replace(",", "") if looks_like_path else text  # the commas of a path make no list
-    can_be_quoted = '"' not in text if Path(text).exists() else not HYDRA_SYNTAX.search(without_commas)
-    if can_be_quoted and (NEEDS_QUOTES.search(text) or Path(text).exists()):
-        quoted = value.replace(text, f'"{text}"')
-        return f"{key}={value}: some of its characters have a meaning in Hydra: write '{key}={quoted}'"
-    if value.startswith(",") or value.endswith(",") or ",," in value:
-        return f"{key}={value}: there is no value beside a comma: leave the comma out"
-    if "," in value and not HYDRA_SYNTAX.search(value.replace(",", "")):
-        return f"{key}={value} has several values: give one, write [{value}] for a list, or -m to run each in turn"
-    return f"{key}={value} cannot be read: check its brackets and quotes, or write '{key}=\"VALUE\"'"
+    return explain_unknown(group, option, options)
 
 
 # --- the jobs of a sweep ----------------------------------------------------------------------------------------------
@@ -393,3 +327,46 @@ def place_job(plan: Plan, hydra_config: Any) -> Plan:
     job_dir = f"{run_dir}_{name}" if plan.has_new_run_dir else str(run_dir / name)
     group = plan.wandb.group or redact(Path(sweep).name)[-LONGEST_GROUP:]
     return plan.change("local_run_dir", job_dir).change("wandb.group", group)
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def help_text() -> str:
+    """The text of `--help`: every key with its default and comment."""
+    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+    lists = (f"{name}: {', '.join(group_options)}" for name, group_options in options.items())
+    files = [("model", "blank_model"), *((group, option) for group in GROUPS for option in options[group])]
+    return "\n".join(
+        [
+            HELP,
+            *(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists),
+            *("", (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]),
+            "# model=...: another model has another name_or_path and block_name",
+            *(f"# {group}={option}\n{_indent(group, option)}" for group, option in files),
+            *("# any loss of pairs also has", _indent("loss", "options/of_pairs")),
+            *("# any loss with a reference also has", _indent("loss", "options/with_reference")),
+            END,
+        ]
+    )
+
+
+def _indent(group: str, option: str) -> str:
+    """The keys and comments of an option's file, indented below its group."""
+    text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
+    lines = text.split("\ndefaults:")[0].splitlines()
+    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in lines), ""])
+
+
+HELP = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
+
+python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
+python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
+python train.py experiment=hh_pythia28_sft ...
+python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
+
+Config groups (choose with group=option):
+"""
+END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""

@@ -7,15 +7,13 @@ choices, and says whether a resume may change it. Default and meaning are in `co
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from dpo.losses import LOSSES
 from dpo.system.run_directory import get_cache_dir, get_local_dir
@@ -41,10 +39,6 @@ class Rule(NamedTuple):
     wanted: str
 
 
-class Because(str):
-    """The reason for a key's bounds, for the message that refuses a value."""
-
-
 class HowToSet(str):
     """Advice for a key that has no value."""
 
@@ -55,10 +49,7 @@ class Key(NamedTuple):
     rule: Rule
     resume: Resume = KEEP
     choices: Collection[str] = ()
-    how_to_set: str = ""  # "": give KEY=VALUE
-
-    def accepts(self, value: Any) -> bool:
-        return self.rule.holds(value) and (value is None or not self.choices or value in self.choices)
+    how_to_set: str = ""
 
 
 class Problem(NamedTuple):
@@ -75,56 +66,43 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    return is_int(value) or isinstance(value, float)
-
-
 def is_text(value: Any) -> bool:
     """Return whether a value is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_path(value: Any) -> bool:
+def is_path(value: Any) -> bool:
     return is_text(value) and "\0" not in value
 
 
-def _are_names(value: Any) -> bool:
+def are_names(value: Any) -> bool:
     """Return whether a value is a nonempty list of different texts."""
     return isinstance(value, list) and bool(value) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
-def _is_run_name(value: Any) -> bool:
-    return _is_path(value) and not os.path.isabs(value) and ".." not in value.split("/")
-
-
-def _is_wandb_name(value: Any) -> bool:
-    return is_text(value) and len(value) <= 128
-
-
-def _are_tags(value: Any) -> bool:
-    return value == [] or (_are_names(value) and all(len(tag) <= 64 for tag in value))
-
-
-def _matches(pattern: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value))
+def _matching(pattern: str, wanted: str) -> Rule:
+    return Rule(lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)), wanted)
 
 
 PLAIN = {
     int: Rule(is_int, "an integer"),
-    float: Rule(is_number, "a number"),
+    float: Rule(lambda v: is_int(v) or isinstance(v, float), "a number"),
     bool: Rule(lambda v: isinstance(v, bool), "true or false"),
-    str: Rule(lambda v: isinstance(v, str), "a name"),  # one of the key's choices
 }
 Text = Annotated[str, Rule(is_text, "a text")]
-LocalPath = Annotated[str, Rule(_is_path, "a path")]
-RunName = Annotated[str, Rule(_is_run_name, "a name for the run, relative and without '..'")]
-Paths = Annotated[
-    list[str], Rule(lambda v: isinstance(v, list) and bool(v) and all(map(_is_path, v)), "a list of paths")
+LocalPath = Annotated[str, Rule(is_path, "a path")]
+RunName = Annotated[
+    str,
+    Rule(
+        lambda v: is_path(v) and not os.path.isabs(v) and ".." not in v.split("/"),
+        "a name for the run, relative and without '..'",
+    ),
 ]
+Paths = Annotated[list[str], Rule(lambda v: are_names(v) and all(map(is_path, v)), "a list of paths")]
 Datasets = Annotated[
     list[str],
     Rule(
-        lambda v: is_text(v) or _are_names(v),
+        lambda v: is_text(v) or are_names(v),
         "a name, a path or a Hub id, or a list of different ones, such as hh, [hh,shp] or data/mine.csv",
     ),
 ]
@@ -138,28 +116,15 @@ Arguments = Annotated[
 Layers = Annotated[
     str | list[str],
     Rule(
-        lambda v: v in ("auto", "all-linear") or _are_names(v),
+        lambda v: v in ("auto", "all-linear") or are_names(v),
         "auto, or a list of different names of layers, such as [q_proj,v_proj]",
     ),
 ]
-Function = Annotated[
-    str, Rule(_matches(r"[^\0]+\.py:[^\W\d]\w*"), "a file and a function in it, such as rewards.py:score")
-]
+Function = Annotated[str, _matching(r"[^\0]+\.py:[^\W\d]\w*", "a file and a function in it, such as rewards.py:score")]
 Date = Annotated[
-    str, Rule(_matches(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"), "a date in quotes, such as '2025-12-31'")
+    str, _matching(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", "a date in quotes, such as '2025-12-31'")
 ]
-WandbProject = Annotated[
-    str,
-    Rule(
-        lambda v: _is_wandb_name(v) and not set(v) & set("/\\#?%:"),
-        "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
-    ),
-]
-WandbGroup = Annotated[str, Rule(_is_wandb_name, "a text of at most 128 characters, as W&B wants it")]
-WandbTags = Annotated[
-    list[str],
-    Rule(_are_tags, "a list of different texts of at most 64 characters, as W&B wants them, such as [dpo,first]"),
-]
+Tags = Annotated[list[str], Rule(lambda v: v == [] or are_names(v), "a list of different texts, such as [dpo,first]")]
 NotNegative = Annotated[float, "[0, 1e30]"]
 
 TrainerName = Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"]
@@ -188,7 +153,7 @@ class RunPlan:
     local_dirs: Annotated[Paths, PER_RUN]
     resume: Annotated[LocalPath | None, PER_RUN]
     save_every: Annotated[int | None, ">= 1", CHANGE]
-    keep_checkpoints: Annotated[int | None, ">= 2", CHANGE, Because("the newest may be corrupt")]
+    keep_checkpoints: Annotated[int | None, ">= 2", CHANGE]
     export: Annotated[bool, CHANGE]
     dry_run: Annotated[bool, PER_RUN]
     deterministic: Annotated[bool, CHANGE]
@@ -261,7 +226,7 @@ class LossKeys:
     """Options that a loss may have; `dpo.losses.find_loss` reads them."""
 
     beta: Annotated[float, "> 0", HowToSet("loss.beta=0.1 is the DPO paper's choice")]
-    label_smoothing: Annotated[float, "[0, 0.5)", Because("the fraction of flipped pairs")]
+    label_smoothing: Annotated[float, "[0, 0.5)"]
     reference_free: bool
     average: bool
     gamma: float
@@ -297,9 +262,7 @@ class OnlinePlan:
     """Settings of drawing pairs from the policy and scoring them."""
 
     name: Literal["none", "online"]
-    n_samples: Annotated[
-        int, "[2, 1024]", Because("at least a best and a worst; all answers to a prompt are in one batch")
-    ]
+    n_samples: Annotated[int, "[2, 1024]"]
     scorer: Annotated[Scorer, HowToSet("give online.scorer=reward_model, function, keyword or shorter")]
     reward_model: Text | None
     reward_format: Literal["chat", "pair", "text_eos", "text", "policy"] | None
@@ -397,9 +360,9 @@ class WandbPlan:
 
     enabled: Annotated[bool, CHANGE]
     entity: Annotated[Text | None, CHANGE]
-    project: Annotated[WandbProject, CHANGE]
-    group: Annotated[WandbGroup | None, PER_RUN]
-    tags: Annotated[WandbTags, CHANGE]
+    project: Annotated[Text, CHANGE]
+    group: Annotated[Text | None, PER_RUN]
+    tags: Annotated[Tags, CHANGE]
     notes: Annotated[Text | None, CHANGE]
     artifacts: Annotated[bool, CHANGE]
 
@@ -435,57 +398,52 @@ SECTIONS: dict[type, str] = {  # each with the prefix of its keys
 def read_key(annotation: Any) -> Key:
     """Read the type of a field, such as `Annotated[int | None, ">= 1", CHANGE]`.
 
-    Its marks are bounds, such as `> 0` or `[0, 1)`, and a Rule, a Resume, a Because and a HowToSet, in any order.
+    Its marks are bounds, such as `> 0`, `>= 1` or `[0, 1)`, and a Rule, a Resume and a HowToSet, in any order.
     """
-    annotation, marks = _split(annotation)
-    may_be_null = get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+    marks: dict[type, Any] = {}
+
+    def take_marks(annotation: Any) -> Any:
+        if get_origin(annotation) is not Annotated:
+            return annotation
+        plain, *given = get_args(annotation)
+        marks.update({type(mark): mark for mark in given})
+        return plain
+
+    plain = take_marks(annotation)
+    may_be_null = NoneType in get_args(plain)
     if may_be_null:
-        [annotation] = [option for option in get_args(annotation) if option is not NoneType]
-        annotation, more_marks = _split(annotation)
-        marks = (*more_marks, *marks)
-    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-    given = {type(mark): mark for mark in marks}
-    type_rule = given.get(Rule) or PLAIN[str if choices else annotation]
-    in_bounds, bounds = _read_bounds(given.get(str, "")) if annotation in (int, float) else (None, "")
-    reason = f": {given[Because]}" if Because in given else ""
+        [plain] = [take_marks(option) for option in get_args(plain) if option is not NoneType]
+    choices = get_args(plain) if get_origin(plain) is Literal else ()
+    if choices:
+        rule = Rule(lambda v: v in choices, f"one of {', '.join(choices)}")
+    elif plain in (int, float):
+        rule = _bound(PLAIN[plain], marks.get(str, ""))
+    else:
+        rule = marks.get(Rule) or PLAIN[plain]
+    if may_be_null:
+        plain_rule = rule
+        rule = Rule(lambda v: v is None or plain_rule.holds(v), f"{rule.wanted}, or null")
+    return Key(rule, marks.get(Resume, KEEP), choices, marks.get(HowToSet, ""))
+
+
+def _bound(rule: Rule, bounds: str) -> Rule:
+    """Narrow the rule of a number by bounds such as `> 0`, `>= 1` or `[0, 1)`; none are LARGEST."""
+    interval, wanted = bounds, f" in {bounds}"
+    if not bounds:
+        interval, wanted = f"[-{LARGEST}, {LARGEST}]", ""
+    elif bounds.startswith(">"):
+        sign, number = bounds.split()
+        interval = f"{'[' if sign == '>=' else '('}{number}, {LARGEST}]"
+        wanted = f" {bounds.replace('> ', 'above ')}"
+    low, high = map(float, interval[1:-1].split(", "))
 
     def holds(value: Any) -> bool:
-        if value is None:
-            return may_be_null
-        return type_rule.holds(value) and (in_bounds is None or in_bounds(value))
+        if not rule.holds(value):
+            return False
+        is_above = value >= low if interval.startswith("[") else value > low
+        return is_above and (value <= high if interval.endswith("]") else value < high)
 
-    wanted = f"{type_rule.wanted}{bounds}{', or null' if may_be_null else ''}{reason}"
-    return Key(Rule(holds, wanted), given.get(Resume, KEEP), choices, given.get(HowToSet, ""))
-
-
-def _split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    if get_origin(annotation) is Annotated:
-        plain, *marks = get_args(annotation)
-        return plain, tuple(marks)
-    return annotation, ()
-
-
-@cache
-def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
-    """Read bounds such as `> 0` or `[0, 1)`.
-
-    Returns a test of a number, and the description of the bounds.
-    """
-    sign, _, number = bounds.partition(" ")
-    if not bounds:
-        interval, description = f"[-{LARGEST}, {LARGEST}]", ""
-    elif sign == ">":
-        interval, description = f"({number}, {LARGEST}]", f" above {number}"
-    elif sign == ">=":
-        interval, description = f"[{number}, {LARGEST}]", f" {bounds}"
-    elif bounds.startswith("[") and bounds.endswith("]"):
-        interval, description = bounds, f" from {bounds[1:-1].replace(', ', ' to ')}"
-    else:
-        interval, description = bounds, f" in {bounds}"
-    low, high = map(float, interval[1:-1].split(", "))
-    is_above = operator.ge if interval.startswith("[") else operator.gt
-    is_below = operator.le if interval.endswith("]") else operator.lt
-    return lambda v: is_above(v, low) and is_below(v, high), description
+    return Rule(holds, rule.wanted + wanted)
 
 
 def _list_keys() -> dict[str, Key]:
@@ -494,10 +452,15 @@ def _list_keys() -> dict[str, Key]:
         types = get_type_hints(section, include_extras=True)
         names = [field.name for field in fields(section) if field.name != "dataset_sources"]
         keys |= {f"{prefix}{name}": read_key(types[name]) for name in names}
-    keys["loss.name"] = read_key(str)._replace(choices=LOSSES)
+    keys["loss.name"] = read_key(Literal[tuple(LOSSES)])
     mixed = [name for name, loss in LOSSES.items() if loss.can_be_mixed]
     return keys | {f"loss.weights.{name}": read_key(NotNegative) for name in mixed}
 
 
 KEYS = _list_keys()
-REMOVED: dict[str, str] = {}  # keys that went: the last commit that had it, and what to use, as in "COMMIT; use lr"
+REMOVED = {  # keys that went: the last commit that had it, and what to use
+    "dataset_sources.NAME.format": (
+        "9949121b; leave it out, as columns are recognized by their names, or name them with "
+        "dataset_sources.NAME.columns"
+    ),
+}

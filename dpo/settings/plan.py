@@ -6,6 +6,7 @@ below `settings` do not read the config. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings.choices import (
     ADAPTED,
-    BASIC,
     HELD_OUT_SCORE,
     QUANTIZED,
     TENSOR_PARALLEL,
@@ -24,7 +24,7 @@ from dpo.settings.choices import (
     TRAINERS,
     TrainerSpec,
 )
-from dpo.settings.files import differences, flatten, load_defaults, options_in
+from dpo.settings.files import GROUPS, dotted, fill, flatten, load_defaults, options_in
 from dpo.settings.keys import (
     KEYS,
     SECTIONS,
@@ -147,25 +147,11 @@ class Plan:
 
     def nested_values(self) -> dict[str, Any]:
         """Nest `values`: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
-        nested: dict[str, Any] = {}
-        for dotted_key, value in self.values.items():
-            *groups, name = dotted_key.split(".")
-            mapping = nested
-            for group in groups:
-                mapping = mapping.setdefault(group, {})
-            mapping[name] = value
-        return nested
+        return _nest(self.values)
 
     def change(self, key: str, value: Any) -> Plan:
-        """Make the plan with another value of one key.
-
-        If the key is `lora`, the value is another option of that group, such as `qlora`.
-        """
-        if key == "lora":
-            lora_defaults = {f"lora.{name}": default for name, default in load_defaults(lora=value)["lora"].items()}
-            values = {**lora_defaults, **self.values, "lora.name": value}
-        else:
-            values = {**self.values, key: value}
+        """Make the plan with another value of one key, or with another option of a group, such as `lora`."""
+        values = {**self.values, f"{key}.name" if key in GROUPS else key: value}
         plan = make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
         return replace(plan, has_new_run_dir=self.has_new_run_dir)
 
@@ -173,43 +159,50 @@ class Plan:
 def resolve(
     config: DictConfig | Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None
 ) -> Plan:
-    """Make the plan of a config, whose values may be invalid: `find_problems` reports them.
+    """Make the plan of a config; keys that it lacks get their defaults, and `find_problems` reports what is wrong.
 
     A process makes it once, and hands it on. Paths in `datasets` become names that `dataset_sources` explains.
     `trainer` and `world_size` follow from the config and the machine, unless they are given.
     """
-    config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    raw: Any = OmegaConf.to_container(config, resolve=False)
-    values = place_datasets(flatten(config))
-    if isinstance(values.get("local_run_dir"), str):
+    filled = fill(config)
+    raw: Any = OmegaConf.to_container(filled, resolve=False)
+    values = place_datasets(flatten(filled))
+    if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
     plan = make_plan(values, trainer=trainer, world_size=world_size)
-    return replace(plan, has_new_run_dir="get_local_run_dir" in str(raw.get("local_run_dir")))
+    return replace(plan, has_new_run_dir="get_local_run_dir" in str(raw["local_run_dir"]))
 
 
-def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """Make the plan of values by dotted key; see `resolve`."""
+def make_plan(given: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
+    """Make the plan of values by dotted key; a wrong or missing value counts as its default."""
+    defaults = dict(dotted(load_defaults(**options_in(given))))
+    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].rule.holds(value)}
+    values = defaults | right
     rank_env, gpus = find_rank_env(), count_gpus()
-    # validation reports the other values, with the help of this plan
-    valid = {key: value for key, value in values.items() if key in KEYS and KEYS[key].accepts(value)}
     if trainer is None:
-        trainer = TRAINERS[valid.get("trainer", BASIC.name)]
+        trainer = TRAINERS[values["trainer"]]
         if trainer is TENSOR_PARALLEL:
-            trainer = TENSOR_PARALLEL_BACKENDS[valid.get("tensor_parallel.backend", "dtensor")]
+            trainer = TENSOR_PARALLEL_BACKENDS[values["tensor_parallel.backend"]]
     if world_size is None and rank_env is not None:
         world_size = rank_env.world_size
-    fsdp_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
-    compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
-    loss = _find_loss(values, valid.get("loss.name"))
-    has_adapter = valid.get("lora.name") in ADAPTED
+    if world_size is None:
+        world_size = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
+    cuts_layers = trainer.cuts_layers and trainer.multi_process
+    tensor_size = (values["tensor_parallel_size"] or world_size) if cuts_layers else 1
+    fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
+    compute_dtype = fsdp_dtype or values["model.policy_dtype"]
+    loss = LOSSES["dpo"]  # stands for a wrong name
+    if values["loss.name"] in LOSSES:
+        loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
+    has_adapter = values["lora.name"] in ADAPTED
     reference = None
     if loss.reference:
-        reference = valid.get("lora.reference", "base") if has_adapter else "model"
+        reference = values["lora.reference"] if has_adapter else "model"
     # without a model of its own, the reference computes in the policy's dtype
-    reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
+    reference_dtype = values["model.reference_dtype"] if reference == "model" else None
     return Plan(
         trainer=trainer,
-        dims=_find_dims(valid, trainer, world_size=world_size, gpus=gpus),
+        dims=ParallelDims.of(world_size, shard_size=values["fsdp_shard_size"], tensor_size=tensor_size),
         compute_dtype=compute_dtype,
         reference_dtype=reference_dtype or compute_dtype,
         loss=loss,
@@ -220,53 +213,44 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         fsdp=_read(FSDPPlan, values),
         model=_read(ModelPlan, values),
         lora=_read(AdapterPlan, values) if has_adapter else None,
-        online=_read(OnlinePlan, values) if values.get("online.name") == "online" else None,
+        online=_read(OnlinePlan, values) if values["online.name"] == "online" else None,
         chat=_read(ChatPlan, values),
         data=_read(DataPlan, values),
         training=_read(TrainingPlan, values),
         evaluation=_read(EvaluationPlan, values),
         logging=_read(LoggingPlan, values),
         wandb=_read(WandbPlan, values),
-        tensorboard=bool(values.get("tensorboard.enabled")),
-        values=values,
+        tensorboard=values["tensorboard.enabled"],
+        values=given,
     )
-
-
-def describe(plan: Plan) -> str:
-    """The settings that differ from the defaults, as text to print."""
-    values, options = redact(plan.nested_values()), options_in(plan.values)
-    run_dir = values.pop("local_run_dir")
-    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
-    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
-    settings = differences(values, load_defaults(**options))
-    return "\n".join([title, *(f"  {setting}" for setting in settings)])
 
 
 Section = TypeVar("Section")
 
 
 def _read(section: type[Section], values: Mapping[str, Any]) -> Section:
-    """Read a section of the plan; missing keys are None."""
     prefix = SECTIONS[section]
-    return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
+    return section(**{field.name: values[prefix + field.name] for field in fields(section)})  # type: ignore[arg-type]
 
 
-def _find_dims(valid: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
-    """Find the numbers of processes; `world_size` is None until decided."""
-    if world_size is None:
-        world_size = (valid.get("world_size") or max(1, gpus)) if trainer.multi_process else 1
-    tensor_size = 1
-    if trainer.cuts_layers and trainer.multi_process:
-        tensor_size = valid.get("tensor_parallel_size") or world_size
-    return ParallelDims.of(world_size, shard_size=valid.get("fsdp_shard_size"), tensor_size=tensor_size)
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for dotted_key, value in values.items():
+        *groups, name = dotted_key.split(".")
+        mapping = nested
+        for group in groups:
+            mapping = mapping.setdefault(group, {})
+        mapping[name] = value
+    return nested
 
 
-def _find_loss(values: Mapping[str, Any], name: str | None) -> Loss:
-    """Find the loss of a name, with its options; DPO stands for an unknown name."""
-    if name is None:
-        return LOSSES["dpo"]
-    prefix = "loss.weights."
-    weights = {key.removeprefix(prefix): value for key, value in values.items() if key in KEYS and prefix in key}
-    options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
-    options = {option: value for option, value in options.items() if not option.startswith("weights")}
-    return find_loss({**options, "weights": weights} if weights else options)
+def describe(plan: Plan) -> str:
+    """The settings that differ from the defaults, as text to print."""
+    values, options = redact(dict(plan.values)), options_in(plan.values)
+    run_dir = values.pop("local_run_dir")
+    defaults = dict(dotted(load_defaults(**options)))
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
+    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
+    changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+    settings = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
+    return "\n".join([title, *(f"  {setting}" for setting in settings)])

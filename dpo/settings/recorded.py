@@ -1,6 +1,7 @@
 """The config that an earlier run recorded, read as a plan.
 
-A recorded config is untrusted data: no interpolation in it is resolved.
+A recorded config is untrusted data: an interpolation, which could put this machine's environment into an export, is
+refused.
 """
 
 from __future__ import annotations
@@ -10,59 +11,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from dpo.errors import InputError, one_sentence
-from dpo.settings.files import flatten, with_defaults
-from dpo.settings.keys import KEYS
+from dpo.settings.files import MISSING
+from dpo.settings.keys import KEYS, REMOVED
+from dpo.settings.places import find_dataset_problems
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_problems, find_value_problem
+from dpo.settings.validation import find_value_problems
 from dpo.system.plain_files import read_yaml
 
 
-def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
-    """Read a run's `config.yaml`, ours or the reference implementation's.
+def plan_recorded(config: Mapping[str, Any], *, where: str | Path, prefixes: tuple[str, ...]) -> Plan:
+    """Make the plan of a config read from `where`, a run's `config.yaml`, ours or the reference implementation's.
 
-    Keys that the file lacks get their defaults. Raises InputError if it is not a config, for an invalid value of a key
-    that begins with one of `prefixes`, and for an interpolation, which could put this machine's environment into an
-    export.
+    Keys that the config lacks get their defaults. Raises InputError if it is not a config, for an interpolation, and
+    for a missing model or a wrong value of a key that begins with one of `prefixes`. Other values may be wrong.
     """
-    # the file is read twice: `read_yaml` refuses dangerous YAML, but only OmegaConf reads numbers as Hydra wrote them
-    content = read_yaml(path)
     try:
-        if interpolation := re.search(r"\$\{[^}]*\}?", str(content)):
+        if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
-        config = OmegaConf.load(path)
-        values = flatten(config)
-        plan = resolve(with_defaults(config))
+        plan = resolve({**config, "dataset_sources": _drop_removed(config.get("dataset_sources") or {}, where)})
     except Exception as error:  # the file may be any YAML, which fails in any way
-        raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
-    if not isinstance(plan.model.name_or_path, str) or "model.name_or_path" not in values:
-        raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
-    for key, value in values.items():
-        is_checked = key in KEYS and key.startswith(prefixes) and value != "???"  # "???" marks a missing value
-        if is_checked and (problem := find_value_problem(key, value)):
-            raise InputError(f"{path}: {problem}")
+        raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
+    recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
+    problems = find_value_problems({"model.name_or_path": MISSING, **recorded})
+    problems += find_dataset_problems([], plan.values["dataset_sources"])
+    if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
+        raise InputError(f"{where}: {'; '.join(sentences)}")
     return plan
 
 
-def plan_recorded(config: Mapping[str, Any], *, keys: tuple[str, ...]) -> Plan:
-    """Make the plan of a config read from a run's `config.yaml`.
+def _drop_removed(sources: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """Drop the keys of `dataset_sources` that went, and say so."""
+    kept = {}
+    for name, source in sources.items():
+        kept[name] = source
+        if isinstance(source, Mapping) and "format" in source:
+            key, reason = f"dataset_sources.{name}.format", REMOVED["dataset_sources.NAME.format"]
+            print(f"{key}={source['format']} of {where} is ignored: it was removed after {reason}")
+            kept[name] = {key: value for key, value in source.items() if key != "format"}
+    return kept
 
-    Keys that the config lacks get their defaults. Raises InputError if it is not a config, or if a value of `keys` is
-    wrong; values of other keys may be wrong.
-    """
-    try:
-        plan = resolve(with_defaults(config))
-    except OmegaConfBaseException as error:
-        raise InputError(f"config.yaml is not the config of a run: {one_sentence(error)}") from error
-    sentences = [problem.sentence for problem in find_problems(plan) if problem.key in keys]
-    if sentences:
-        raise InputError(f"config.yaml: {'; '.join(sentences)}")
-    return plan
+
+def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
+    """Read a run's `config.yaml`; see `plan_recorded`."""
+    return plan_recorded(read_yaml(path), where=path, prefixes=prefixes)
 
 
 def plan_model(name: str) -> Plan:
     """Make the plan of a model with all other keys at defaults."""
-    return resolve(with_defaults({"model": {"name_or_path": name}}))
+    return resolve({"model": {"name_or_path": name}})

@@ -23,7 +23,6 @@ from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import CALLBACKS
 from dpo.reporting.terminal import Progress
-from dpo.settings.files import with_defaults
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.rows import store_rows
 from dpo.settings.validation import check_values, raise_problems
@@ -50,15 +49,16 @@ def complete_config(
     Raises InputError for wrong values, but not as `train.py` for those that do not suit each other.
     """
     given = {"trainer": trainer, "seed": seed, "local_run_dir": str(run_dir)}
-    filled: Any = OmegaConf.merge(with_defaults(store_rows(config), run_dir=run_dir), given)
-    plan = resolve(filled, world_size=world_size)
+    stored: Any = store_rows(config)
+    nested: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
+    plan = resolve(nested | given, world_size=world_size)
     check_values(plan)
-    return filled, plan
+    return OmegaConf.create(plan.nested_values()), plan
 
 
 def plan_worker(config: DictConfig, world_size: int) -> Plan:
     """The plan of one of `world_size` processes that a caller starts. Raises InputError for any problem."""
-    plan = resolve(with_defaults(store_rows(config)), world_size=world_size)
+    plan = resolve(store_rows(config), world_size=world_size)
     if plan.trainer.multi_process:
         plan = plan.change("world_size", world_size)
         if world_size > 1 and plan.run.fsdp_port is None and "MASTER_PORT" not in os.environ:

@@ -14,7 +14,7 @@ from support.runs import ROOT
 
 from dpo.checkpoint.resume import check_fits
 from dpo.losses import LOSSES
-from dpo.settings.files import dotted, flatten, load_aliases, load_defaults
+from dpo.settings.files import dotted, flatten, load_defaults, load_file
 from dpo.settings.keys import KEYS, REMOVED
 
 CONFIG = ROOT / "config"
@@ -155,7 +155,7 @@ def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_con
 
 
 def test_aliases_lead_to_keys_and_are_no_keys():
-    for name, ours in load_aliases().items():
+    for name, ours in load_file(CONFIG / "aliases.yaml").items():
         assert name not in KEYS
         ours = re.split("[=,]", ours)[0]
         assert ours in {*KEYS, "loss", "lora", "online"} or ours.startswith("optimizer_args.")

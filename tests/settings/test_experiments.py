@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
 from support.runs import ROOT, train
 
-from dpo.settings.files import help_text
+from dpo.settings.command_line import help_text
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.settings.validation import find_problems, find_warnings
 
@@ -89,8 +89,7 @@ def test_an_own_experiment_may_build_on_one_of_ours(own):
 
 def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
     [problem, *_] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
-    name = "experiment/hh_pythia28_sft.yaml"
-    assert problem == f"{own}/{name} would not be used, as there is a config/{name}: rename it"
+    assert problem.startswith("experiment=hh_pythia28_sft: a file of --config-dir has the name of one of ours")
 
 
 def test_an_experiment_that_is_not_there_gets_the_choices_with_those_of_the_user(own):

@@ -10,249 +10,166 @@ from support.runs import ROOT
 
 from dpo.losses import LOSSES
 from dpo.settings.plan import resolve
-from dpo.settings.validation import CHECKS, find_problems, find_warnings
+from dpo.settings.validation import NEEDED, NEEDED_FOR_EFFECT, find_problems, find_warnings
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
 COMPUTED = "model.fsdp_policy_mp=bfloat16"
 CUT = "trainer=TensorParallelTrainer batch_size=8"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel"
-BEYOND = "tensor_parallel.backend=tensor_parallel does not work with "
 DRAWN = f"{DPO} online=online online.scorer=shorter"
 LORA = "lora=lora lr=1e-4 model.archive=null"
-LISTS = "a name, a path or a Hub id, or a list of different ones"
+VARLEN = "model.attn_implementation=varlen"
 
 # An environment of GPUS=2, RANK=0 and the like may come first, as in a shell; without it there is no GPU. All commands
 # have RUNS first. A sentence is given by its beginning.
 REFUSED = [
-    # --- overrides that Hydra cannot apply
-    ("=3", "NAME =3: write NAME=VALUE, with no spaces around ="),
-    ("lr = 3", "lr =: write lr=VALUE, with no spaces around ="),
+    # --- overrides
+    ("=3", "=3 is not an override: write NAME=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
-    ("lr==1", "lr==1: some of its characters have a meaning in Hydra: write "),
-    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [0.1,0.5] for a list, or "),
-    ("lr=2e-5,", "lr=2e-5,: there is no value beside a comma: leave the comma out"),
-    ("datasets=[hh", "datasets=[hh cannot be read: check its brackets and quotes"),
-    ("Lr=1", "unknown key Lr: did you mean lr?"),
-    ("loss=1", f"loss=1 does not exist; `ls config/loss` shows all {len(LOSSES)}"),
-    ("loss=dppo", "loss=dppo does not exist: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
-    ("loss=dppo loss.beta=0.1", "loss=dppo does not exist"),  # whether there is a beta is not known
-    ("model=pythia2.8", "model=pythia2.8 does not exist: did you mean pythia28, "),
-    ("model=gpt2", "model=gpt2 does not exist: did you mean gptj or gpt2-xl? `ls config/model` shows all "),
-    ("model=/my/model", "model=/my/model: model names a file of config/model; for a directory or Hub id give model."),
-    ("model=EleutherAI/pythia-2.8b", "model=EleutherAI/pythia-2.8b: here it is model=pythia28"),
-    ("lora=/my/adapter", "lora=/my/adapter: to start from an adapter, give model.archive=/my/adapter lora=lora"),
-    ("lora=lorra", "lora=lorra is not one of lora, none, qlora: did you mean lora or qlora?"),
-    ("-m model=glob(*)", "model=glob(*): glob() does not work here; name the options"),
-    ("model.name_or_path=~/x", "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
-    ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv: some of its characters have a meaning in "),
-    (
-        "datasets=[/data/é.csv]",
-        "datasets=[/data/é.csv]: some of its characters have a meaning in Hydra: write 'datasets=[\"/data/é.csv\"]'",
-    ),
-    ("'datasets=/data/we ird (1) é,x.jsonl'", "datasets=/data/we ird (1) é,x.jsonl: some of its characters have a m"),
-    ("lr=2e-5,", "lr=2e-5,: there is no value beside a comma: leave the comma out"),
-    ("hydra.sweeper.params.x=1", "the config cannot be composed: "),
-    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but bradley_terry, sft"),
-    ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
-    ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
-    # --- keys
-    ("+lrr=1", "unknown key lrr: did you mean lr?"),
-    ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
-    ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
-    ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
-    ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
-    ("+weight_decay=0.1", "unknown key weight_decay: here it is optimizer_args.weight_decay"),
-    ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
-    ("+warmup_ratio=0.1", "unknown key warmup_ratio: here it is warmup_steps, in updates"),
-    ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
+    ("lr==1", "lr==1 cannot be read: write 'lr=\"VALUE\"'"),
+    ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"VALUE\"'"),
+    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [A,B] for a list, or -m "),
+    ("-m model=glob(*)", "model=glob(*) has several values"),
     ("~lr", "~lr would remove a key from the config: give lr=VALUE instead"),
+    ("hydra.sweeper.params.x=1", "the config cannot be composed: "),
     ("lora.name=lora", "lora.name=lora: choose lora=lora, which sets its other keys too"),
+    # --- keys and options
+    ("Lr=1", "unknown key Lr: did you mean lr?"),
+    ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
+    ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
+    ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
+    ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+    ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
+    ("lora=x", "lora=x is not one of lora, none, qlora"),
+    ("loss=1", f"loss=1 does not exist; `ls config/loss` shows all {len(LOSSES)}"),
+    ("loss=dppo loss.beta=0.1", "loss=dppo does not exist: did you mean "),  # whether there is a beta is not known
+    ("model=/my/model", "model=/my/model: for a directory or Hub id give model.name_or_path=/my/model"),
+    (
+        "lora=/my/adapter",
+        "lora=/my/adapter: to start from an adapter, give model.archive=/my/adapter lora=lora",
+    ),
+    ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft: it belongs to loss=aot, "),
+    ("loss=orpo loss.gamma=1", "loss.gamma does not exist with loss=orpo: it belongs to loss=mix, simpo"),
+    # --- values
     ("exp_name=???", "exp_name is not set: exp_name=NAME"),  # and nothing of local_run_dir, which is made from it
     ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
     ("loss=dpo", "loss.beta is not set: loss.beta=0.1"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
-    # --- values
-    ("batch_size=4.0", "batch_size=4.0 must be an integer >= 1"),
     ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
-    ("warmup_steps=-1", "warmup_steps=-1 must be an integer >= 0"),
-    ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null: the newest may be corrupt"),
-    ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 4294967295"),
+    ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null"),
+    ("seed=4294967296", "seed=4294967296 must be an integer in [0, 4294967295]"),
     ("lr=nan", "lr=nan must be a number above 0"),
-    ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be a number in (0, 1e7]"),
-    ("min_lr_ratio=1.5", "min_lr_ratio=1.5 must be a number from 0 to 1"),
+    (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing=0.5 must be a number in [0, 0.5)"),
     ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
-    ("schedule=null", "schedule=null must be a name"),
+    ("schedule=null", "schedule=null must be one of constant, linear, cosine"),
     ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
-    ("optimizer=rmsprop", "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax,"),
-    ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
-    (f"wandb.tags=[{'x' * 65}]", f"wandb.tags=['{'x' * 65}'] must be a list of different texts of at most 64"),
-    (f"wandb.group={'x' * 129}", f"wandb.group={'x' * 129} must be a text of at most 128 characters, as W&B "),
-    ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
+    ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
+    ("wandb.tags=[a,a]", "wandb.tags=['a', 'a'] must be a list of different texts, such as [dpo,first]"),
     ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
     ("model.archive=''", "model.archive= must be a path, or null"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
-    ("chat_template=no/such.jinja", f"chat_template={ROOT}/no/such.jinja is no file: give the path of a template"),
-    ("chat_template=/no/such.jinja", "chat_template=/no/such.jinja is no file: give the path of a template"),
+    (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
+    (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
+    ("chat_template_date=2025-13-01", "chat_template_date=2025-13-01 must be a date in quotes"),
     # --- datasets
-    ("datasets=3", f"datasets=3 must be {LISTS}"),
-    ("datasets=[hh,hh]", f"datasets=['hh', 'hh'] must be {LISTS}"),
+    ("datasets=3", "datasets=3 must be a name, a path or a Hub id, or a list of different ones"),
     ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
     ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
-    ("datasets=me/hh", "datasets has me/hh, which would be called hh, but another dataset has this name: choose a n"),
-    ("datasets=[me/a,you/a]", "datasets has you/a, which would be called a, but another dataset has this name: choo"),
+    ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
+    ("datasets=[me/a,you/a]", "datasets has you/a, which would be called a, as another dataset is: choose a name OTHE"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
-    ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
-    ("dataset_sources.hh={path:a,split:b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be a directory"),
-    ("dataset_sources.a={path:a,columns:best}", "dataset_sources.a.columns=best must map"),
+    (
+        "dataset_sources.hh={path:a,columns:{chosen:b}}",
+        "dataset_sources.hh.columns: hh is built in, with fixed",
+    ),
     ("dataset_sources.a={path:a,columns:{chosen:null}}", "dataset_sources.a.columns={'chosen': None} must map"),
-    ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
-    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after a66c8634: leave it out"),
+    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after 9949121b; leave it out"),
     # --- keys that contradict each other
-    ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
-    (f"{FSDP} world_size=4 gradient_accumulation_steps=4", "batch_size=8 must be divisible by gradient_accumulation"),
-    (f"{FSDP} world_size=4 batch_size=6", "batch_size=6 must be divisible by gradient_accumulation_steps * processe"),
+    (
+        "gradient_accumulation_steps=3",
+        "batch_size=4 must be divisible by gradient_accumulation_steps * processes = 3",
+    ),
+    (f"{FSDP} world_size=3", "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 1 * 3"),
     ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
     ("n_epochs=null", "n_epochs and n_examples are both null"),
     ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
-    ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size: try 8"),
+    ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
     ("model.name_or_path=/no/such", "model.name_or_path=/no/such does not exist"),
-    ("'model.tokenizer_name_or_path=\"~/no\"'", "model.tokenizer_name_or_path=~/no does not exist: give a direc"),
+    ("chat_template=no/such.jinja", f"chat_template={ROOT}/no/such.jinja is no file: give the path of a template"),
     ("model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention cannot train on a CPU"),
-    ("model.attn_implementation=varlen", "model.attn_implementation=varlen cannot train on a CPU: use sdpa"),
-    ("GPUS=1 model.attn_implementation=varlen", "model.attn_implementation=varlen takes no float32, in which policy"),
-    (
-        f"GPUS=1 {DPO} model.attn_implementation=varlen model.policy_dtype=bfloat16 lr=1e-5 "
-        f"model.reference_dtype=float32",
-        "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give mo",
-    ),
-    ("GPUS=1 model.attn_implementation=varlen model.autocast=bfloat16 layout=padded", "model.attn_implementation=va"),
+    (f"GPUS=1 {VARLEN}", f"{VARLEN} takes no float32, in which policy or reference computes"),
+    (f"GPUS=1 {VARLEN} model.autocast=bfloat16 layout=padded", f"{VARLEN} has no effect with layout=padded"),
     (f"{FSDP} world_size=2 model.cache_implementation=static", "model.cache_implementation=static compiles sampling"),
     # --- processes
-    ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
+    ("world_size=2", "world_size=2 needs several processes: trainer=FSDPTrainer"),
     ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
     (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave world_size out"),
     (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
     (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another optimizer with trainer="),
-    ("fsdp_shard_size=2", "fsdp_shard_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
-    (f"{FSDP} world_size=4 fsdp_shard_size=3", "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
+    ("fsdp_shard_size=2", "fsdp_shard_size=2 needs several processes: trainer=FSDPTrainer"),
+    (COMPUTED, f"{COMPUTED} needs several processes: trainer=FSDPTrainer"),
     (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 does not divide the 2 proces"),
-    (f"{CUT} world_size=4 tensor_parallel_size=3", "tensor_parallel_size=3 does not divide the 4 processes: try 1, 2"),
-    ("tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
+    (f"{CUT} world_size=4 tensor_parallel_size=3", "tensor_parallel_size=3 does not divide the 4 processes"),
     (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
-    (
-        f"{FSDP} {DPO} {LORA} lora.reference=model model.fsdp_policy_mp=bfloat16 fsdp_frozen_weights=whole",
-        "fsdp_frozen_weights=whole rounds the base to bfloat16, and a separate reference in float16 would differ from "
-        "it: set model.reference_dtype=bfloat16, or lora.reference=base",
-    ),
-    ("model.fsdp_policy_mp=bfloat16", "model.fsdp_policy_mp=bfloat16 needs a trainer of several processes: trainer=FS"),
-    (PACKAGE, f"{BEYOND}sample_during_eval=true: leave it out, or"),
-    (f"{PACKAGE} sample_during_eval=false model.autocast=bfloat16", f"{BEYOND}model.autocast"),
-    (f"{PACKAGE} sample_during_eval=false {LORA} {DRAWN}", f"{BEYOND}online=online, lora=lora"),
+    (PACKAGE, "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast"),
+    (f"{FSDP} {DPO} {LORA} lora.reference=model {COMPUTED} fsdp_frozen_weights=whole", "fsdp_frozen_weights=whole ro"),
     # --- losses
-    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight does not exist here: it belongs to any loss but "),
     ("loss=bradley_terry", "loss=bradley_terry trains a reward model, which writes no text: set sample_during_eval="),
-    ("loss=bradley_terry sample_during_eval=false online=online online.scorer=shorter", "loss=bradley_terry trains "),
-    (f"{PACKAGE} loss=bradley_terry sample_during_eval=false", f"{BEYOND}loss=bradley_t"),
-    ("loss=kto loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unp"),
     ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_we"),
-    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired or loss=bco"),
+    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto, apo_zero_unpaired, bco_unpaired"),
     (f"{DRAWN} loss.offset_by_margin=true", "loss.offset_by_margin=true needs margins, and the pairs of online=onli"),
-    (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
-    (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
     ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
-    ("loss=mix", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-    ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
-    ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number from 0 "),
-    ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no such loss exists; a mix adds up sft, dpo, "),
-    (
-        "loss=mix loss.weights.dpo=1 +loss.weights.aot=1",
-        "loss.weights.aot: aot is trained alone, as loss=aot, ",
-    ),
-    ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
+    ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
+    ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number in [0, 1e30]"),
+    ("loss=mix loss.weights.aot=1", "loss.weights.aot: a mix adds up loss=sft, dpo, "),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
     ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss of pairs with a reference"),
-    ("loss=mix loss.weights.exo=1", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     # --- adapters
-    (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
-    (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
-    ("GPUS=2 model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention with trainer=Basi"),
-    ("GPUS=2 lora=qlora lr=1e-4", "lora=qlora with trainer=BasicTrainer takes one GPU, and this machine has 2: choose"),
+    ("GPUS=2 lora=qlora lr=1e-4", "lora=qlora and model.attn_implementation=flex_attention take one GPU with trainer="),
     # --- online pairs
-    (f"{DPO} online=online", "online.scorer is not set: give online.scorer=reward_model, function, key"),
     (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: give online.reward"),
-    (f"{DRAWN} online.scorer=keyword", "online.scorer=keyword needs online.keyword: give online.keyword=TEXT"),
-    (f"{DRAWN} online.scorer=function", "online.scorer=function needs online.function: give online.function=FILE.py:N"),
-    (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
-    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no file no.py"),
+    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no such file"),
     ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
-    (f"{DRAWN} online.n_samples=1", "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a wo"),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
-    (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch, "),
-    (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
-    (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
+    (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives a batch no pairs of the data, "),
+    (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs lora=none and a loss with "),
 ]
 
 NO_EFFECT = [
-    ("fsdp_port=5000", "it needs processes that train.py starts itself"),
-    (f"fsdp_frozen_weights=whole {DPO}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
     (f"fsdp_frozen_weights=sharded {FSDP}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
     ("fsdp_reshard_after_forward=false", "it needs several processes: trainer=FSDPTrainer"),
-    (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and processes that "),
+    (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and several process"),
     (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes: trainer=FSDPTrainer"),
-    ("model.cache_implementation=static sample_during_eval=false", "it needs sample_during_eval=true, or online=onl"),
-    ("collective_timeout_secs=60", "it needs a trainer of several processes: trainer=FSDPTrainer"),
-    ("wandb.entity=me wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
-    ("wandb.project=mine debug=true", "it needs wandb.enabled=true and debug=false"),
-    ("wandb.group=mine debug=true", "it needs wandb.enabled=true and debug=false"),
-    ("wandb.tags=[mine] wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
-    ("wandb.notes=mine wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
-    ("wandb.artifacts=false wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
-    ("tensorboard.enabled=true debug=true", "it needs debug=false"),
-    ("save_every=8 debug=true", "it needs debug=false"),
-    ("keep_checkpoints=2 debug=true", "it needs debug=false"),
-    ("export=false debug=true", "it needs debug=false"),
-    ("n_eval_model_samples=5 sample_during_eval=false", "it needs sample_during_eval=true, or online=online"),
-    *(
-        (f"{key}=1 sample_during_eval=false", "it needs sample_during_eval=true")
-        for key in ("n_eval_tokens", "sample_temperature", "sample_top_p", "sample_top_k")
-    ),
-    ("do_first_sampling=true do_first_eval=false", "it needs do_first_eval=true and sample_during_eval=true"),
     ("lr_scaling=linear", "it needs several processes: trainer=FSDPTrainer"),
-    ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
-    (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
-    ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, bradley"),
-    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, bra"),
+    ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: loss=dpo, ipo, "),
+    (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: loss=dpo, ipo, "),
+    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a reference that is a second model"),
     (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
-    ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: any but sft, kto, apo_zero_unpaired, "),
+    ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: loss=dpo, ipo, "),
     (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
     (f"online.reward_format=pair {DRAWN}", "it needs online.scorer=reward_model"),
     (f"online.function=a.py:f {DRAWN}", "it needs online.scorer=function"),
     (f"online.keyword=a {DRAWN}", "it needs online.scorer=keyword"),
-    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "datasets=shp does not name it; datasets=[hh] doe"),
+    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "datasets=shp does not name it"),
 ]
 
 DISCOURAGED = [
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     (f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry", "online.labels=bradley_terry needs t"),
-]
-
-SLOW = [
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
-    ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16 is faster"),
-    (f"GPUS=2 {FSDP}", "matrices are multiplied in float32 (TF32): model.fsdp_policy_mp=bfloat16 is faster"),
-    (f"GPUS=1 model.autocast=bfloat16 {DPO}", "model.reference_dtype=float16 is cast to bfloat16 in every forward"),
+    ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16, or "),
     (f"GPUS=2 {FSDP} model.autocast=bfloat16", "model.autocast=bfloat16 with trainer=FSDPTrainer gathers float32 wei"),
 ]
 
@@ -262,36 +179,21 @@ ACCEPTED = [
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
     "loss=kto unpair=true loss.desirable_weight=0",
-    "loss=plackett_luce",
     f"{DPO} list_pairs=best_worst loss.offset_by_margin=true",
     "loss=bradley_terry loss.centering=0.01 sample_during_eval=false",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
-    "max_length=2 max_prompt_length=1",
-    "n_epochs=null n_examples=1",
-    "warmup_steps=0 minimum_log_interval_secs=0 seed=4294967295",
+    "n_epochs=null n_examples=1 warmup_steps=0 minimum_log_interval_secs=0 seed=4294967295",
     "schedule=cosine min_lr_ratio=1",
-    "wandb.tags='[a,b c]' wandb.notes='first try' wandb.group=g",
-    "exp_name=group/run..1",
-    "datasets=[hh,mine] dataset_sources.mine=/data",
-    "datasets=me/data",
+    "wandb.tags='[a,b c]' wandb.notes='first try' wandb.group=g exp_name=group/run..1",
+    "datasets=[hh,mine] dataset_sources.mine=/data dataset_sources.mine.columns={chosen:best}",
     "datasets=[me/data] dataset_sources.data={columns:{chosen:best}}",
-    "datasets=[mine] dataset_sources.mine={path:me/data,columns:{chosen:best}}",
-    "world_size=1",
-    f"{FSDP} world_size=4 fsdp_shard_size=2",
-    f"{FSDP} world_size=4 gradient_accumulation_steps=2 eval_batch_size=6",  # of evaluations any number
-    f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=1",
+    f"{FSDP} world_size=4 gradient_accumulation_steps=2 fsdp_shard_size=2 eval_batch_size=6",
     f"{CUT} world_size=8 tensor_parallel_size=2 gradient_accumulation_steps=2",
     f"{PACKAGE} tensor_parallel_size=2 sample_during_eval=false",
     f"RANK=0 WORLD_SIZE=4 GPUS=2 {FSDP} {COMPUTED} world_size=4",  # two machines of two GPUs
     f"GPUS=2 lora=qlora lr=1e-4 {FSDP} {COMPUTED}",
-    "GPUS=1 lora=qlora lr=1e-4 model.autocast=bfloat16",
-    f"GPUS=2 {FSDP} model.fsdp_policy_mp=float32",  # as was asked for
-    "GPUS=1 model.attn_implementation=flex_attention model.policy_dtype=bfloat16 lr=1e-5",
-    f"GPUS=1 model.autocast=bfloat16 {DPO} model.reference_dtype=null",
     f"GPUS=1 {FSDP} model.autocast=bfloat16 world_size=1",  # nothing is gathered
-    f"{FSDP} model.autocast=bfloat16 {COMPUTED} world_size=2",
     f"{LORA} lr=1e-5 model.policy_dtype=bfloat16",
-    "model.policy_dtype=bfloat16 lr=1e-5",
     "model.policy_dtype=bfloat16 lr=5e-7 optimizer=SGD",
 ]  # fmt: skip
 
@@ -330,7 +232,7 @@ def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, senten
     assert f"has no effect: {sentence}" in warning
 
 
-@pytest.mark.parametrize(("command", "sentence"), [*DISCOURAGED, *SLOW])
+@pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
 def test_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sentence, typed):
     [warning] = find_config_warnings(typed(command))
     assert warning.startswith(sentence)
@@ -342,9 +244,9 @@ def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, type
 
 
 def test_every_key_that_needs_another_is_in_a_table():
-    commands = [command for command, _ in (*REFUSED, *NO_EFFECT)]
-    keys = [key for check in CHECKS for key in check.keys]
-    assert [key for key in keys if not any(re.search(rf"(^|[ +']){re.escape(key)}=", c) for c in commands)] == []
+    commands = [f" {command}" for command, _ in (*REFUSED, *NO_EFFECT)]
+    keys = [key for need in (*NEEDED, *NEEDED_FOR_EFFECT) for key in need.keys.split()]
+    assert [key for key in keys if not any(f" {key}=" in command for command in commands)] == []
 
 
 def test_packages_that_are_not_installed_are_named_if_they_are_needed(typed, monkeypatch):
@@ -366,13 +268,12 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
         "trainer=BasicTrainr is not one of BasicTrainer, FSDPTrainer, TensorParallelTrainer: "
-        "did you mean BasicTrainer or FSDPTrainer?",
+        "did you mean BasicTrainer?",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",
-        "loss.label_smoothing=0.5 must be a number in [0, 0.5): the fraction of flipped pairs",
-        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1 = 4: try batch_size=8, "
-        "or gradient_accumulation_steps=1, 2, 3 or 6",
+        "loss.label_smoothing=0.5 must be a number in [0, 0.5)",
+        "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
         "eval_every=5 (examples) must be at least batch_size=6",
