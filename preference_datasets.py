@@ -22,7 +22,7 @@ from dpo.data.collation import (
     padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
-from dpo.data.columns import N_INSPECTED, ColumnsError, recognize
+from dpo.data.columns import N_INSPECTED, recognize
 from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
@@ -46,9 +46,8 @@ def _read_rows(
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the rows of a split, each with its place, and show how many there are."""
     rows = load_rows(source, split, cache_dir)
-    places = iterate_places(rows, f"{source.path} ({split})")
-    disable = True if silent else None  # with None, tqdm is silent unless stderr is a terminal
-    for row, (_, where) in zip(tqdm.tqdm(rows, desc=f"Processing {name}", disable=disable), places, strict=True):
+    bar = tqdm.tqdm(rows, f"Processing {name}", disable=silent or None)  # with None, silent unless stderr is a terminal
+    for row, (_, where) in zip(bar, iterate_places(rows, f"{source.path} ({split})"), strict=True):
         yield row, where
 
 
@@ -93,23 +92,17 @@ def get_hh(
 ) -> PreferenceData:
     """Load Anthropic's helpful and harmless dialogues: one pair per row.
 
-    A prompt's SFT target is the chosen response of its last row.
+    A prompt's SFT target is the chosen response of its last row. A rejected dialogue loses as many characters as the
+    chosen one's prompt has, whether it begins with that prompt or not, as in the reference code.
     """
     data = PreferenceData(truncation_mode="keep_end")
-    n_diverged = 0  # rows whose two dialogues have different prompts
     for row, where in _read_rows(source, split, cache_dir, "HH", silent):
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
         try:
             prompt = extract_anthropic_prompt(chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-        n_diverged += not rejected.startswith(prompt)
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-    if n_diverged:
-        data.notes.append(
-            f"HH {split}: in {n_diverged} rows the rejected dialogue does not begin with the chosen dialogue's prompt; "
-            f"as in the reference code, the rejected dialogue loses its first len(prompt) characters all the same"
-        )
     return data
 
 
@@ -207,22 +200,21 @@ def get_dataset(
     `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. For custom
     data, `tokenizer` renders chat messages, and texts as `chat` says (`config/config.yaml`); `trains_on` says what kind
     of examples the columns must provide, and `with_margins` whether a column `margin` is read. The test split of a
-    source without splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42. Raises
-    InputError for an unknown name, a missing split, a row without a field, and empty data.
+    source without splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42; it comes with
+    the train split as `held_out`, so that the source is read once. Raises InputError for an unknown name, a missing
+    split, a row without a field, and empty data.
     """
     configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
-    if name == "demo" and configured_source is not None:
-        raise InputError(
-            f"dataset_sources.demo={configured_source}: the demo data is generated; choose another name for custom data"
-        )
     if name == "demo":
+        if configured_source is not None:
+            raise InputError("dataset_sources.demo: the demo data is generated; choose another name for your data")
         return get_demo(split)
     if configured_source is None and name not in HUB_IDS:
         raise InputError(
             f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data give "
             f"dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
         )
-    source = Source.parse(name, HUB_IDS[name] if configured_source is None else configured_source)
+    source = Source.parse(name, configured_source or HUB_IDS[name])
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
@@ -239,11 +231,18 @@ def get_dataset(
             bad=bad,
         )
     if source.has_no_splits and name != "se":  # se makes its own test split
-        data = _hold_out(data, name, split, source)
+        n, train, test = len(data), data.select_split("train"), data.select_split("test")
+        # in place of the notes about the records, which are printed with the train split
+        test.notes = [
+            f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(test):,} of {n:,}"
+        ]
+        train.held_out = test
+        data = train if split == "train" else test
     if not data:
-        raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
-    first_entry = next(iter(data.values()))
-    assert {"responses", "pairs", "sft_target"} <= set(first_entry), f"{name} gives {set(first_entry)}"
+        raise InputError(
+            f"dataset {name} ({source.path}) has no examples in its {split} split; of one file, a tenth of the prompts "
+            f"(at least one) is the test split"
+        )
     if not silent:
         for note in data.notes:
             print(note)
@@ -251,7 +250,7 @@ def get_dataset(
 
 
 def check_columns(plan: Plan) -> None:
-    """Raise ColumnsError if columns of local data are missing.
+    """Raise InputError if columns of local data are missing.
 
     The first records are read, and all of them only if these lack what the loss needs.
     """
@@ -261,42 +260,16 @@ def check_columns(plan: Plan) -> None:
         source = None if value is None or name in LOADERS else Source.parse(name, value)
         if source is None or source.local is None:
             continue
+        options = {"name": name, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
         for limit in (N_INSPECTED, None):
             rows = load_rows(source, "train", bad=bad, limit=limit)
-            origin = source.path if source.has_no_splits else f"{source.path} (train)"
             try:
-                if rows:
-                    recognize(
-                        rows,
-                        source.columns,
-                        name=name,
-                        origin=origin,
-                        trains_on=trains_on,
-                        with_margins=plan.loss.needs_margins,
-                    )
+                if rows:  # else all records are bad, as reading them will say
+                    recognize(rows, source.columns, origin=source.path, **options)
                 break
-            except ColumnsError:
+            except InputError:
                 if limit is None:
                     raise
-
-
-def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:
-    """Select a split from the data of a source without splits.
-
-    The train split comes with the other, so that the source is read once.
-    """
-    train, test = (data.select_split(each) for each in ("train", "test"))
-    if len(data) == 1 and split == "train":
-        raise InputError(
-            f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
-            f"test split: add prompts, or give a directory of train and test files"
-        )
-    # in place of the notes about the records, which are printed with the train split
-    test.notes = [
-        f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(test):,} of {len(data):,}"
-    ]
-    train.held_out = test
-    return train if split == "train" else test
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:

@@ -178,11 +178,11 @@ def test_many_se_rows_are_stripped_in_processes_as_in_one(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; the record has chosen: add"),
-        ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A must be a number, and is '4'"),
-        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; the"),
+        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text: correct it"),
+        ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A is '4', and must be a number"),
+        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
-        ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen must be text or a list of messages, and is 3"),
+        ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen is 3, and must be text or a list of messages"),
     ],
 )
 def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, message):

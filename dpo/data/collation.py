@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
-from dpo.data.schema import TruncationMode, name_pairs
+from dpo.data.schema import TruncationMode
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.errors import InputError
@@ -76,7 +76,7 @@ def tokenize_batch_element(
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
-    pair = Prompt(prompt, [chosen, rejected], name_pairs([(0, 1)]), truncation_mode, rendered=False)
+    pair = Prompt(prompt, [chosen, rejected], [{"chosen": 0, "rejected": 1}], truncation_mode, rendered=False)
     return make_rows(
         list_examples(pair), TextEncoder(tokenizer), max_length=max_length, max_prompt_length=max_prompt_length
     )[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpo.data.schema import PreferenceData
@@ -45,48 +45,32 @@ COURTEOUS = ("Certainly!", "Gladly!", "Sure!", "Absolutely!", "Welcome!", "Yes, 
 CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "Busy as always.")
 
 
-class Answer(NamedTuple):
-    """The content of an answer."""
-
-    courteous: bool
-    thing: str
-
-
 def get_demo(split: str) -> PreferenceData:
     """Make up the dialogues of a split, one pair each."""
     rng = random.Random(0)
     data = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
-    seen_prompts = set()
     for name, n_prompts in N_PROMPTS.items():  # both splits are made, so that no test prompt is in train
         while len(data[name]) < n_prompts:
             thing = rng.choice(THINGS)
             turns = rng.sample(SMALL_TALK, rng.randint(0, 2))
             prompt = "".join(f"\n\nHuman: {ask}\n\nAssistant: {answer}" for ask, answer in turns)
             prompt += f"\n\nHuman: {rng.choice(QUESTIONS).format(thing=thing)}\n\nAssistant:"
-            courteous, curt = (_draw_answer(rng, openings, thing) for openings in (COURTEOUS, CURT))
-            if prompt in seen_prompts:
+            answers = []
+            for openings in (COURTEOUS, CURT):
+                body, place = rng.choice(BODIES), rng.choice(PLACES)
+                answers.append(f" {rng.choice(openings)} {body.format(thing=thing, place=place)}")
+            if any(prompt in each for each in data.values()):
                 continue
-            seen_prompts.add(prompt)
-            data[name].add_pair(prompt, courteous, curt)
-            data[name][prompt]["sft_target"] = courteous if rng.random() < COURTEOUS_TARGETS else curt
+            entry = data[name].add_pair(prompt, *answers)
+            entry["sft_target"] = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
     return data[split]
 
 
-def _draw_answer(rng: random.Random, openings: tuple[str, ...], thing: str) -> str:
-    body = rng.choice(BODIES)
-    place = rng.choice(PLACES)
-    return _write_answer(rng.choice(openings), body, thing, place)
-
-
-def _write_answer(opening: str, body: str, thing: str, place: str) -> str:
-    return f" {opening} {body.format(thing=thing, place=place)}"
-
-
 @functools.cache
-def all_answers() -> Mapping[str, Answer]:
-    """All responses that the data may contain, each with its content."""
+def all_answers() -> dict[str, tuple[bool, str]]:
+    """All responses that the data may contain: whether each is courteous, and of which thing."""
     return {
-        _write_answer(opening, body, thing, place): Answer(opening in COURTEOUS, thing)
+        f" {opening} {body.format(thing=thing, place=place)}": (opening in COURTEOUS, thing)
         for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
     }
 
@@ -102,14 +86,8 @@ class Shares(NamedTuple):
 
 def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
     """Judge the responses of (prompt, response) dialogues."""
-    prompts_and_answers = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
-    n_broken = sum(answer is None for _, answer in prompts_and_answers)
-    n_courteous = sum(answer is not None and answer.courteous for _, answer in prompts_and_answers)
-    n_mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in prompts_and_answers)
+    judged = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
+    manners = [answer and answer[0] for _, answer in judged]
+    mistaken = [answer is not None and answer[1] not in prompt for prompt, answer in judged]
     n = len(dialogues)
-    return Shares(
-        courteous=n_courteous / n,
-        curt=(n - n_courteous - n_broken) / n,
-        broken=n_broken / n,
-        mistaken=n_mistaken / n,
-    )
+    return Shares(manners.count(True) / n, manners.count(False) / n, manners.count(None) / n, sum(mistaken) / n)

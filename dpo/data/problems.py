@@ -17,17 +17,10 @@ SHOWN = 20  # bad records, or records of a kind, that a message names
 
 
 class BadRecordsError(InputError):
-    """Some records cannot be used."""
+    """Some records of a dataset cannot be used; `are_all`: none can."""
 
     def __init__(self, name: str, found: list[tuple[int, str]], *, are_all: bool) -> None:
-        reasons = {reason.partition(": ")[2] for _, reason in found}  # without the record's place
-        if len(found) == 1:
-            text = found[0][1]
-        elif are_all and len(reasons) == 1:  # such as a template that cannot render anything
-            text = f"dataset {name}: none of its {len(found):,} records can be used: {reasons.pop()}"
-        else:
-            text = list_bad(name, found)
-        super().__init__(text)
+        super().__init__(found[0][1] if len(found) == 1 else list_bad(name, found))
         self.name, self.found, self.are_all = name, found, are_all
 
 
@@ -39,14 +32,18 @@ class BadRecords:
         self.found: list[tuple[int, str]] = []
 
     def finish(self, name: str, *, is_empty: bool) -> list[str]:
-        """Raise BadRecordsError, or return a note on what is left out.
-
-        `is_empty` says that nothing is left.
-        """
+        """Raise BadRecordsError, or return a note on what is left out; `is_empty`: nothing is left."""
         self.found.sort()
         if self.found and (is_empty or not self.skip):
             raise BadRecordsError(name, self.found, are_all=is_empty)
         return [f"warning: left out: {list_bad(name, self.found)}"] if self.found else []
+
+
+def list_bad(name: str, found: list[tuple[int, str]]) -> str:
+    """List the first bad records of a dataset."""
+    lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]
+    lines += [reason for _, reason in found[:SHOWN]]
+    return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
 
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
@@ -59,19 +56,13 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
         prefix = f"bad_records-{exp_name.replace('/', '_')}-"
         with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
             path = Path(file.name)
-        keys = ("dataset", "record", "problem", "reason")
-        write_problems(
-            path, (dict(zip(keys, (error.name, number, BAD, reason), strict=True)) for number, reason in error.found)
-        )
+        problems = [
+            {"dataset": error.name, "record": number, "problem": BAD, "reason": reason}
+            for number, reason in error.found
+        ]
+        write_problems(path, problems)
         where = f"; {path} names all of them"
     return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
-
-
-def list_bad(name: str, found: list[tuple[int, str]]) -> str:
-    """List the first bad records of a dataset."""
-    lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]
-    lines += [reason for _, reason in found[:SHOWN]]
-    return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
 
 
 def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:

@@ -1,13 +1,14 @@
-"""The common form of all datasets, and checks of fields."""
+"""Records, the data that they make up, and the checks of their fields."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from dpo.errors import InputError
@@ -16,29 +17,30 @@ from dpo.losses import TRAINS_ON
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
-MISSING = object()
 Messages = list[dict[str, Any]]  # of a chat, with role and content
 TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
-LABEL_TYPES = (bool, int, float, str)
 TYPE_NAMES: dict[Any, str] = {
     str: "text",
     list: "a list",
-    dict: "an object",
     (str, list): "text or a list of messages",
     (str, list, dict): "text or a list of messages",
     int: "a whole number",
     (int, float): "a number",
-    LABEL_TYPES: "true or false",
 }
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}  # in ShareGPT's messages, with their roles
+ROLES = ("system", "user", "assistant", "tool", "function_call")  # that these messages may have
+# roles of messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
+CALLERS = ("function_call", "tool_call")
 
 
 class Record(NamedTuple):
-    """A record, from its row until it is gathered with the others of its prompt."""
+    """A prompt and its responses, from their row to their examples."""
 
     prompt: Any  # a text, or Messages until a chat template renders them
-    responses: Sequence[Any]  # of the same kind: chosen and rejected, a target, a ranked list, or none
+    responses: Sequence[Any]  # of the same kind
+    pairs: Sequence[tuple[int, int]] = ()  # (better, worse), indices into responses
     label: bool | None = None  # whether the one response is desirable
-    scores: Sequence[float] | None = None  # of a ranked list, higher for better responses
+    scores: Sequence[float] = ()  # of a ranked list, higher for better responses
     weight: float | None = None
     margin: float | None = None
     before: Sequence[dict[str, Any]] = ()  # the system turn and the history, before a prompt that is a text
@@ -46,28 +48,44 @@ class Record(NamedTuple):
     messages: Messages | None = None  # from which the prompt was rendered
     cuts: Sequence[list[int]] = ()  # of each rendered response: see `split_at_cuts`
     row: int | None = None  # its number in its source, from 1
+    first: int = 0  # where its responses begin among those of its prompt
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list)
 
+    @property
+    def best(self) -> int:
+        """The response that SFT learns."""
+        return self.scores.index(max(self.scores)) if self.scores else 0
+
+    def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
+        """The examples of a kind, each of which maps roles to responses: see `PreferenceData.take`."""
+        scores, pairs = self.scores, self.pairs
+        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        if trains_on == "targets":
+            return [{"chosen": i} for i in range(len(self.responses))]
+        if trains_on == "lists" and ranked:
+            *before, last = ranked
+            return [dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}]
+        if trains_on == "labels":
+            labelled = [] if self.label is None else [{"chosen" if self.label else "rejected": 0}]
+            return labelled + [
+                {role: i} for better, worse in pairs for role, i in (("chosen", better), ("rejected", worse))
+            ]
+        if ranked and list_pairs == "best_worst":
+            ranked = [self.best, scores.index(min(scores))]
+        of_list = [(better, worse) for better, worse in combinations(ranked, 2) if scores[better] > scores[worse]]
+        return [{"chosen": better, "rejected": worse} for better, worse in (*pairs, *of_list)]
+
 
 class Entry(TypedDict):
-    """The records of one prompt, joined."""
+    """What there is to a prompt."""
 
     responses: list[str]
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
-    labels: NotRequired[list[bool]]  # of labelled data: whether each response is desirable
-    # each ranked list is a list of tiers, best first; a tier has the indices of equal responses
-    lists: NotRequired[list[list[list[int]]]]
-    # one value for each record, if the data has them
-    weights: NotRequired[list[float]]
-    margins: NotRequired[list[float]]
-    rows: NotRequired[list[int]]
-    messages: NotRequired[Messages]
-    tools: NotRequired[Sequence[dict[str, Any]]]
-    cuts: NotRequired[dict[str, list[int]]]  # by response, if parts of it are not scored
+    records: NotRequired[list[Record]]  # of custom data
 
 
 class PreferenceData(dict[str, Entry]):
@@ -85,42 +103,28 @@ class PreferenceData(dict[str, Entry]):
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
         self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
-    def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add a pair, whose `better` response becomes the prompt's SFT target."""
+    @property
+    def has_margins(self) -> bool:
+        return any(record.margin is not None for entry in self.values() for record in entry.get("records", ()))
+
+    def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> Entry:
+        """Add a pair, whose `better` response becomes the prompt's SFT target; return the prompt's entry."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n_before = len(entry["responses"])
         entry["responses"] += [first, second]
         entry["pairs"].append((n_before + better, n_before + 1 - better))
         entry["sft_target"] = (first, second)[better]
+        return entry
 
     def add(self, record: Record) -> None:
-        """Add a record of texts; the best response of a pair or list becomes the prompt's SFT target."""
-        prompt, responses = record.prompt, record.responses
-        entry: Any = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-        if len(responses) == 2 and record.scores is None:
-            self.add_pair(prompt, *responses)
-        else:
-            indices = range(len(entry["responses"]), len(entry["responses"]) + len(responses))
-            entry["responses"] += responses
-            if record.label is not None:
-                entry.setdefault("labels", []).append(record.label)
-            elif record.scores is not None:
-                tiers: dict[float, list[int]] = {score: [] for score in sorted(record.scores, reverse=True)}
-                for index, score in zip(indices, record.scores, strict=True):
-                    tiers[score].append(index)
-                entry.setdefault("lists", []).append(list(tiers.values()))
-                entry["sft_target"] = responses[record.scores.index(max(record.scores))]
-            elif responses:
-                [entry["sft_target"]] = responses
-        for field, value in (("weights", record.weight), ("margins", record.margin), ("rows", record.row)):
-            if value is not None:
-                entry.setdefault(field, []).append(value)
-        if record.messages is not None:
-            entry["messages"] = record.messages
-        if record.tools and record.messages is not None:
-            entry["tools"] = record.tools
-        if cuts := {text: limits for text, limits in zip(responses, record.cuts, strict=False) if limits}:
-            entry["cuts"] = entry.get("cuts", {}) | cuts
+        """Add a record of texts, whose best response becomes the prompt's SFT target."""
+        entry = self.setdefault(record.prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        first = len(entry["responses"])
+        entry["responses"] += record.responses
+        entry["pairs"] += [(first + better, first + worse) for better, worse in record.pairs]
+        if record.responses and record.label is not False:
+            entry["sft_target"] = record.responses[record.best]
+        entry.setdefault("records", []).append(record._replace(first=first))
 
     def take(
         self, trains_on: str, *, list_pairs: str = "all"
@@ -128,40 +132,37 @@ class PreferenceData(dict[str, Entry]):
         """Remove the prompts one by one, and yield each with its examples.
 
         Yields (prompt, responses, examples, others). An example maps its roles to indices into the responses. `others`
-        has further fields of `Prompt`; numbers, of which an entry has one for each record, are those of the examples.
-        `trains_on` says which examples are made:
+        has further fields of `Prompt`; its lists of numbers have one for each example. `trains_on` says which examples
+        are made:
 
-        - "pairs": the pairs, and those that `list_pairs` makes of lists
+        - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
         - "prompts": the same, but a prompt whose lists make no pair is kept
         - "lists": the lists, and each pair as a list of two
         - "labels": the labelled responses, and both responses of each pair
         - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
-            entry: Any = self.pop(prompt)
-            responses, lists, labels = entry["responses"], entry.get("lists", []), entry.get("labels", [])
-            # examples with the index of their record: a prompt's records are of one kind
-            made = [(pair, record) for record, pair in enumerate(name_pairs(entry["pairs"]))]
-            if trains_on == "lists":
-                made += [(name_ranks(ranked), record) for record, ranked in enumerate(lists)]
-            elif trains_on == "labels":
-                made = [({role: i}, record) for pair, record in made for role, i in pair.items()]
-                made = [({"chosen" if label else "rejected": i}, i) for i, label in enumerate(labels)] + made
-            elif trains_on != "targets":
-                for record, ranked in enumerate(lists):
-                    made += [(pair, record) for pair in name_pairs(pair_up(ranked, list_pairs))]
-            elif made or lists:  # the target comes from the last record
-                responses, made = [entry["sft_target"]], [({"chosen": 0}, len(made) + len(lists) - 1)]
-            else:
-                made = [({"chosen": i}, i) for i in range(len(responses))]
-            if not made and (trains_on == "labels" or (lists and trains_on != "prompts")):
+            entry = self.pop(prompt)
+            records = entry.get("records") or [Record(prompt, entry["responses"], entry["pairs"])]
+            has_lists = any(record.scores for record in records)
+            if trains_on == "targets" and (has_lists or entry["pairs"]):  # the target comes from the last record
+                last = records[-1]
+                cuts = last.cuts[last.best : last.best + 1]
+                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts, first=0)]
+            made = [(record, each) for record in records for each in record.list_examples(trains_on, list_pairs)]
+            if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
                 continue
-            others: dict[str, Any] = {name: entry[name] for name in ("messages", "tools") if name in entry}
-            for name in {"weights", "margins", "rows"} & entry.keys():
-                others[name] = [entry[name][record] for _, record in made]
-            if "cuts" in entry:
-                others["cuts"] = [entry["cuts"].get(response, []) for response in responses]
-            yield prompt, responses, [example for example, _ in made], others
+            responses = [text for record in records for text in record.responses]
+            examples = [{role: record.first + i for role, i in example.items()} for record, example in made]
+            cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
+            numbers = {
+                "weights": [record.weight for record, _ in made],
+                "margins": [record.margin for record, _ in made],
+                "rows": [record.row for record, _ in made],
+            }
+            others: dict[str, Any] = {name: values for name, values in numbers.items() if values and None not in values}
+            others |= {"messages": records[-1].messages, "tools": records[-1].tools or None}
+            yield prompt, responses, examples, others | {"cuts": cuts if any(cuts) else None}
 
     def select_split(self, split: str) -> PreferenceData:
         """Select the train or test split of data that has no splits.
@@ -179,110 +180,7 @@ class PreferenceData(dict[str, Entry]):
         return part
 
 
-def name_pairs(pairs: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
-    return [{"chosen": better, "rejected": worse} for better, worse in pairs]
-
-
-def pair_up(ranked: Sequence[Sequence[int]], list_pairs: str) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (better, worse) of a ranked list.
-
-    With `list_pairs="best_worst"`, only the best with the worst. Equal responses are no pair.
-    """
-    tiers = [ranked[0][:1], ranked[-1][:1]] if list_pairs == "best_worst" else ranked
-    for better_tier, worse_tier in combinations(tiers, 2):
-        if better_tier != worse_tier:  # the best is the worst where all are equal
-            yield from product(better_tier, worse_tier)
-
-
-def name_ranks(ranked: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Give each response of a list without ties its role."""
-    *before, last = (index for [index] in ranked)
-    return dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}
-
-
-def is_message(value: Any) -> bool:
-    """Return whether a value is a chat message, ours or ShareGPT's."""
-    return isinstance(value, Mapping) and ("role" in value or is_sharegpt(value))
-
-
-def is_sharegpt(message: Any) -> bool:
-    """Return whether a chat message is `{from, value}`, as in ShareGPT's data."""
-    return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
-
-
-def read_message(message: Any, where: str) -> dict[str, Any]:
-    """Check a chat message, and return it as chat templates expect.
-
-    A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are, or missing.
-    Null fields and an empty list of calls are left out.
-    """
-    get_field(message, "role", where)
-    given = drop_nulls(message)
-    for key in THOUGHTS:
-        if key in given:
-            get_field(given, key, where)
-    if "function_call" in given:  # OpenAI's earlier form of one call
-        given["tool_calls"] = [{"function": given.pop("function_call")}]
-    if given.get("tool_calls") == []:
-        del given["tool_calls"]
-    if "tool_calls" not in given:
-        get_field(message, "content", where)
-        return given
-    calls = []
-    for call in get_field(given, "tool_calls", where, list):
-        function = call["function"] if isinstance(call, Mapping) and "function" in call else call
-        get_field(function, "name", where)
-        function = {**function, "arguments": read_arguments(function, where)}
-        calls.append({"type": "function", **call, "function": function})
-    content = get_field(given, "content", where) if "content" in given else ""
-    return given | {"content": content, "tool_calls": calls}
-
-
-def read_arguments(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Read a call's arguments: an object, JSON of one, or nothing."""
-    given = arguments = function.get("arguments") or {}
-    with suppress(ValueError):
-        arguments = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(arguments, Mapping):
-        raise InputError(
-            f"{where}: the arguments of {function['name']} must be an object or JSON of one, and are {given!r:.80}: "
-            f"correct them, or remove the record"
-        )
-    return arguments
-
-
-def drop_nulls(value: Any) -> Any:
-    """Remove the null fields of objects.
-
-    Arrow gives each object of a column the fields of all others.
-    """
-    if isinstance(value, Mapping):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def read_tools(
-    row: Mapping[str, Any], column: str, where: str, fix: str = "remove it from the record"
-) -> list[dict[str, Any]]:
-    """Read the tools of a chat, which rows may lack.
-
-    They are a list of schemas, or such a list as JSON. Schemas of functions alone, as in LLaMA-Factory's data, become
-    tools. `fix` is the advice for any other value.
-    """
-    value = row.get(column)
-    tools = drop_nulls(value)
-    with suppress(ValueError):
-        tools = json.loads(value) if isinstance(value, str) and value else tools
-    if not tools:
-        return []
-    if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise InputError(
-            f"{where}: {column} must be a list of function schemas (objects), or JSON of such a list, and is "
-            f"{value!r:.80}: correct it, or {fix}"
-        )
-    return [
-        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
-    ]
+# --- fields and messages -------------------------------------------------------------------------------------------
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[type, ...] = str) -> Any:
@@ -292,19 +190,12 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
     """
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
-    value = row.get(key, MISSING)
-    if value is MISSING:
+    value = row.get(key)
+    # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
+    if not isinstance(value, types) or isinstance(value, bool) or value != value:
+        shown = "missing" if key not in row else "null" if value is None else f"{value!r:.80}"
         raise InputError(
-            f"{where}: {key} is missing, and must be {TYPE_NAMES[types]}; the record has "
-            f"{', '.join(map(str, row)) or 'no fields'}: add {key}, or remove the record"
-        )
-    if value is None or value != value:  # NaN differs from itself
-        null = "null" if value is None else "NaN, which is how pandas writes null"
-        raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
-    # Python counts a bool as an int
-    if not isinstance(value, types) or (isinstance(value, bool) and types is not LABEL_TYPES):
-        raise InputError(
-            f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}: correct it, or remove the record"
+            f"{where}: {key} is {shown}, and must be {TYPE_NAMES[types]}: correct it, or remove the record"
         )
     if isinstance(value, str):
         check_unicode(value, f"field {key!r}", where)
@@ -319,3 +210,127 @@ def check_unicode(text: str, what: str, where: str) -> None:
             f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {context!r}: replace it, or remove the "
             f"record"
         )
+
+
+def is_message(value: Any) -> bool:
+    """Return whether a value is a chat message, ours or ShareGPT's."""
+    return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= value.keys())
+
+
+def read_messages(value: Any, where: str) -> Messages:
+    """Read a list of messages, or one; a call after a turn of the assistant belongs to that turn."""
+    messages: Messages = []
+    for original in value if isinstance(value, list) else [value]:
+        message = read_message(original, where)
+        is_call = original.get("role", original.get("from")) in CALLERS
+        if is_call and messages and messages[-1]["role"] == "assistant":
+            turn = messages[-1]
+            messages[-1] = {**message, **turn, "tool_calls": turn.get("tool_calls", []) + message["tool_calls"]}
+        else:
+            messages.append(message)
+    return messages
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """Check a chat message of any format, and return it as chat templates expect.
+
+    A message that calls tools may have no content. Null fields and an empty list of calls are left out.
+    """
+    if is_message(message) and "role" not in message:
+        speaker = get_field(message, "from", where)
+        role = SPEAKERS.get(speaker, speaker)
+        if role not in ROLES:
+            raise InputError(
+                f"{where}: a message is from {speaker!r}, and must be from one of {', '.join((*SPEAKERS, *ROLES))}: "
+                f"rename the speaker, or remove the record"
+            )
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {**others, "role": role, "content": message["value"]}
+    role, given = get_field(message, "role", where), drop_nulls(message)
+    if isinstance(given.get("content"), list):
+        given["content"] = _join_parts(given["content"], where)
+    if role == "tool_response":  # ms-swift's
+        given["role"] = "tool"
+    elif role in CALLERS:
+        calls = _parse_calls(get_field(given, "content", where), where)
+        given |= {"role": "assistant", "content": "", "tool_calls": calls}
+    if "tool_calls" in given:
+        calls = [_read_call(call, where) for call in get_field(given, "tool_calls", where, list)]
+        del given["tool_calls"]
+        given = {"content": "", **given, "tool_calls": calls} if calls else given
+    for key in ("content", *(key for key in THOUGHTS if key in given)):
+        get_field(given, key, where)
+    return given
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    """Join the texts of a content that is a list of parts."""
+    kinds = [get_field(part, "type", where) for part in parts]
+    if other := next((kind for kind in kinds if kind != "text"), None):
+        raise InputError(f"{where}: content has a part of type {other!r}, and must be text: remove the record")
+    return "".join(get_field(part, "text", where) for part in parts)
+
+
+def _parse_calls(text: str, where: str) -> list[Any]:
+    """Parse the JSON of a call, or of a list of calls."""
+    calls = None
+    with suppress(ValueError):
+        calls = json.loads(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(
+            f'{where}: the call of a tool must be JSON like {{"name": ..., "arguments": ...}}, and is {text!r:.80}: '
+            f"correct it, or remove the record"
+        )
+    return [{"function": call} for call in calls]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
+    function = call.get("function", call) if isinstance(call, Mapping) else call
+    name = get_field(function, "name", where)
+    given = arguments = function.get("arguments") or {}
+    with suppress(ValueError):
+        arguments = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(arguments, Mapping):
+        raise InputError(
+            f"{where}: the arguments of {name} must be an object or JSON of one, and are {given!r:.80}: correct them, "
+            f"or remove the record"
+        )
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
+    """Read the tools of a chat, which rows may lack.
+
+    They are a list of schemas, or such a list as JSON. Schemas of functions alone, as in LLaMA-Factory's data, become
+    tools.
+    """
+    value = row.get(column)
+    tools = drop_nulls(value)
+    with suppress(ValueError):
+        tools = json.loads(value) if isinstance(value, str) and value else tools
+    if not tools:
+        return []
+    if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InputError(
+            f"{where}: {column} must be a list of function schemas (objects), or JSON of such a list, and is "
+            f"{value!r:.80}: correct it, or leave it out, for a column with columns={{tools: null}}"
+        )
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    ]
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove the null fields of objects: Arrow gives each object of a column the fields of all others."""
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def common_start(*texts: str) -> str:
+    """The longest text with which all texts begin."""
+    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
+    n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
+    return first[:n]

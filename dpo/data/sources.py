@@ -7,7 +7,6 @@ them takes half a second and text files need neither.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import gzip
 import itertools
 import json
@@ -21,7 +20,7 @@ from typing import Any, TextIO
 from dpo.data.problems import BadRecords
 from dpo.data.schema import is_message
 from dpo.errors import InputError, one_sentence
-from dpo.settings.choices import NUMBER_FIELDS, TOOLS
+from dpo.settings.choices import TOOLS
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_depth, check_readable
 
@@ -31,28 +30,18 @@ HUB_IDS = {
     "se": "HuggingFaceH4/stack-exchange-preferences",
 }
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
-ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
+ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 UNREADABLE = -1  # in place of the line of a record that cannot be parsed
-SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers")
 SHEET = "a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
 FIRST_BYTES = {  # of files that are no text, whatever their names say
     b"PK\x03\x04": SHEET,
-    b"PK\x05\x06": SHEET,  # without content
     b"\xd0\xcf\x11\xe0": SHEET,  # .xls
     b"\x1f\x8b": "compressed with gzip: add .gz to its name",
-    b"BZh": "compressed with bzip2: unpack it",
-    b"\xfd7zXZ": "compressed with xz: unpack it",
-    b"7z\xbc\xaf": "compressed with 7-Zip: unpack it",
-    b"\x28\xb5\x2f\xfd": "compressed with Zstandard: unpack it",
     b"PAR1": "a Parquet file: give it the suffix .parquet",
-    b"SQLite format 3\0": "an SQLite database: export its table as CSV",
-    b"%PDF-": "a PDF document: save its table as CSV (UTF-8)",
-    b"\x89PNG": "a PNG picture, and records are text",
-    b"\xff\xd8\xff": "a JPEG picture, and records are text",
 }
-UTF8_ADVICE = "save it as UTF-8 (in a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f {} -t UTF-8`"
+UTF8_ADVICE = "save it as UTF-8 (in a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
 
 
 class FileRows(list[Mapping[str, Any]]):
@@ -69,6 +58,42 @@ class FileRows(list[Mapping[str, Any]]):
                 total += 1
                 if line != UNREADABLE:
                     yield total, _name_place(file, number, line)
+
+
+class ArrowRows(Sequence[Mapping[str, Any]]):
+    """Rows of a `datasets.Dataset`, decoded when they are read: classes by name, images and sounds as they are."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.column_names = dataset.with_format("arrow"), dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        [row] = self.select([index])
+        return row
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for table in self.dataset.iter(ROWS_PER_BATCH):
+            for row in table.to_pylist():
+                yield _name_classes(row, self.dataset.features)
+
+    def select(self, indices: Iterable[int]) -> ArrowRows:
+        return ArrowRows(self.dataset.select(indices))
+
+
+def _name_classes(value: Any, feature: Any) -> Any:
+    """Replace the numbers of class labels by their names.
+
+    The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
+    """
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _name_classes(part, feature.get(name)) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_name_classes(part, getattr(feature, "feature", None)) for part in value]
+    if isinstance(value, int) and hasattr(feature, "int2str"):
+        return feature.int2str(value) if value >= 0 else None  # -1 stands for no label
+    return value
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[tuple[int, str]]:
@@ -96,12 +121,12 @@ def load_rows(
     """
     path = source.local
     if path is None:
-        return _load_from_hub(source, split, cache_dir)
+        return ArrowRows(_load_from_hub(source, split, cache_dir))
     if not path.exists():
         raise InputError(
             f"dataset source {source.path} does not exist{seen_from(path)}: give a directory, a file or a Hub id"
         )
-    files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
+    files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = FileRows()
     for file in files:
         _read(file, rows, bad, limit)
@@ -118,8 +143,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     """
     path = source.local
     if path is None:
-        fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
-        return fingerprint and [source.path, dict(source.columns), fingerprint]
+        return [source.path, dict(source.columns), _load_from_hub(source, "train", cache_dir)._fingerprint]
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
         files = [path] if path.is_file() else entries
@@ -131,7 +155,28 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     return [str(path.absolute()), dict(source.columns), states]
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
+def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
+    """Load a split from the Hub, under its first existing name."""
+    import datasets
+
+    load = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
+    *first_names, last_name = SPLIT_NAMES.get(split, (split,))
+    try:
+        for name in first_names:
+            try:
+                return load(split=name)
+            except ValueError as error:
+                if not UNKNOWN_SPLIT.match(str(error)):
+                    raise
+        return load(split=last_name)
+    except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
+        raise InputError(
+            f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "
+            f"its cache: {one_sentence(error)}. Without network, point dataset_sources at a local directory"
+        ) from error
+
+
+def _find_files(folder: Path, split: str) -> list[Path]:
     """Find the files of a split, in `folder` or `folder/data`.
 
     They are one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`. Raises
@@ -141,36 +186,25 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
     entries = [entry for directory in directories for entry in sorted(directory.iterdir())]
     for name in names:
-        copies = _find_named(name, entries)
-        if len(copies) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in copies for file in files)
+        found: dict[Any, list[Path]] = {}  # shards are together, by directory and suffix
+        for entry in entries:
+            suffix = find_suffix(entry.name)
+            stem = entry.name[: len(entry.name) - len(suffix)]
+            if suffix and stem.startswith(f"{name}-"):
+                found.setdefault((entry.parent, suffix), []).append(entry)
+            elif stem == name and (suffix or (entry / SAVED).is_file()):
+                found[entry] = [entry]
+        if len(found) > 1:
+            listed = ", ".join(str(file.relative_to(folder)) for files in found.values() for file in files)
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
-        if copies:
-            return copies[0]
+        for files in found.values():
+            return files
     present = ", ".join(entry.name for entry in entries[:8] if entry.parent == folder) or "nothing"
-    accepted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
-    other_names = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
-        f"{folder} has no {split} split: it needs one of {accepted}{other_names}; it holds {present}. "
-        f"datasets={folder}/FILE takes both splits from one file: a tenth of its prompts is the test split"
+        f"{folder} has no {split} split: it needs {split}.jsonl, {split}.csv or such a file ({', '.join(SUFFIXES)}), "
+        f"named {' or '.join(names)}; it holds {present}. datasets={folder}/FILE takes both splits from one file: a "
+        f"tenth of its prompts is the test split"
     )
-
-
-def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
-    """Find the entries with a split's name, as lists of files.
-
-    The shards of one directory and suffix are one list; every other entry is a list of its own.
-    """
-    alone: list[list[Path]] = []
-    shards: dict[tuple[Path, str], list[Path]] = {}  # by directory and suffix
-    for entry in entries:
-        suffix = find_suffix(entry.name)
-        stem = entry.name[: len(entry.name) - len(suffix)]
-        if stem == name and (suffix or (entry / SAVED).is_file()):
-            alone.append([entry])
-        elif suffix and stem.startswith(f"{name}-"):
-            shards.setdefault((entry.parent, suffix), []).append(entry)
-    return [*alone, *shards.values()]
 
 
 def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None) -> None:
@@ -183,19 +217,15 @@ def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None)
                 rows.append(row)
                 lines.append(line)
                 continue
-            place = _name_place(file, number, line)
-            reason = (
-                row if isinstance(row, InputError) else f"{place} is {type(row).__name__}, not an object with fields"
-            )
+            reason = f"{_name_place(file, number, line)} is {type(row).__name__}, not an object with fields"
+            reason = str(row) if isinstance(row, InputError) else reason
             if bad is None:
                 raise InputError(reason)
             lines.append(UNREADABLE)
-            bad.found.append((n_before + number, str(reason)))
+            bad.found.append((n_before + number, reason))
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        encoding = "UTF-16LE" if b"\0" in error.object else "WINDOWS-1252"  # which Excel writes as CSV
         raise InputError(
-            f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); {UTF8_ADVICE.format(encoding)}"
+            f"{file} cannot be read: it is not UTF-8 (byte {error.object[error.start]:#04x}): {UTF8_ADVICE}"
         ) from error
     except InputError:
         raise
@@ -209,31 +239,24 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     In place of a value that cannot be parsed there is an InputError. Each value comes with the line that it ends on, or
     0 if the file is not read by lines.
     """
-    if file.is_dir():
-        import datasets
-
-        dataset = datasets.load_from_disk(file)
-        features = dataset.features if "ClassLabel" in repr(dataset.features) else None
-        for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):  # which decodes no image
-            yield from ((0, _name_classes(row, features)) for row in table.to_pylist())
-        return
-    check_readable(file)
     suffix = find_suffix(file.name)
-    if suffix == ".parquet":
+    if file.is_dir() or suffix == ".parquet":
+        import datasets
         import pyarrow.parquet
 
-        table = pyarrow.parquet.read_table(file)
-        features = None
-        if b"ClassLabel" in (table.schema.metadata or {}).get(b"huggingface", b""):  # written by `datasets`
-            import datasets
-
-            features = datasets.Features.from_arrow_schema(table.schema)
-        batches = table.to_batches(ROWS_PER_BATCH)
-        yield from ((0, _name_classes(row, features)) for batch in batches for row in batch.to_pylist())
+        if file.is_dir():
+            dataset = datasets.load_from_disk(file)
+        else:
+            check_readable(file)
+            dataset = datasets.Dataset(pyarrow.parquet.read_table(file), fingerprint="")  # none is needed
+        yield from ((0, row) for row in ArrowRows(dataset))
         return
+    check_readable(file)
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
-        _check_is_text(file, stream.read(16))
+        start = stream.read(4)
+    if kind := next((kind for first, kind in FIRST_BYTES.items() if start.startswith(first)), None):
+        raise InputError(f"{file} is {kind}")
     if not suffix:
         raise InputError(
             f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
@@ -241,48 +264,6 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
-
-
-def _check_is_text(file: Path, start: bytes) -> None:
-    """Refuse all but UTF-8 by a file's first bytes, whatever its name says."""
-    kinds = [kind for first, kind in FIRST_BYTES.items() if start.startswith(first)]
-    if kinds or file.name.lower().endswith(SHEETS):
-        raise InputError(f"{file} is {kinds[0] if kinds else SHEET}")
-    encoding = json.detect_encoding(start)  # by a byte order mark or, without one, by NUL bytes
-    if not encoding.startswith("utf-8"):
-        name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv names it
-        reason = "has its byte order mark" if name in ("UTF-16", "UTF-32") else "has NUL bytes between its characters"
-        raise InputError(f"{file} looks like {name}, as it {reason}: {UTF8_ADVICE.format(name)}")
-
-
-def _keep_encoded(feature: Any) -> Any:
-    """Return a feature of `datasets` that leaves images, audio and video encoded.
-
-    Nothing here reads such data, and decoding it needs packages that may be absent.
-    """
-    import datasets
-
-    if isinstance(feature, dict):
-        return {name: _keep_encoded(part) for name, part in feature.items()}
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return dataclasses.replace(feature, feature=_keep_encoded(feature.feature))
-    return dataclasses.replace(feature, decode=False) if hasattr(feature, "decode") else feature
-
-
-def _name_classes(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels by their names.
-
-    The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
-    """
-    if value is None or feature is None:
-        return value
-    if isinstance(feature, dict):
-        return {name: _name_classes(part, feature.get(name)) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_name_classes(part, getattr(feature, "feature", None)) for part in value]
-    if hasattr(feature, "int2str"):
-        return feature.int2str(value) if value >= 0 else None  # -1 stands for no label
-    return value
 
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, Any]]:
@@ -300,79 +281,49 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
-    """Parse records: a list, an object with a list, or JSON lines."""
+    """Parse a list of records, an object that has one or is a record, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        has_several_values = error.msg == "Extra data" and not text.lstrip().startswith("[")
-        if not has_several_values:
+        if error.msg != "Extra data" or text.lstrip().startswith("["):
             raise
         yield from _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
         return
     if isinstance(content, Mapping):
-        content = _find_records(content, file)
+        lists = {key: value for key, value in content.items() if key != TOOLS and _are_records(value)}
+        if len(lists) > 1:
+            raise InputError(
+                f"{file} holds {len(lists)} lists of records ({', '.join(lists)}): give each a file of its own"
+            )
+        content = next(iter(lists.values()), [content] if any(content.values()) else [])
     for value in content if isinstance(content, list) else [content]:
         check_depth(value)
         yield 0, value
 
 
-def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
-    """Find the records in an object: its list of records, or itself.
-
-    A list `tools` does not count: it belongs to a record.
-    """
-    lists = {
-        key: value
-        for key, value in content.items()
-        if key != TOOLS and isinstance(value, list) and value and not any(map(_is_no_record, value))
-    }
-    if len(lists) > 1:
-        raise InputError(
-            f"{file} holds {len(lists)} lists of records ({', '.join(lists)}): give each a file of its own"
-        )
-    if lists:
-        return next(iter(lists.values()))
-    # pandas writes a list for each column, or a mapping from the numbers of rows, "0" and so on
-    values = [*content.values()]
-    are_lists = all(
-        isinstance(value, list) and all(not isinstance(item, Mapping) for item in value) for value in values
-    )
-    if any(values) and (are_lists or all(isinstance(value, Mapping) and "0" in value for value in values)):
-        raise InputError(
-            f"{file} holds a list for each column ({', '.join(map(str, content))}), and records are expected, "
-            f"[{{...}}, {{...}}]: pandas writes them with to_json(..., orient='records')"
-        )
-    return [content] if any(values) else []  # an object with an empty list has no records
-
-
-def _is_no_record(value: Any) -> bool:
-    return not isinstance(value, Mapping) or is_message(value)
+def _are_records(value: Any) -> bool:
+    """Return whether a value is a list of objects that are not the messages of one record."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) and not is_message(v) for v in value)
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, Any]]:
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
-    if re.fullmatch(r'"?sep=."?\s*', first_line):
-        raise InputError(
-            f"{file}: the first line must name the columns: remove {first_line.strip()}, which is for Excel"
-        )
     if separator == ",":  # Excel writes semicolons where 0.5 is 0,5
         separator = max(SEPARATORS, key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
-    n_records = 0
-    n_lines = 0  # lines of the file up to the end of the last record
+    n_records = n_lines = 0  # lines of the file up to the end of the last record
     try:
         for fields in reader:
             n_lines = reader.line_num
             if any("\0" in field for field in fields):
                 raise InputError(
-                    f"{file} holds NUL bytes (line {n_lines}): remove them, or if it is UTF-16, "
-                    f"{UTF8_ADVICE.format('UTF-16LE')}"
+                    f"{file} holds NUL bytes (line {n_lines}), as UTF-16 does: remove them, or {UTF8_ADVICE}"
                 )
             if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
                 continue
@@ -393,10 +344,7 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
                 )
                 yield n_lines, InputError(problem)
                 continue
-            row = {name: field for name, field in zip(header, fields, strict=False) if name}
-            if separator == ";":
-                row |= {name: row[name].replace(",", ".") for name in NUMBER_FIELDS if name in row}
-            yield n_lines, row
+            yield n_lines, {name: field for name, field in zip(header, fields, strict=False) if name}
     except csv.Error as error:
         raise InputError(
             f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: quote a "
@@ -410,43 +358,3 @@ PARSERS: dict[str, Callable[..., Iterator[tuple[int, Any]]]] = {  # yield each v
     ".csv": partial(_parse_table, separator=","),
     ".tsv": partial(_parse_table, separator="\t"),
 }
-
-
-def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load a split from the Hub, under its first existing name."""
-    import datasets
-
-    *first_names, last_name = SPLIT_NAMES.get(split, (split,))
-
-    def load(split: str) -> Any:
-        rows: Any = datasets.load_dataset(
-            source.path, split=split, cache_dir=cache_dir, revision=source.revision or None
-        )
-        for column, feature in rows.features.items():
-            if (encoded := _keep_encoded(feature)) != feature:
-                rows = rows.cast_column(column, encoded)
-        features = rows.features
-        if "ClassLabel" in repr(features):
-            fingerprint = rows._fingerprint
-            rows = rows.with_transform(
-                lambda columns: {
-                    name: [_name_classes(value, features[name]) for value in values] for name, values in columns.items()
-                }
-            )
-            rows._fingerprint = fingerprint  # the transform says nothing more, and cannot always be hashed
-        return rows
-
-    try:
-        for name in first_names:
-            try:
-                return load(name)
-            except ValueError as error:
-                if not UNKNOWN_SPLIT.match(str(error)):
-                    raise
-        return load(last_name)
-    except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise InputError(
-            f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "
-            f"its cache: {reason}. Without network, point dataset_sources at a local directory"
-        ) from error

@@ -139,7 +139,7 @@ def iterate_prompts(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
                 f"which makes each chosen response desirable and each rejected one undesirable"
             )
-        if with_margins and not any("margins" in entry for entry in data.values()):
+        if with_margins and not data.has_margins:
             raise InputError(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
                 f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"

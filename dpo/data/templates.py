@@ -23,8 +23,7 @@ from dpo.data.asking import (
     iterate_texts,
     render_open,
 )
-from dpo.data.records import common_start
-from dpo.data.schema import THOUGHTS, Messages, Record
+from dpo.data.schema import THOUGHTS, Messages, Record, common_start
 from dpo.data.tokenization import remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.numbers import count

@@ -6,9 +6,13 @@ from dpo.data.schema import PreferenceData
 
 
 def view(field: str) -> property:
-    """A field of the entries that have it, by prompt."""
-    return property(lambda data: {prompt: entry[field] for prompt, entry in data.items() if field in entry})
+    """A field of the last record of each prompt that has it."""
+    return property(
+        lambda data: {
+            prompt: value for prompt, entry in data.items() if (value := getattr(entry["records"][-1], field))
+        }
+    )
 
 
-for field in ("weights", "margins", "rows", "messages", "tools", "cuts"):
+for field in ("messages", "tools", "weight"):
     setattr(PreferenceData, field, view(field))

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import yaml
-from support.formats import assistant, user
+from support.formats import ASK, CALL, LOOK, RESULT, SKY, assistant, gpt, human, user
 from support.runs import read_metrics, train, write_rows
 
 from dpo.analysis.ledger_file import read_ledger
 from dpo.data import custom
-from dpo.data.custom import get_custom
+from dpo.data.columns import recognize
+from dpo.data.custom import get_custom, read_record
 from dpo.data.examples import list_examples
-from dpo.data.sources import load_rows
+from dpo.data.schema import Record
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
-from dpo.settings.places import Source
 from dpo.system import pool
 from preference_datasets import get_batch_iterator
 
@@ -41,10 +41,10 @@ QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"},
 def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     data = get_custom(QA, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=question, completion=answer"]
-    assert data == {
-        "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure", "rows": [1, 3]},
-        "P:": {"responses": [" no"], "pairs": [], "sft_target": " no", "rows": [2]},
-    }
+    assert [(prompt, entry["responses"], entry["sft_target"]) for prompt, entry in data.items()] == [
+        ("Q:", [" yes", " sure"], " sure"),
+        ("P:", [" no"], " no"),
+    ]
     prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets")
     texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
@@ -141,11 +141,7 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert pairs == [(" good", " ok"), (" good", " so"), (" good", " bad"), (" ok", " bad"), (" so", " bad")]
     assert take([RANKED], tokenizer, "pairs", list_pairs="best_worst") == [{"chosen": " good", "rejected": " bad"}]
     assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
-    notes = get_custom([RANKED], "mine", tokenizer).notes
-    assert notes[-1] == "mine: in 1 record responses have equal scores, which make no pair"
     all_equal = {**RANKED, "scores": [0] * 4}
-    with pytest.raises(InputError, match="mine: the responses of each list have equal scores, which make no pair"):
-        get_custom([all_equal], "mine", tokenizer)
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
 
 
@@ -212,19 +208,6 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
 # chat messages
 
 
-def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
-    named = [{**user("Hi"), "name": "Eve", "weight": None}]
-    rows = [{**HELLO, "prompt": named}, {**HELLO, "prompt": [user("A")]}]
-    data = get_custom(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
-
-    assert (data.truncation_mode, data.rendered) == ("keep_turns", True)
-    assert [*data.messages] == [*data]
-    assert [*data.messages.values()] == [[{**user("Hi"), "name": "Eve"}], [user("A")]]
-    for split in ("train", "test"):
-        held = data.select_split(split)
-        assert [*held.messages] == [*held]
-
-
 def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat, tmp_path):
     write_rows(tmp_path / "train.jsonl", [HELLO])
     tokenizer = chat(ENDS_TURNS_WITH_EOS)
@@ -234,6 +217,65 @@ def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat,
     assert tokenizer.decode(labels[labels != -100]) == "Hello<|endoftext|>"
 
 
+# formats
+
+
+def read(row: dict[str, Any]) -> Record:
+    used = recognize([row], {}, name="mine", origin="rows", trains_on="pairs").used
+    return read_record(row, used, "record 1 of rows")
+
+
+DIALOGUE = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        # the shared beginning ends in the middle of "there" / "then"; the prompt ends at the word before
+        ("Is it there", "Is it then", ("Is it", " there", " then")),
+        # one text is the beginning of the other
+        ("Go on", "Go on now", ("Go", " on", " on now")),
+        # a dialogue is cut at its last shared marker, though " I " is shared beyond it
+        (f"{DIALOGUE} I do", f"{DIALOGUE} I don't", (DIALOGUE, " I do", " I don't")),
+        # dialogues that part at the first answer are cut there, whatever follows
+        (
+            f"{DIALOGUE} d",
+            "\n\nHuman: a\n\nAssistant: e",
+            ("\n\nHuman: a\n\nAssistant:", " b\n\nHuman: c\n\nAssistant: d", " e"),
+        ),
+    ],
+)
+def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected):
+    record = read({"chosen": chosen, "rejected": rejected})
+    assert (record.prompt, *record.responses) == expected
+
+
+def test_messages_keep_their_other_keys():
+    thought = {**assistant("A is."), "reasoning_content": "hm", "name": "Eve"}
+    given = {"conversations": [human("Who?")], "chosen": {**gpt("A is."), "reasoning_content": "hm", "name": "Eve"}}
+    assert read({**given, "rejected": gpt("B is.")}).responses == [[thought], [assistant("B is.")]]
+
+
+@pytest.mark.parametrize("last", [[{**SKY[0], "reasoning_content": "hm"}], [CALL, RESULT, *SKY]])
+def test_the_shared_prompt_does_not_depend_on_nulls_or_on_how_arguments_are_written(last):
+    """Arrow gives all messages of a column the keys that any has."""
+    as_json = {**CALL, "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "sky"}'}}]}
+    keys = {key: None for message in (CALL, *last) for key in message}
+    chosen = [{**keys, **message} for message in [*ASK, CALL, RESULT, *last]]
+    record = read({"chosen": chosen, "rejected": [*ASK, as_json, RESULT, assistant("Green.")]})
+    assert (record.prompt, record.responses) == ([*ASK, CALL, RESULT], [last, [assistant("Green.")]])
+
+
+def test_successive_calls_are_one_turn():
+    calls, swift = {"tool_calls": CALL["tool_calls"] * 2}, {"role": "tool_call", "content": LOOK}
+    for messages, turns in (
+        ([*ASK, swift, swift, {**RESULT, "role": "tool_response"}], [{**CALL, **calls}, RESULT]),
+        ([*ASK, assistant("I look."), swift, swift], [{**assistant("I look."), **calls}]),
+        ([*ASK, swift, RESULT, swift], [CALL, RESULT, CALL]),
+    ):
+        assert read({"prompt": messages, "chosen": SKY, "rejected": SKY}).prompt == [*ASK, *turns]
+
+
 # refusals
 
 PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
@@ -241,11 +283,57 @@ LABEL = {"prompt": "Q:", "completion": " a", "label": True}
 TARGET = {"messages": [user("Hi"), assistant("Hello")]}
 ALPACA = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
 WHOLE = {"chosen": "Q: yes", "rejected": "Q: no"}
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+LOOKS = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
+REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
+    "pairs": [
+        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value, or remove the record"),
+        (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
+        (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list of messages: correct it, or remove the record"),
+        (PAIR, {"chosen": None}, "chosen is null, and must be text"),
+        (PAIR, {"rejected": math.nan}, "rejected is nan, and must be text"),
+        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common, which would be the prompt: give"),
+        (WHOLE, {"rejected": HELLO["rejected"]}, "chosen and rejected must all be text or all be chat messages"),
+        (ALPACA, {"input": 0}, "input is 0, and must be text"),
+        (ALPACA, {"history": [["Hi"]]}, "history must be a list of [instruction, response], and is [['Hi']]"),
+        (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
+        (PAIR, {"weight": "two"}, "weight is two, and must be a finite number above 0"),
+        (PAIR, {"weight": 10**400}, "weight is 1000000"),
+        (PAIR, {"margin": -math.inf}, "margin is -inf, and must be a finite number: correct it, or remove"),
+        (HELLO, {"chosen": []}, "need at least one message each"),
+        (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
+        (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
+        (HELLO, {"prompt": [IMAGE]}, "content has a part of type 'image_url', and must be text"),
+        (HELLO, {"chosen": [LOOKS]}, "the arguments of look must be an object or JSON of one, and are '[1]'"),
+    ],
+    "labels": [
+        (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
+        (LABEL, {"label": None}, "label is None, which does not say"),
+    ],
+    "targets": [
+        (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "a message is from 'bing', and must be from o"),
+        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "the last message is from user, and must be from a"),
+        (TARGET, {"messages": [assistant("La")]}, "a prompt and its responses need at least one message each"),
+        (TARGET, {"messages": "Hi"}, "messages must be a list of chat messages, and is text"),
+    ],
+    "lists": [
+        (RANKED, {}, "takes up to 16 responses with different scores, and there are 4 with 3: remove some, or train"),
+        (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be a finite number"),
+        (RANKED, {"scores": [1, 2]}, "responses has 4 responses and 2 scores, and needs 2 responses or more with a "),
+        (RANKED, {"responses": [" a"], "scores": [1]}, "responses has 1 response and 1 score"),
+        (RANKED, {"responses": [" a", 3], "scores": [1, 2]}, "responses[1] is 3, and must be text"),
+        (
+            RANKED,
+            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
+            "responses[0] and responses[1] must all be text or all be chat messages",
+        ),
+    ],
+}
 
 
-@pytest.mark.parametrize("trains_on", ["pairs", "labels", "targets", "lists"])
+@pytest.mark.parametrize("trains_on", REFUSED)
 def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, trains_on):
     for base, change, message in REFUSED[trains_on]:
         tokenizer = chat(ENDS_TURNS_WITH_SEMICOLON)
@@ -255,59 +343,6 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         assert str(error.value).startswith("record 1 of mine")
 
 
-REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
-    "pairs": [
-        (PAIR, {"prompt": ""}, "the prompt is empty, so nothing predicts the first token of a response"),
-        (PAIR, {"chosen": 3}, "chosen must be text or a list of messages, and is 3"),
-        *((PAIR, {key: None}, f"{key} is null: give it a value, or remove") for key in PAIR),
-        *((PAIR, {key: math.nan}, f"{key} is NaN, which is how pandas writes null") for key in PAIR),
-        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with no word in common, which would be the prompt: give"),
-        (WHOLE, {"rejected": HELLO["rejected"]}, "chosen holds text, rejected holds chat messages; they must all be"),
-        (ALPACA, {"input": 0}, "input must be text, and is 0"),
-        (ALPACA, {"instruction": [user("a")]}, "instruction must be text, and is "),
-        (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
-        (PAIR, {"weight": "two"}, "weight must be a number, and is 'two': correct it, or remove the record"),
-        (PAIR, {"weight": 10**400}, "weight is 1000000"),
-        (PAIR, {"margin": -math.inf}, "margin is -inf, and must be a finite number: correct it, or remove"),
-        (HELLO, {"rejected": "Go away"}, "prompt holds chat messages, chosen holds chat messages, rejected holds text"),
-        (HELLO, {"chosen": []}, "need at least one message each"),
-        (HELLO, {"chosen": [{"role": "assistant"}]}, "content is missing, and must be text"),
-        (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
-        (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is null"),
-    ],
-    "labels": [
-        (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
-        (LABEL, {"label": [True]}, "label must be true or false, and is [True]: correct it, "),
-    ],
-    "targets": [
-        (TARGET, {"messages": [{"from": "tool", "value": "Hi"}]}, "a message is from 'tool', and must be from one of"),
-        (TARGET, {"messages": [{"from": "human", "value": "Hi"}, assistant("La")]}, "from is missing, and must be tex"),
-        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "the last message is from user, and must be from a"),
-        (TARGET, {"messages": [assistant("La")]}, "a prompt and its responses need at least one message each"),
-        (TARGET, {"messages": "Hi"}, "messages must be a list of chat messages, and is text"),
-    ],
-    "lists": [
-        (RANKED, {}, "scores has equal numbers, and this loss needs an order without ties: remove all but one"),
-        (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores is [1, 2, 3, inf], and must have a finite number for each"),
-        (RANKED, {"scores": [1, 2, 3, "4"]}, "scores[3] must be a number, and is '4': correct it, or remove"),
-        (RANKED, {"scores": [1, 2, 3, 10**400]}, "scores is [1, 2, 3, 1000"),
-        (RANKED, {"scores": "4"}, "scores must be a list, and is '4'"),
-        (RANKED, {"responses": [" a"]}, "responses has 1 response, and must have 2 or more: add some, or rem"),
-        (RANKED, {"responses": [" a", 3]}, "responses[1] must be text or a list of messages, and is 3"),
-        (
-            RANKED,
-            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
-            "prompt holds text, responses holds text, responses holds chat messages; they must",
-        ),
-        (
-            RANKED,
-            {"responses": list("abcdefghijklmnopq"), "scores": list(range(17))},
-            "responses has 17 responses, and this loss takes lists of up to 16: remove some",
-        ),
-    ],
-}
-
-
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
@@ -315,7 +350,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         ([HELLO], REFUSES, "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alter"),
         ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
         ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text, and earlier records hold chat messages: u"),
-        ([PAIR, HELLO], ENDS_TURNS_WITH_EOS, "record 2 of mine holds chat messages, and earlier records hold text: u"),
         # a prompt that other records have is not taken from what the responses share
         ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list of"),
     ],
@@ -323,12 +357,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
 def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):
     with pytest.raises(InputError, match=message):
         get_custom(rows, "mine", chat(template))
-
-
-def test_an_empty_cell_of_a_table_is_an_empty_text(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na:, yes,\n")
-    rows = load_rows(Source(str(tmp_path / "rows.csv")), "train")
-    assert get_custom(rows, "rows", None)["a:"]["responses"] == [" yes", ""]
 
 
 def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypatch):
@@ -344,6 +372,6 @@ def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypat
         data = get_custom(rows, "mine", template)
         with pytest.raises(InputError) as refusal:
             get_custom(bad, "mine", template)
-        outcomes.append((dict(data), data.notes, data.messages, data.tools, data.rows, str(refusal.value)))
+        outcomes.append((dict(data), data.notes, str(refusal.value)))
     assert outcomes[0] == outcomes[1]
-    assert any("ignores tools: in 11 of 11 prompts" in note or "in 10 of 10" in note for note in outcomes[0][1])
+    assert any("ignores tools: in 10 of 10" in note for note in outcomes[0][1])

@@ -235,8 +235,10 @@ def test_a_record_becomes_the_prompt_and_responses_that_it_always_became(frozen,
     trains_on, expected = KINDS[frozen.kind]
     for row in frozen.rows:
         data = get_custom([row], "mine", template, trains_on=trains_on, chat=frozen.chat, with_margins=True)
-        parts = {"cuts": data.cuts, "weights": data.weights, "margins": data.margins}
-        others = {name: by_prompt[prompt] for name, by_prompt in parts.items() for prompt in by_prompt}
-        assert others | ({"apart": True} if data.apart else {}) == frozen.others, row
-        [(prompt, responses, examples, _)] = data.take(trains_on)
+        kept = {"apart": True} if data.apart else {}
+        [(prompt, responses, examples, others)] = data.take(trains_on)
         assert ((prompt, *responses), examples) == (frozen.texts, expected), row
+        if others["cuts"]:
+            kept["cuts"] = {text: cuts for text, cuts in zip(responses, others["cuts"], strict=True) if cuts}
+        kept |= {name: others[name] for name in ("weights", "margins") if name in others}
+        assert kept == frozen.others, row

@@ -9,8 +9,7 @@ import pytest
 from support.formats import assistant, user
 from support.runs import train, write_rows
 
-from dpo.data.custom import get_custom
-from dpo.data.problems import SHOWN, BadRecords, BadRecordsError, explain_refusal
+from dpo.data.problems import SHOWN
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
@@ -27,25 +26,16 @@ THINKING = {**CHAT, "rejected": [assistant("")]}  # an empty rejected response s
 @pytest.mark.parametrize(
     ("good", "bad", "trains_on", "reason"),
     [
-        (GOOD, {**GOOD, "chosen": ""}, "pairs", "chosen is empty: give it a value, or remove the record"),
-        (GOOD, {**GOOD, "chosen": " \n"}, "pairs", "chosen is empty"),
-        (GOOD, {**GOOD, "chosen": None}, "pairs", "chosen is null"),
-        (GOOD, {**GOOD, "rejected": 7}, "pairs", "rejected must be text"),
-        (GOOD, {"prompt": "Is it?", "chosen": " Yes."}, "pairs", "rejected is missing"),
-        (GOOD, {**GOOD, "prompt": ""}, "pairs", "the prompt is empty"),
+        (GOOD, {**GOOD, "chosen": " \n"}, "pairs", "the response to learn is empty: give it a value, or remove the r"),
+        (GOOD, {"prompt": "Is it?", "chosen": " Yes."}, "pairs", "rejected is missing, and must be text"),
         (GOOD, {**GOOD, "chosen": "\ud800"}, "pairs", "unpaired UTF-16 surrogate"),
         (GOOD, {**GOOD, "chosen": " Yes.{EOS} No."}, "pairs", "contains the EOS token"),
-        ({**GOOD, "weight": 1}, {**GOOD, "weight": 0}, "pairs", "weight is 0, and must be a finite number above 0"),
         (GOOD, 7, "pairs", "is int, not an object with fields"),
         (GOOD, "{broken", "pairs", "is not JSON"),
-        (TARGET, {**TARGET, "completion": ""}, "targets", "completion is empty"),
-        (LABEL, {**LABEL, "completion": " "}, "labels", "completion is empty"),
-        (LABEL, {**LABEL, "label": "perhaps"}, "labels", "does not say whether the response is good"),
-        (LIST, {**LIST, "responses": [" ", " No."]}, "lists", "responses is empty"),
-        (LIST, {**LIST, "scores": [2]}, "lists", "must have a finite number for each of the 2"),
-        (CHAT, EMPTY_IN_CHAT, "pairs", "chosen is empty"),
-        (CHAT, {**CHAT, "chosen": [user("Yes.")]}, "pairs", "the last message is from user"),
-        (CHAT, {**CHAT, "chosen": [{"content": "Yes."}]}, "pairs", "role is missing"),
+        (TARGET, {**TARGET, "completion": ""}, "targets", "is empty"),
+        (LABEL, {**LABEL, "completion": " "}, "labels", "is empty"),
+        (LIST, {**LIST, "responses": [" ", " No."]}, "lists", "is empty"),
+        (CHAT, EMPTY_IN_CHAT, "pairs", "is empty"),
         (NAMED, {**NAMED, "winner": "x"}, "pairs", "does not say whether response_a or response_b is better"),
     ],
 )  # fmt: skip
@@ -65,7 +55,11 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, trains_on, rea
 
     splits = [get_dataset("mine", split, bad_records="skip", **options) for split in ("train", "test")]
     assert sum(len(split) for split in splits) == 3
-    assert {row for split in splits for rows in split.rows.values() for row in rows} == {1, 3, 5}
+    assert {record.row for split in splits for entry in split.values() for record in entry.get("records", ())} == {
+        1,
+        3,
+        5,
+    }
     assert [number for number, _ in splits[0].bad_records] == [2, 4]
     assert capsys.readouterr().out.count("warning: left out: dataset mine: 2 records") == 1
 
@@ -84,16 +78,6 @@ def test_a_rejected_response_may_be_empty(row, tokenizer, chat, tmp_path):
     assert get_dataset("mine", "train", dataset_sources=sources, tokenizer=tokenizer, trains_on=trains_on)
 
 
-def test_what_makes_all_records_bad_is_said_once_and_cannot_be_skipped(chat):
-    bad = BadRecords(skip=True)
-    with pytest.raises(BadRecordsError) as refused:
-        get_custom([CHAT, {**CHAT, "chosen": [assistant("Si.")]}], "mine", chat("{{ 1 / 0 }}"), bad=bad)
-    message = str(explain_refusal(refused.value, None, ""))
-    assert message.startswith("dataset mine: none of its 2 records can be used: ")
-    assert "division by zero" in message
-    assert "bad_records=skip" not in message
-
-
 def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):
     rows = [{**GOOD, "prompt": f"What is {i}?"} for i in range(40)]
     bad = [{**rows[0], "chosen": ""}] * (SHOWN + 2)
@@ -106,7 +90,7 @@ def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):
         before = {path: path.read_text() for path in (tmp_path / "cache").rglob("bad_records-*")}
         refused = train(*command("refused", *own))
         assert refused.returncode == 2
-        assert refused.stderr.count("chosen is empty") == SHOWN
+        assert refused.stderr.count("is empty") == SHOWN
         [listed] = {*(tmp_path / "cache").rglob("bad_records-*")} - before.keys()
         assert f"bad_records=skip leaves such records out; {listed} names all of them" in refused.stderr
         assert [json.loads(line)["record"] for line in listed.read_text().splitlines()] == [*range(41, 63)]

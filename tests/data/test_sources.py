@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from support.runs import write_rows
 
-from dpo.data.sources import FIRST_BYTES, SHEET, identify_source, load_rows
+from dpo.data.sources import FIRST_BYTES, identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.settings.places import SUFFIXES, Source
@@ -93,13 +93,6 @@ def test_class_labels_have_their_names(place, tmp_path, monkeypatch):
     assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
 
 
-def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
-    dates = pa.array([2**62], pa.timestamp("us"))
-    pa.parquet.write_table(pa.table({"chosen": ["a"], "date": dates}), tmp_path / "train.parquet")
-    with pytest.raises(InputError, match=r"train\.parquet cannot be read: .*"):
-        load_rows(Source(str(tmp_path)), "train")
-
-
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):
     parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[1:])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path)
@@ -135,10 +128,6 @@ def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
     [
         ("prompt\tchosen\na;, b\tc\n", {"prompt": "a;, b", "chosen": "c"}),
         ('\ufeffprompt;chosen\r\na;"b; c"\r\n', {"prompt": "a", "chosen": "b; c"}),
-        (
-            "prompt;margin\n1,5;0,5\n",
-            {"prompt": "1,5", "margin": "0.5"},
-        ),  # where semicolons separate, a comma is decimal
         ("prompt,a;b\nc;d,e\n", {"prompt": "c;d", "a;b": "e"}),  # a comma goes first
         ("ask, if any;a;b\nHow, then?;So;No\n", {"ask, if any": "How, then?", "a": "So", "b": "No"}),
         ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
@@ -173,14 +162,6 @@ def test_a_json_file_may_hold_lines_and_only_newlines_end_them(tmp_path):
     assert list(load_rows(Source(str(file)), "train")) == ROWS
 
 
-def test_shards_in_data_are_read_in_order_as_the_hub_lays_them_out(tmp_path):
-    for i in (1, 0):
-        write(tmp_path / "data" / f"train-0000{i}-of-00002.parquet", [ROWS[i]])
-    write(tmp_path / "data" / "test-00000-of-00001.parquet", ROWS)
-    write(tmp_path / "README.jsonl", [])
-    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
-
-
 def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, capsys):
     # 20 prompts of two rows each: a tenth, 2 prompts, is test
     rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
@@ -198,7 +179,7 @@ def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_p
 def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))}
     assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
-    with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split, as its only"):
+    with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split; of one file"):
         get_dataset("mine", "train", dataset_sources=source)
 
 
@@ -235,33 +216,18 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
         ),
         ({"train.json": '[{"a": 1}, {]'}, ["{dir}/train.json cannot be read", "line 1 column"]),
         ({"train.jsonl": '{"a": 1}\n7\n'}, ["record 2 of {dir}/train.jsonl (line 2) is int, not an object"]),
-        ({"train.jsonl": "\n"}, ["{dir}/train.jsonl holds no records"]),
         ({"train.jsonl": ""}, ["{dir}/train.jsonl holds no records"]),
-        ({"train.json": "[]"}, ["{dir}/train.json holds no records"]),
-        ({"train.jsonl": b'{"a": "\xff"}'}, ["{dir}/train.jsonl cannot be read", "UTF-8"]),
-        ({"train.jsonl.gz": "not compressed"}, ["{dir}/train.jsonl.gz cannot be read"]),
         ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, ["{dir}/train.jsonl.gz cannot be read"]),  # cut short
-        (  # the header is whole, what follows is not
-            {"train.jsonl.gz": gzip.compress(b"{}")[:10] + b"\xff" * 20},
-            ["{dir}/train.jsonl.gz cannot be read"],
-        ),
         ({"train.parquet": "not parquet"}, ["{dir}/train.parquet cannot be read"]),
         ({"train/state.json": "{"}, ["{dir}/train cannot be read"]),  # a saved dataset, cut off
-        ({"train/state.json": "[]", "train/dataset_info.json": "7"}, ["{dir}/train cannot be read"]),
-        (
-            {"train/state.json": "{}", "train/dataset_info.json": "{}"},
-            ["{dir}/train cannot be read: KeyError '_data_files'"],
-        ),
         ({"train.jsonl": f"{{}}\n[{'[' * 200}{']' * 200}]"}, ["line 2 of", "is nested more than 100 levels deep"]),
         ({"train.json": f"[{'[' * 200}{']' * 200}]"}, ["{dir}/train.json cannot be read", "more than 100 levels deep"]),
         (
             {"train.json": '{"a": [{"b": 1}], "c": [{"b": 1}]}'},
             ["{dir}/train.json holds 2 lists of records (a, c)"],
         ),
-        ({"train.json": '{"a": 1}\n{"a": \n'}, ["line 2 of {dir}/train.json is not JSON: Expecting value at column 6"]),
         ({"train.json": '{\n"a": [{"b": 1}],\n"c" 1}'}, ["{dir}/train.json cannot be read", "line 3"]),
         ({"train.csv": "a,b\n"}, ["{dir}/train.csv holds no records"]),
-        ({"train.csv": ""}, ["{dir}/train.csv holds no records"]),
         (
             {"train.csv": "a,b\n1,2\n\n1,2,3\n"},
             ["record 2 of {dir}/train.csv (line 4) has 3 fields", "names 2", "commas"],
@@ -283,9 +249,6 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
             for suffix in (".csv", ".jsonl")
         ),
         ({"train.json": '{"data": []}'}, ["{dir}/train.json holds no records"]),
-        ({"train.json": '{"data": null}'}, ["{dir}/train.json holds no records"]),
-        ({"train.json": '{"a": ["b"], "c": ["d"]}'}, ["holds a list for each column (a, c), and records are expected"]),
-        ({"train.json": '{"a": {"0": "b"}, "c": {"0": "d"}}'}, ["(a, c), and records are expected"]),
     ],
 )
 def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messages):
@@ -324,16 +287,9 @@ def test_empty_rows_and_columns_without_a_name_are_no_data(tmp_path, text, suffi
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (TABLE.encode("utf-16"), "looks like UTF-16, as it has its byte order mark: save it as UTF-8"),
-        (TABLE.encode("utf-32"), "`iconv -f UTF-32 -t UTF-8`"),
-        (TABLE.encode("utf-16-le"), "looks like UTF-16LE, as it has NUL bytes between its characters"),
-        (TABLE.encode("utf-16-be"), "`iconv -f UTF-16BE -t UTF-8`"),
-        ("вопрос,да,нет\n".encode("utf-16-le"), "holds NUL bytes (line 1): remove them, or if it is UTF-16, save it"),
-        ("问题,好,坏\n".encode("utf-16-le"), "`iconv -f UTF-16LE -t UTF-8`"),
-        (TABLE.replace("How", "H\0w").encode(), "holds NUL bytes (line 2): remove them"),
-        (TABLE.encode("cp1252"), "is not UTF-8 (byte 0x93); save it as UTF-8 (in a spreadsheet as CSV UTF-8), or"),
-        (TABLE.encode("cp1252"), "`iconv -f WINDOWS-1252 -t UTF-8`"),
-        (b"sep=;\n" + TABLE.encode(), "the first line must name the columns: remove sep=;, which is for Excel"),
+        (TABLE.encode("utf-16"), "is not UTF-8 (byte 0xff): save it as UTF-8 (in a spreadsheet as CSV UTF-8), or"),
+        ("вопрос,да,нет\n".encode("utf-16-le"), "holds NUL bytes (line 1), as UTF-16 does: remove them, or save it"),
+        (TABLE.encode("cp1252"), "is not UTF-8 (byte 0x93): save it as UTF-8"),
         (b"My questions,,\n" + TABLE.encode(), "names 1: put fields with commas or newlines in quotes, and let the f"),
         (TABLE.replace("\n", ",,\n").replace("Or", "Or,").encode(), "has 6 fields, and the first line names 3: put"),
         (TABLE.replace("good", "bad").encode(), "the first line names a column twice: question, bad, bad"),
@@ -377,9 +333,6 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
 def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):
     with pytest.raises(InputError, match="missing does not exist"):
         load_rows(Source(str(tmp_path / "missing")), "train")
-    (tmp_path / "mine.xls").write_text("<html>")  # as programs write for Excel
-    with pytest.raises(InputError, match=re.escape(f"mine.xls is {SHEET}")):
-        load_rows(Source(str(tmp_path / "mine.xls")), "train")
     (tmp_path / "notes.txt").write_text("{}")
     with pytest.raises(InputError, match=r"notes\.txt is not one of \*\.jsonl"):
         load_rows(Source(str(tmp_path / "notes.txt")), "train")

@@ -384,8 +384,8 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
 
     assert result.returncode == 2, result.stderr
     assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
-        f"error: record 23 of {tmp_path / 'bad' / 'train.jsonl'} (line 23): rejected is missing, and must be text; "
-        "the record has chosen: add rejected, or remove the record"
+        f"error: record 23 of {tmp_path / 'bad' / 'train.jsonl'} (line 23): rejected is missing, and must be text: "
+        "correct it, or remove the record"
     ]
     assert "Traceback" not in result.stderr
 

@@ -283,21 +283,23 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
     ("change", "message"),
     [
         ({"tools": "[{"}, "record 1 of mine: tools must be a list of function schemas (objects), or JSON of "),
-        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or leave the column out with "),
-        ({"tools": {"name": "look"}}, "'dataset_sources.mine.columns={tools: null}'"),
+        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or leave it out, for a column "),
+        ({"tools": {"name": "look"}}, "for a column with columns={tools: null}"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
         (
             {"prompt": [*ASK, make_call("sky"), RESULT]},
             "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
         ),
-        ({"chosen": [{**CALL, "content": None, "tool_calls": []}]}, "record 1 of mine: content is null: give it"),
-        ({"chosen": [{**SKY[0], "reasoning": ["hm"]}]}, "record 1 of mine: reasoning must be text, and is ['hm']: co"),
+        (
+            {"chosen": [{**CALL, "content": None, "tool_calls": []}]},
+            "record 1 of mine: content is missing, and m",
+        ),
+        ({"chosen": [{**SKY[0], "reasoning": ["hm"]}]}, "record 1 of mine: reasoning is ['hm'], and must be text: co"),
         ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: a message has an unpaired UTF-16 surrogate"),
         ({"tools": [{"name": "\ud83d"}]}, "record 1 of mine: a tool has an unpaired UTF-16 surrogate"),
         ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
         ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
-        ({"prompt": [*ASK, {"from": "function_call", "value": "look"}]}, "record 1 of mine: from is missing"),
         (
             {"prompt": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "look"}]},
             'the call of a tool must be JSON like {"name": ..., "arguments": ...}, and is \'look\': correct it',
@@ -314,7 +316,7 @@ def test_a_column_may_be_left_out(chat):
     nulls = dict.fromkeys(("tools", "weight", "margin", "system"))
     data = get_custom([row], "mine", chat(WITH_TOOLS), nulls)
     assert [*data] == [f"<user>Which colour?{EOS}\n<assistant>"]
-    assert (data.tools, data.weights) == ({}, {})
+    assert (data.tools, data.weight) == ({}, {})
 
 
 END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
@@ -513,7 +515,7 @@ def test_texts_get_the_chat_template_and_a_note_says_so(row, trains_on, said, ch
     [(prompt, entry)] = data.items()
     assert (prompt, entry["responses"], data.rendered) == (*said, True)
     [note] = [note for note in data.notes if "chat=" in note]
-    assert note.startswith("mine: the chat template renders the texts (chat=auto; chat=never uses them as they are); ")
+    assert note.startswith("mine: the chat template renders texts (chat=auto); ")
     assert repr(prompt[-60:]) in note
     [plain] = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on, chat="never").values()
     assert plain["responses"] == [row[name] for name in ("chosen", "rejected") if name in row]
@@ -532,7 +534,7 @@ def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told
     rows = [{**TEXT, "prompt": f"Q: {i}?{end if i > 38 else ''}"} for i in range(80)]
     data = get_custom(rows, "mine", tokenizer)
     assert (data.rendered, [*data]) == (False, [row["prompt"] for row in rows])
-    assert any("texts are used as they are, without the chat template (chat=auto; chat=always" in n for n in data.notes)
+    assert any("texts are used as they are, without the chat template (chat=auto)" in n for n in data.notes)
     assert get_custom(rows, "mine", tokenizer, chat="always").rendered
     assert get_custom(rows[:70], "mine", tokenizer).rendered
     assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
@@ -564,13 +566,5 @@ def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
 def test_texts_without_a_template_are_as_they_are_and_always_is_refused(tokenizer):
     data = get_custom([TEXT], "mine", tokenizer)
     assert ([*data], data.rendered, data.notes[1:]) == (["Which colour?"], False, [])
-    with pytest.raises(
-        InputError, match="chat=always needs a chat template, which the tokenizer lacks: give chat_temp"
-    ):
+    with pytest.raises(InputError, match="the tokenizer has no chat template: name a tokenizer with one"):
         get_custom([TEXT], "mine", tokenizer, chat="always")
-
-
-def test_a_history_that_is_no_list_of_turns_is_refused(tokenizer):
-    row = {"instruction": "And?", "input": "", "history": [["Hi"]], "chosen": " a", "rejected": " b"}
-    with pytest.raises(InputError, match=r"record 1 of mine: history must be a list of \[instruction, response\], and"):
-        get_custom([row], "mine", tokenizer)

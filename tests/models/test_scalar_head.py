@@ -17,7 +17,6 @@ from support.trainers import compose, make
 from dpo.analysis.ledger_file import read_ledger
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, TextExample, encode_examples, text_digest
-from dpo.data.schema import name_pairs
 from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
@@ -104,7 +103,9 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
     for start in range(0, len(TRL["rows"]), size):
         examples = []
         for row in TRL["rows"][start : start + size]:
-            pair = Prompt(row["prompt"], [row["chosen"], row["rejected"]], name_pairs([(0, 1)]), "keep_end", False)
+            pair = Prompt(
+                row["prompt"], [row["chosen"], row["rejected"]], [{"chosen": 0, "rejected": 1}], "keep_end", False
+            )
             example = TextExample(pair, 0, pair.texts(0), pair.pieces(0))
             examples += encode_examples([example], trainer.data.encode, **lengths)
         if case == "margin":

@@ -249,7 +249,7 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "a broken config": ([str(broken.parent)], "is not the config of a run"),
         "no file": ([run, "--file", f"{file}l", *out], "is not a file"),
-        "no text": ([run, "--file", file, *out], "record 2 of .*prompt must be text or a list of messages, and is 3"),
+        "no text": ([run, "--file", file, *out], "record 2 of .*prompt is 3, and must be text or a list of messages"),
         "an empty prompt": ([run, "--file", empty, *out], "record 1 of .*the prompt is empty"),
         "a role": ([run, "--file", roles, *out], "has no role system"),
         "messages as they are": ([run, "--file", roles, *out, "--no-chat-template"], "holds chat messages"),
