@@ -313,7 +313,7 @@ def find_value_problems(values: Values) -> list[Problem]:
     """List the keys that are unknown, and the values that are missing or wrong; those of the loss come last."""
     sentences = {}
     for key in sorted(values, key=lambda key: key.startswith("loss.")):
-        if key != "dataset_sources" and (sentence := _explain_value(key, values[key])):
+        if key != "dataset_sources" and (sentence := find_value_problem(key, values[key])):
             sentences[key] = sentence
     return [
         Problem(key, sentence)
@@ -322,7 +322,7 @@ def find_value_problems(values: Values) -> list[Problem]:
     ]
 
 
-def _explain_value(key: str, value: Any) -> str | None:
+def find_value_problem(key: str, value: Any) -> str | None:
     """Explain why a value is wrong by itself, if it is."""
     if key not in KEYS:
         return explain_unknown_key(key)
