@@ -186,8 +186,7 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
     from dpo.system.arithmetic import set_up_torch
 
     host.prepare_transformers(plan.run.seed, bars=bars)
-    compiles = plan.training.compile or plan.model.attn_implementation == "flex_attention"
-    set_up_torch(deterministic=plan.run.deterministic, compiles=compiles)
+    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
 
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import warnings
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +25,11 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.models.quantization import Linear4bit
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
-from dpo.settings.keys import KEYS, read_key
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
@@ -40,18 +41,18 @@ POLICY, REFERENCE = "policy", "reference"
 AUTO = "all-linear"  # PEFT's name for all linear layers but the head
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
-USED_KEYS = {"r": read_key(Annotated[int, ">= 1"]), "lora_alpha": KEYS["lora.alpha"]}  # of PEFT's config
-# Keys of PEFT's config that are ignored, as they do not change what a trained adapter computes. The keys that name the
-# adapted layers are among them, because the file of weights names these layers too. An adapter with any other key set
-# is refused.
-IGNORED_KEYS = {
-    *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
+# Keys of PEFT's config that are read, or do not change what a trained adapter computes. The keys that name the adapted
+# layers are among them, because the file of weights names these layers too. An adapter with any other key set is
+# refused.
+SUPPORTED_KEYS = {
+    *("r", "lora_alpha", "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("lora_dropout", "fan_in_fan_out", "init_lora_weights"),
+    *("inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
 }
 SAVED_HEADS = (HEAD, "classifier")  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also modify the base
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
+FACTOR_OF_ANY = re.compile(r"\.lora_[AB]\.")  # in the name of a weight, by which adapter it may be
 
 
 class ParameterCount(NamedTuple):
@@ -75,11 +76,7 @@ class StoredAdapter(NamedTuple):
         return _list_layers(self.weights)
 
 
-def _import_peft() -> Any:
-    silence_bitsandbytes()
-    import peft  # not at the top, as importing it takes a second, and most runs have no adapter
-
-    return peft
+# --- files in PEFT's format ------------------------------------------------------------------------------------------
 
 
 def find_adapter(path: str | Path | None) -> Path | None:
@@ -93,60 +90,48 @@ def find_adapter(path: str | Path | None) -> Path | None:
     return next((candidate for candidate in candidates if (candidate / CONFIG).is_file()), None)
 
 
+def read_base(directory: Path) -> str | None:
+    """The base that an adapter names, a Hub id or path."""
+    with _explaining_errors(directory):
+        base = read_json(directory / CONFIG).get("base_model_name_or_path")
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path in {CONFIG} must be a name, or null")
+    return base or None
+
+
 def read_adapter(directory: Path) -> StoredAdapter:
     """Read an adapter in PEFT's format; InputError if it is damaged, or of an unsupported type."""
-    config_file = directory / CONFIG
     with _explaining_errors(directory):
         check_readable(directory / WEIGHTS)
-        config = _read_config(directory)
-        adapter_type = config["peft_type"]
+        config = read_json(directory / CONFIG)
+        adapter_type, r, alpha = config["peft_type"], config.get("r"), config.get("lora_alpha")
         weights = load_file(directory / WEIGHTS)
+        unsupported = _find_unsupported(config, weights)
     if adapter_type != "LORA":
         raise InputError(f"{directory} holds an adapter of type {adapter_type}; only LORA is supported here")
-    for key, entry in USED_KEYS.items():
-        if not entry.rule.holds(config.get(key)):
-            raise InputError(f"{config_file}: {key}={json.dumps(config.get(key))[:100]} must be {entry.rule.wanted}")
-    if unsupported := _find_unsupported(config, weights):
+    if type(r) is not int or r < 1 or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise InputError(
+            f"{directory / CONFIG}: r={r} must be an integer >= 1, and lora_alpha={alpha} a number above 0"
+        )
+    if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
             f"its base with peft, and give the result as model.name_or_path"
         )
-    r, alpha = config["r"], config["lora_alpha"]
-    # check the rank of every matrix now: PEFT would allocate matrices of rank r before `load_adapter` compares shapes
-    for name, tensor in weights.items():
-        if name == PREFIX + HEAD_WEIGHT:
-            continue
-        rank_dim = 0 if ".lora_A." in name else -1
-        if tensor.ndim != 2 or tensor.shape[rank_dim] != r:
-            raise InputError(f"{config_file}: r={r} does not agree with the shape of {name}, {tuple(tensor.shape)}")
     return StoredAdapter(directory, r, alpha, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
 
 
 def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
     """Settings, as `key=value`, and weights of an adapter beyond LoRA and a scalar head."""
-    defaults, weights = vars(_import_peft().LoraConfig()), set(weights)
-    supported_keys = IGNORED_KEYS | USED_KEYS.keys()
-    if PREFIX + HEAD_WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
-        weights.remove(PREFIX + HEAD_WEIGHT)
-        supported_keys |= {"modules_to_save"}
+    defaults, names, supported_keys = vars(_import_peft().LoraConfig()), set(weights), set(SUPPORTED_KEYS)
+    if PREFIX + HEAD_WEIGHT in names and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
+        names.remove(PREFIX + HEAD_WEIGHT)
+        supported_keys.add("modules_to_save")
     if str(config.get("init_lora_weights")).startswith(BASE_CHANGING_INITS):
-        supported_keys -= {"init_lora_weights"}
-    unsupported = [
-        f"{key}={value}"
-        for key, value in config.items()
-        if value and key not in supported_keys and value != defaults.get(key)
-    ]
-    return unsupported + sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
-
-
-def read_base(directory: Path) -> str | None:
-    """The base that an adapter names, a Hub id or path."""
-    with _explaining_errors(directory):
-        base = _read_config(directory).get("base_model_name_or_path")
-    if not isinstance(base, str | None):
-        value = json.dumps(base)[:100]
-        raise InputError(f"{directory / CONFIG}: base_model_name_or_path={value} must be a name, or null")
-    return base or None
+        supported_keys.remove("init_lora_weights")
+    set_keys = [key for key, value in config.items() if value and value != defaults.get(key)]
+    unsupported = [f"{key}={config[key]}" for key in set_keys if key not in supported_keys]
+    return unsupported + sorted(name for name in names if not FACTOR_NAME.fullmatch(name))[:3]
 
 
 def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
@@ -156,11 +141,25 @@ def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
     )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    config = read_json(directory / CONFIG)
-    if not isinstance(config, dict):
-        raise InputError(f"{directory / CONFIG} must hold a mapping, as PEFT writes it")
-    return config
+def _list_layers(names: Iterable[str]) -> list[str]:
+    """The layers to which the weights of an adapter belong."""
+    return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
+
+
+# --- adapters in a model ---------------------------------------------------------------------------------------------
+
+
+def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
+    """PEFT's config of a new adapter."""
+    targets = AUTO if target_modules in ("auto", AUTO) else list(target_modules)
+    return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+
+
+def _import_peft() -> Any:
+    silence_bitsandbytes()
+    import peft  # not at the top, as importing it takes a second, and most runs have no adapter
+
+    return peft
 
 
 def add_adapter(
@@ -176,7 +175,7 @@ def add_adapter(
 
     The policy's adapter is trainable, and with it a reward model's scalar head. PEFT draws A from the seed and sets B
     to 0, so a new adapter changes nothing. Raises InputError, in which `targets` is the config key or the file that
-    names the layers, if there are no such layers or they cannot be adapted.
+    names the layers, if one of them is no linear layer of the model, or the head or tied to the embedding.
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -193,7 +192,14 @@ def add_adapter(
             f"{targets} names the output head of {type(model).__name__}, which is tied to its embedding: leave it out"
         )
     for layer in _adapted_layers(model):
-        _replace_parts(layer, name, targets)
+        if not _is_linear(layer.get_base_layer()):
+            layer_class = type(layer.get_base_layer()).__name__
+            raise InputError(f"{targets} names a layer of class {layer_class}, which is not linear: leave it out")
+        layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
+        for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
+            if name in matrices:
+                matrices[name] = factor(matrices[name])
+        layer.forward = MethodType(_compute_adapted_layer, layer)
     model.requires_grad_(False)  # PEFT has left the new factors trainable, also in a reference
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
@@ -206,20 +212,15 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
     if config.target_modules == AUTO:
         config.target_modules = {*_shorten_names(model, _list_linear_layers(model))}
-
-    def names_any(target: str, named: Iterable[tuple[str, Any]]) -> bool:
-        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-        return any(f".{key.removesuffix('.base_layer')}".endswith(f".{target}") for key, _ in named)
-
     if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
-        missing = sorted(t for t in config.target_modules if not names_any(t, model.named_modules()))
-        if tensors := [target for target in missing if names_any(target, model.named_parameters())]:
+        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
+        layers = [f".{layer.removesuffix('.base_layer')}" for layer, _ in model.named_modules()]
+        missing = {t for t in config.target_modules if not any(layer.endswith(f".{t}") for layer in layers)}
+        if missing:
             raise InputError(
-                f"{targets} names {', '.join(tensors)}, which in {model_class} is no layer but one tensor, as of all "
-                f"experts, and LoRA here adapts linear layers alone: leave it out"
+                f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])} (all experts "
+                f"are one tensor, which gets no adapter)"
             )
-        if missing and len(missing) < len(config.target_modules):
-            raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(missing[:5])}")
     # PEFT translates names for models whose experts it knows from earlier versions of transformers, and then adapts
     # experts and routers, also if only a dense layer has such a name. It does not if the config is a dictionary.
     container: Any = torch.nn.Module()
@@ -229,61 +230,48 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     # by default PEFT makes the factors in memory first, even for a model on the meta device
     default_device = torch.device("meta") if on_meta else nullcontext()
     gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns of several GPUs
-    with torch.random.fork_rng(gpus), warnings.catch_warnings(), default_device:
+    with (
+        explaining_library(
+            lambda error: InputError(f"{targets} cannot be adapted in {model_class}: {one_sentence(error)}")
+        ),
+        torch.random.fork_rng(gpus),
+        warnings.catch_warnings(),
+        default_device,
+    ):
         # PEFT warns about a second adapter and about GPT-2's layers, which work here, and about a tied head, for which
         # `add_adapter` raises an error
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        with explaining_library(
-            lambda error: InputError(f"{targets} cannot be adapted in {model_class}: {one_sentence(error)}")
-        ):
-            peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
+        peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
     model.peft_config = container.peft_config
 
 
 def _list_linear_layers(model: Any) -> list[str]:
     """The linear layers of a model, except its head."""
-    heads = (model.get_output_embeddings(), find_scalar_head(model))
     names = []
     for name, layer in model.named_modules():
         path = name.removesuffix(".base_layer").split(".")
         is_factor = "lora_A" in path or "lora_B" in path  # of another adapter
-        if is_factor or any(layer is head for head in heads) or not _is_linear(layer):
-            continue
-        parent = model.get_submodule(".".join(path[:-1]))
         # Mamba multiplies by these weights itself, and would miss an adapter
-        is_bypassed = (
-            path[-1] in ("out_proj", "x_proj", "dt_proj") and hasattr(parent, "A_log") and hasattr(parent, "D")
+        is_bypassed = path[-1] in ("out_proj", "x_proj", "dt_proj") and hasattr(
+            model.get_submodule(".".join(path[:-1])), "A_log"
         )
-        if not is_bypassed:
+        if _is_linear(layer) and layer is not model.get_output_embeddings() and not is_factor and not is_bypassed:
             names.append(".".join(path))
     return names
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer computes what torch's does, unlike routers of Llama 4 and PhiMoE, its subclasses."""
-    if not isinstance(layer, (torch.nn.Linear, Conv1D)):
-        return False
-    if type(layer) in (torch.nn.Linear, Conv1D) or not isinstance(layer.weight, torch.nn.Parameter):  # 4-bit weights
-        return True
-    n_in, n_out = layer.in_features, layer.out_features
-    with torch.no_grad():
-        output = layer(layer.weight.new_zeros(1, 1, n_in))
-    return isinstance(output, torch.Tensor) and output.shape == (1, 1, n_out)
+    """Return whether a layer computes what torch's does, unlike such subclasses as Llama 4's routers."""
+    return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
 
 
-def _replace_parts(layer: Any, name: str, targets: str) -> None:
-    """Replace PEFT's matrices in an adapted layer by our own."""
-    if not _is_linear(layer.get_base_layer()):
-        layer_class = type(layer.get_base_layer()).__name__
-        raise InputError(
-            f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
-        )
-    layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
-    for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
-        if name in matrices:
-            matrices[name] = factor(matrices[name])
-    layer.forward = MethodType(_compute_adapted_layer, layer)
+def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
+    """The last parts of layers' names, such as `q_proj`; full names if other layers have such last parts too."""
+    layers = set(layers)
+    last_parts = {layer.rpartition(".")[2] for layer in layers}
+    layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    return sorted(layers if layers < layers_so_named else last_parts)
 
 
 def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -347,12 +335,6 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
-    """PEFT's config of a new adapter."""
-    targets = AUTO if target_modules in ("auto", AUTO) else list(target_modules)
-    return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-
-
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     """Put a stored adapter into a model; InputError if it does not fit."""
     layers = _list_layers(rename_layers(model, stored.weights, to_class=False))
@@ -366,34 +348,17 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
-    differing = sorted(parameters.keys() ^ weights.keys())
-    differing += sorted(
-        key for key in parameters.keys() & weights.keys() if parameters[key].shape != weights[key].shape
-    )
-    if differing:
-        advice = "the model that the adapter was trained on"
-        if (layers := _list_layers(weights)) != _list_layers(parameters):
-            advice = f"lora.target_modules=[{','.join(_shorten_names(model, layers))}], or {advice}"
+    shapes, stored_shapes = ({key: tuple(w.shape) for key, w in each.items()} for each in (parameters, weights))
+    if shapes != stored_shapes:
+        differing = sorted({key for key, _ in shapes.items() ^ stored_shapes.items()})
+        layers = ",".join(_shorten_names(model, _list_layers(weights)))
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(differing[:3])}: give {advice}"
+            f"{', '.join(differing[:3])}: give lora.target_modules=[{layers}], and the model that it was trained on"
         )
     with torch.no_grad():
         for key, parameter in parameters.items():
             parameter.copy_(weights[key])
-
-
-def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
-    """The last parts of layers' names, such as `q_proj`; full names if other layers have such last parts too."""
-    layers = set(layers)
-    last_parts = {layer.rpartition(".")[2] for layer in layers}
-    layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    return sorted(layers if layers < layers_so_named else last_parts)
-
-
-def _list_layers(names: Iterable[str]) -> list[str]:
-    """The layers to which the weights of an adapter belong."""
-    return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
@@ -414,7 +379,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
-        if not _is_adapter_weight(key)
+        if not FACTOR_OF_ANY.search(key)
     }
 
 
@@ -434,17 +399,13 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
 def weights_in_use(model: Any) -> list[torch.Tensor]:
     """The base's weights, and the active adapter's unless it adds nothing."""
     # without the buffers of a 4-bit base, which never change
-    weights = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
+    weights = [parameter for key, parameter in model.named_parameters() if not FACTOR_OF_ANY.search(key)]
     if layers := _adapted_layers(model):  # all have the same adapter in use
         adapter = adapter_weights(model, layers[0].in_use)
         b_matrices = [local_tensor(weight) for key, weight in adapter.items() if ".lora_B." in key]
         if any(matrix.any() for matrix in b_matrices):  # if B is 0, the adapter adds nothing
             weights += adapter.values()
     return weights
-
-
-def _is_adapter_weight(key: str) -> bool:
-    return ".lora_A." in key or ".lora_B." in key
 
 
 def _adapted_layers(model: Any) -> list[Any]:

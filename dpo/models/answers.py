@@ -20,7 +20,6 @@ from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import find_control, unescape
 from dpo.models.layouts import Padded
-from dpo.models.logprobs import find_attention
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -154,18 +153,14 @@ def answer(
 
 @contextmanager
 def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
-    """Generate without the model's own generation config, and without FlexAttention inside."""
-    own_config, attention = model.generation_config, find_attention(model.config)
+    """Generate without the model's own generation config inside."""
+    own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
-    if attention == "flex_attention":  # it is fast only if compiled, and generation is not
-        model.set_attn_implementation("sdpa")
     try:
         with without_compilation(cache_implementation=cache_implementation):
             yield
     finally:
         model.generation_config = own_config
-        if attention == "flex_attention":
-            model.set_attn_implementation(attention)
 
 
 def _make_logits_processors(

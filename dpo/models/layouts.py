@@ -193,19 +193,13 @@ class SharedPrefix:
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
         """Pack examples into rows of `length`; None: the cheapest length."""
-        options = {"max_tree_tokens": self.max_tree_tokens, "alignment": self.alignment, "length": length}
-        if not self.gives_rewards:
-            return pack(examples, **options)
-        # A reward is read at the last scored token itself, but `pack` lists the tokens before scored tokens, and leaves
-        # out a response's last token. So append a token, and move the cuts by one: each scored token is then listed.
-        longer = [
-            e._replace(
-                responses=tuple((*response, 0) for response in e.responses),
-                cuts=tuple(tuple(cut + 1 for cut in cuts) for cuts in e.cuts),
-            )
-            for e in examples
-        ]
-        return pack(longer, **options).keep_last_scored()
+        return pack(
+            examples,
+            max_tree_tokens=self.max_tree_tokens,
+            alignment=self.alignment,
+            length=length,
+            for_rewards=self.gives_rewards,
+        )
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """As `Padded.forward`."""
@@ -262,27 +256,23 @@ def choose_layout(
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if on_any_process(reason is not None):
             reason = reason or "does not support shared prefixes on another process"
-            layout = _fall_back(model, reason, masked=True)
-    message = None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
-    return layout, message
+            layout = Padded()
+    if reason is not None and find_attention(model.config) == VARLEN:
+        raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
+    return layout, None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
     """Choose a layout by the model's class and config alone; `Padded` and a reason if it does not support `name`."""
-    try:
-        windows_or_reason = find_windows(model, max_length)
-    except Exception as error:  # a foreign config may hold anything
-        windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
-    attention = find_attention(model.config)
-    # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the rules
-    # support no model, so they do not show that this model looks at padding.
-    needs_mask = isinstance(windows_or_reason, str) and attention != "flash_attention_2"
+    windows, attention = find_windows(model, max_length), find_attention(model.config)
+    if isinstance(windows, str):
+        # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the
+        # rules support no model, so they do not show that this model looks at padding.
+        return Padded(masked=attention != "flash_attention_2"), None if name == "padded" else windows
     if name == "padded":
-        return Padded(masked=needs_mask), None
-    if isinstance(windows_or_reason, str):
-        return _fall_back(model, windows_or_reason, masked=needs_mask), windows_or_reason
+        return Padded(masked=False), None
     layout = SharedPrefix(
-        windows_or_reason,
+        windows,
         max_length=max_length,
         alignment=GPU_ALIGNMENT if model.get_input_embeddings().weight.device.type == "cuda" else 1,
         by_segments=attention == VARLEN,
@@ -291,50 +281,32 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     return layout, None
 
 
-def _fall_back(model: Any, reason: str, *, masked: bool) -> Padded:
-    if find_attention(model.config) == VARLEN:
-        raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
-    return Padded(masked=masked)
-
-
-# Config keys that limit attention to a number of columns, whatever the positions and the mask say. If a model has such
-# a key that is not in this list, `_find_difference` finds the difference on rows as long as the longest of the run.
+# Config keys that limit attention to a number of columns, whatever the positions and the mask say: short rows would not
+# show it, and of long rows half precision only a part.
 COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     """The window of each kind of attention layer, in tokens, None for all; a reason if rows cannot be shared."""
+    config = model.config.get_text_config()
+    kinds, attention = set(getattr(config, "layer_types", None) or ()), find_attention(config)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
-    config = model.config.get_text_config()
-    if find_attention(config) not in ("eager", "sdpa", "flex_attention", VARLEN):
-        return f"takes no mask of its own with {find_attention(config)}"
-    if getattr(config, "alibi", False):
-        return "counts columns for positions (ALiBi)"
-    if getattr(model, "_is_stateful", False):
-        return "is recurrent"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        return f"has layers of another kind ({', '.join(sorted(unknown))})"
-    # a packed row is longer than any example, so a limit in columns would hide tokens that an example alone sees
-    max_row_length = 2 * max_tree_tokens(max_length)
+    if attention not in ("eager", "sdpa", VARLEN):
+        return f"takes no mask of its own with {attention}"
+    if getattr(model, "_is_stateful", False) or not kinds <= {"full_attention", "sliding_attention"}:
+        return "has layers that are recurrent, or of another kind"
     for key in COLUMN_LIMIT_KEYS:
         limit = getattr(config, key, None)
-        if isinstance(limit, int) and 0 < limit < max_row_length:
+        # a packed row is longer than any example
+        if isinstance(limit, int) and 0 < limit < 2 * max_tree_tokens(max_length):
             return f"attends locally ({key}={limit})"
-    if any(_is_mask(buffer) and buffer.shape[-1] < max_row_length for buffer in model.buffers()):
-        return "has masks of its own, which are smaller than the longest row"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
         return {"full_attention": None}
     if len(kinds) == 2:
         return {"full_attention": None, "sliding_attention": window}
     return {"sliding_attention": window}
-
-
-def _is_mask(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer is a square mask, like GPT-Neo's causal mask."""
-    return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
 
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities
@@ -344,37 +316,35 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
     """Describe how log-probabilities, or rewards, of short and of the longest pairs differ between the layouts."""
-    vocab_size = model.config.get_text_config().vocab_size
-    largest_window = max((window or 0 for window in layout.windows.values()), default=0)
-    # numbers of tokens in (prompt, chosen, rejected); prompts of short pairs are longer than every window
-    short_pairs = _make_pairs(vocab_size, [(largest_window + 5, 4, 6), (largest_window + 2, 7, 3)])
-    n = max(longest.example, 12)
+    window, n = max(window or 0 for window in layout.windows.values()), max(longest.example, 12)
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
-    long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, n_second + 1, n_second)])
+    cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
+        ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
+        ([(5, n - 5, n - 6), (2, n_second + 1, n_second)], max(longest.row, 2 * n)),
+    )
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     try:
         with without_tf32():
-            for pairs, row_length in ((short_pairs, None), (long_pairs, max(longest.row, 2 * n))):
+            for lengths, row_length in cases:
+                pairs = _make_pairs(model.config.get_text_config().vocab_size, lengths)
                 padded = Padded().split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
-                try:
-                    if pairs is short_pairs or layout.gives_rewards:
-                        expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
-                    else:
-                        expected = padded.by_side(run_as_forward(model, _sum_in_chunks, padded))
-                    actual = layout.forward(model, packed).logps.sum(-1)
-                except (torch.OutOfMemoryError, InputError):  # not the layout's fault
-                    raise
-                except Exception as error:  # an unsuitable model may raise anything
-                    return f"refuses shared prefixes: {one_sentence(error)}"
-                error, size = (actual - expected).abs(), expected.abs()
+                if row_length is None or layout.gives_rewards:
+                    expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
+                else:
+                    expected = padded.by_side(run_as_forward(model, _sum_in_chunks, padded))
+                error, size = (layout.forward(model, packed).logps.sum(-1) - expected).abs(), expected.abs()
                 if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
                     what = "rewards" if layout.gives_rewards else "log-probabilities"
                     return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
+    except (torch.OutOfMemoryError, InputError):  # not the layout's fault
+        raise
+    except Exception as error:  # an unsuitable model may raise anything
+        return f"refuses shared prefixes: {one_sentence(error)}"
     finally:
         model.train(was_training)
     return None

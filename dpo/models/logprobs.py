@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from transformers import masking_utils
 
 from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
-from dpo.models.packing import Packed, map_tensors, tree_block_mask, tree_mask
+from dpo.models.packing import Packed, map_tensors, tree_mask
 from dpo.models.scalar_head import find_scalar_head, reward
 from dpo.system.arithmetic import find_compute_dtype
 
@@ -107,7 +106,7 @@ def sequence_rewards(
 
 
 def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """The hidden states that predict the N scored tokens, (N, H)."""
+    """The hidden states that predict the N scored tokens, or to which a reward's head is applied, (N, H)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
         [attention_mask] = attention_mask.values()
@@ -122,24 +121,21 @@ def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | N
     return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
 
-def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """The mask of each kind of attention layer, in the form that the attention takes."""
-    attention, device = find_attention(model.config), packed.input_ids.device.type
+def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
+    """The additive mask of each kind of attention layer."""
+    device, dtype = packed.input_ids.device.type, model.get_input_embeddings().weight.dtype
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
     if device == "cpu":
         cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
-    dtype = model.get_input_embeddings().weight.dtype
-    if attention == "sdpa":
+    if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device, dtype)  # so that no layer has to cast the mask
-    form = "blocks" if attention == "flex_attention" else f"additive {dtype}"
-    if packed.masks[0] != form:
-        make = tree_block_mask if form == "blocks" else partial(_additive_mask, dtype=dtype)
-        packed.masks = form, {kind: make(packed, window=size) for kind, size in windows.items()}
+    if packed.masks[0] != dtype:
+        packed.masks = dtype, {kind: _additive_mask(packed, size, dtype) for kind, size in windows.items()}
     return packed.masks[1]
 
 
-def _additive_mask(packed: Packed, *, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(packed: Packed, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """`tree_mask` to be added to scores, 0 or the dtype's minimum: on CPUs faster than the bool mask."""
     mask = tree_mask(packed, window=window)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

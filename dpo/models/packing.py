@@ -12,12 +12,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate, chain, compress, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dpo.data.examples import Example, make_labels
 from dpo.losses import IGNORE_INDEX
@@ -44,8 +43,8 @@ class Packed:
     """R packed rows of L tokens, and the positions of scored tokens.
 
     A row holds several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
-    responses (the same response to two prompts counts twice), T the largest number of tokens in one response, B the
-    number of examples, and "sides" the largest number of responses of an example.
+    responses (the same response to two prompts counts twice), T the largest number of tokens in one response (1 for
+    rewards), B the number of examples, and "sides" the largest number of responses of an example.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -54,28 +53,12 @@ class Packed:
     branch: torch.Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
     scored: torch.Tensor  # (N,): row * L + column of the fed token that predicts a scored token
     targets: torch.Tensor  # (N,): the scored token
-    slots: torch.Tensor  # (N,): response * T + the token's index in the response, where tokens in cuts do not count
+    slots: torch.Tensor  # (N,): response * T + the number of scored tokens before this one in the response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
-    # the last masks, by attention layer, and their form: policy and reference often need the same, one after the other
-    masks: tuple[str, dict[str, Any]] = field(default=("", {}), init=False)
-
-    def keep_last_scored(self) -> Packed:
-        """The same rows, with only the last scored token of each response."""
-        slots = self.slots.numpy()
-        n_responses, longest = self.shape
-        responses = slots // longest
-        last_slots = np.zeros(n_responses, dtype=np.int64)
-        np.maximum.at(last_slots, responses, slots)
-        is_last = torch.from_numpy(slots == last_slots[responses])
-        return replace(
-            self,
-            scored=self.scored[is_last],
-            targets=self.targets[is_last],
-            slots=torch.from_numpy(responses)[is_last],
-            shape=(n_responses, 1),
-        )
+    # the last masks, by attention layer, and their dtype: policy and reference often need the same, one after the other
+    masks: tuple[torch.dtype | None, dict[str, Any]] = field(default=(None, {}), init=False)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -106,7 +89,11 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         n_longest, first = sort_keys.get(example.prompt, (0, i))
         sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
     order = sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
-    costs = _count_new_tokens([examples[i] for i in order])
+    costs, fed = [], set()  # for each example, the number of tokens that no earlier example feeds
+    for prompt, responses, *_ in (examples[i] for i in order):
+        segments = {(prompt, response) for response in responses} | {(prompt, None)}
+        costs.append(sum(len(prompt if own is None else own[:-1]) for _, own in segments - fed))
+        fed |= segments
     # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
     # middle of its cost lies, but every part gets at least one example.
     ends = list(accumulate(costs))
@@ -123,21 +110,6 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     return filled + [[]] * n_empty
 
 
-def _count_new_tokens(examples: Sequence[Example]) -> list[int]:
-    """For each example, the number of tokens that no earlier example feeds."""
-    prompts: set[tuple] = set()
-    branches: set[tuple[tuple, tuple]] = set()  # (prompt, response)
-    counts = []
-    for example in examples:
-        prompt = example.prompt
-        new_branches = {(prompt, response) for response in example.responses} - branches
-        n_prompt = 0 if prompt in prompts else len(prompt)
-        counts.append(n_prompt + sum(len(response) - 1 for _, response in new_branches))
-        prompts.add(prompt)
-        branches |= new_branches
-    return counts
-
-
 class _Tree(NamedTuple):
     """A prompt, and responses to it as branches."""
 
@@ -147,14 +119,21 @@ class _Tree(NamedTuple):
 
 
 def pack(
-    examples: Sequence[Example], *, max_tree_tokens: int | None, alignment: int = 1, length: int | None = None
+    examples: Sequence[Example],
+    *,
+    max_tree_tokens: int | None,
+    alignment: int = 1,
+    length: int | None = None,
+    for_rewards: bool = False,
 ) -> Packed:
     """Pack the trees of the examples into rows.
 
     The row length is `length` or, if None, the cheapest one up to twice `max_tree_tokens`, rounded up to a multiple of
     `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
     the prompt. With `max_tree_tokens` None all trees are in one row, at least `length` long, which has `segments`.
+    With `for_rewards` a response is fed whole, and `scored` has its last scored token itself.
     """
+    n_left_out = 0 if for_rewards else 1
     # prompt -> {distinct response with its cuts: its index}
     indices_by_prompt: dict[tuple, dict[tuple[tuple, tuple], int]] = {}
     n_responses = 0
@@ -164,31 +143,38 @@ def pack(
             if cut_response not in indices:
                 indices[cut_response] = n_responses
                 n_responses += 1
-    indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples]
-    longest = max(len(response) for example in examples for response in example.responses)
-
     one_row = max_tree_tokens is None
     trees: list[_Tree] = []
     for prompt, indices in indices_by_prompt.items():
-        trees += _grow_trees(prompt, indices, math.inf if one_row else max_tree_tokens)
+        first_tree = len(trees)
+        for (response, cuts), index in indices.items():
+            n_fed = len(response) - n_left_out
+            if len(trees) == first_tree or not (one_row or trees[-1].length + n_fed <= max_tree_tokens):
+                trees.append(_Tree(prompt, [], len(prompt)))
+            trees[-1].branches.append((index, response, cuts))
+            trees[-1] = trees[-1]._replace(length=trees[-1].length + n_fed)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
+    n_tokens = sum(tree.length for tree in trees)
     if one_row:
-        candidates = [max(length or 1, sum(tree.length for tree in trees))]
+        candidates = [max(length or 1, n_tokens)]
     elif length is not None:
         candidates = [length]
     else:  # 17 lengths from the longest tree to twice as many tokens, or all: trying every length would take long
         shortest = max(1, trees[0].length)
-        longest_row = max(shortest, min(2 * shortest, sum(tree.length for tree in trees)))
+        longest_row = max(shortest, min(2 * shortest, n_tokens))
         candidates = [shortest + (longest_row - shortest) * i // 16 for i in range(17)]
     # longer rows waste less space but cost more attention
     lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
     # a token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention
-    costs = {n: len(rows) * n * (1 + n / ATTENTION_LENGTH) for n, rows in rows_by_length.items()}
-    cheapest = min(costs, key=lambda n: costs[n])
+    cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
+    longest = 1 if for_rewards else max(len(response) for example in examples for response in example.responses)
     # where an example has fewer responses than others, any index will do
-    response_index = by_side(indices_by_example, fill=0)
-    packed, spans = _write(rows_by_length[cheapest], cheapest, response_index, (n_responses, longest))
+    response_index = by_side(
+        [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples], fill=0
+    )
+    shape = (n_responses, longest)
+    packed, spans = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
     if one_row:
         packed.segments = _find_segments(spans, cheapest)
     return packed
@@ -197,18 +183,6 @@ def pack(
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
     """Transpose lists, one for each of B examples, to (sides, B) int64, with `fill` after shorter lists."""
     return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
-
-
-def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
-    """Make the trees of a prompt with its (response, cuts), each of one response or at most `max_tree_tokens`."""
-    trees: list[_Tree] = []
-    for (response, cuts), index in indices.items():
-        n_fed = len(response) - 1
-        if not trees or trees[-1].length + n_fed > max_tree_tokens:
-            trees.append(_Tree(prompt, [], len(prompt)))
-        trees[-1].branches.append((index, response, cuts))
-        trees[-1] = trees[-1]._replace(length=trees[-1].length + n_fed)
-    return trees
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -226,7 +200,7 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 
 
 def _write(
-    rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]
+    rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int], *, for_rewards: bool
 ) -> tuple[Packed, list[tuple[range, range]]]:
     """Write the trees of each row one after another; return also the spans of prompts and responses."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)  # (rows, length) each
@@ -235,39 +209,37 @@ def _write(
     targets: list[int] = []
     slots: list[int] = []
     spans: list[tuple[range, range]] = []  # of each prompt and response: its columns, and those of the prompt it sees
-    longest_response = shape[1]
     for row, trees in enumerate(rows):
-        tree_start = 0
+        start = 0
         for tree_index, tree in enumerate(trees):
             n_prompt = len(tree.prompt)
-            prompt_end = tree_start + n_prompt
-            tree_of[row, tree_start : tree_start + tree.length] = tree_index
-            prompt = range(tree_start, prompt_end)
+            prompt = range(start, start + n_prompt)
+            tree_of[row, start : start + tree.length] = tree_index
             spans.append((prompt, range(0)))
-            input_ids[row, tree_start:prompt_end] = tree.prompt
-            position_ids[row, tree_start:prompt_end] = range(n_prompt)
-            start = prompt_end
+            input_ids[row, prompt.start : prompt.stop] = tree.prompt
+            position_ids[row, prompt.start : prompt.stop] = range(n_prompt)
+            start = prompt.stop
             for index, token_ids, cuts in tree.branches:
-                n_fed = len(token_ids) - 1
-                end = start + n_fed
+                fed = token_ids if for_rewards else token_ids[:-1]
+                end = start + len(fed)
                 spans.append((range(start, end), prompt))
-                input_ids[row, start:end] = token_ids[:-1]
-                position_ids[row, start:end] = range(n_prompt, n_prompt + n_fed)
+                input_ids[row, start:end] = fed
+                position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
-                # the prompt's last token predicts a response's first token; if the prompt is empty, nothing does
-                first_scored = 0 if n_prompt else 1
-                predicting_columns = [prompt_end - 1, *range(start, end)][first_scored:]
-                scored_tokens = token_ids[first_scored:]
-                if cuts:
-                    is_scored = [label != IGNORE_INDEX for label in make_labels(token_ids, cuts)][first_scored:]
-                    predicting_columns = [*compress(predicting_columns, is_scored)]
-                    scored_tokens = tuple(compress(scored_tokens, is_scored))
-                scored += [row * length + column for column in predicting_columns]
-                targets += scored_tokens
-                first_slot = index * longest_response + first_scored
-                slots += range(first_slot, first_slot + len(scored_tokens))
+                labels = make_labels(token_ids, cuts)
+                kept = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]  # tokens that are scored
+                if for_rewards:
+                    kept = kept[-1:]
+                    columns = [start + i for i in kept]
+                else:
+                    if not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
+                        kept = kept[1:]
+                    # the prompt's last token predicts a response's first token
+                    columns = [start + i - 1 if i else prompt.stop - 1 for i in kept]
+                scored += [row * length + column for column in columns]
+                targets += [token_ids[i] for i in kept]
+                slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
-            tree_start = start
     packed = Packed(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -312,16 +284,3 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
     if window is not None:
         mask &= position[:, :, None] - position[:, None, :] < window
     return mask[:, None]
-
-
-def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
-    """`tree_mask` for FlexAttention, which skips fully masked blocks."""
-    tree, branch, position = packed.tree, packed.branch, packed.position_ids
-    n_rows, length = tree.shape
-
-    def attends(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        in_prompt_or_same_response = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
-        visible = (tree[row, q] == tree[row, k]) & in_prompt_or_same_response & (q >= k)
-        return visible if window is None else visible & (position[row, q] - position[row, k] < window)
-
-    return create_block_mask(attends, n_rows, None, length, length, device=tree.device)

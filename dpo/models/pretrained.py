@@ -24,7 +24,6 @@ from dpo.numbers import percent
 from dpo.settings.choices import VARLEN
 from dpo.settings.keys import Dtype
 
-_use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
@@ -63,49 +62,28 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
         )
     with explaining_load_errors("model", name):
         config = transformers.AutoConfig.from_pretrained(name, **source.options, **source.labels)
-    if problem := _find_unsupported_kind(source, config):
-        raise InputError(f"model {name!r} is a {problem} are not supported: give a model for text alone")
-    return config
-
-
-def _find_unsupported_kind(source: Source, config: Any) -> str | None:
-    """A config's class, and the kind of models to which it belongs; None if transformers loads such a model."""
+    auto_class = source.auto_class.__name__
+    has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
+    has_own_code |= not type(config).__module__.startswith("transformers.")
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if source.scalar_head:
         mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     model_class, saved_classes = mapping.get(type(config), None), config.architectures or []
     # transformers would load the decoder of an encoder-decoder model alone
-    is_decoder = (
-        not config.is_encoder_decoder or not saved_classes or getattr(model_class, "__name__", None) in saved_classes
-    )
-    auto_class = source.auto_class.__name__
-    has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
-    has_own_code |= not type(config).__module__.startswith("transformers.")
-    if has_own_code or (model_class is not None and is_decoder):
-        return None
-    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        kind = "vision-language models whose text part transformers does not load alone"
-    elif config.is_encoder_decoder:
-        kind = "encoder-decoder models"
-    elif hasattr(config, "audio_config"):
-        kind = "models of audio"
-    else:
-        kind = f"classes that {auto_class} does not load"
-    return f"{', '.join(saved_classes or [type(config).__name__])}, and {kind}"
-
-
-def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """transformers' rule, but on GPUs keys and values are repeated in float32.
-
-    Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
-    """
-    return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
+    is_part = config.is_encoder_decoder and saved_classes and getattr(model_class, "__name__", "") not in saved_classes
+    if not has_own_code and (model_class is None or is_part):
+        saved_class = ", ".join(saved_classes) or type(config).__name__
+        raise InputError(
+            f"model {name!r} is a {saved_class}, which {auto_class} of transformers does not load: give a model for "
+            f"text alone"
+        )
+    return config
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str | None:
     """The `attn_implementation` with which transformers makes a model.
 
-    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as GPT-J. Raises
+    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as Gemma 2. Raises
     InputError for FlashAttention or attention by segments where they are not available.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
@@ -127,6 +105,17 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str 
     return None if wanted == "sdpa" else wanted
 
 
+_use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
+
+
+def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """transformers' rule, but on GPUs keys and values are repeated in float32.
+
+    Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
+    """
+    return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
+
+
 def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
     """The model of `load_model` without its weights, on the meta device."""
     config = load_config(source)
@@ -135,19 +124,7 @@ def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: s
         model = source.auto_class.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
         )
-        name_in_class(model, config)
-    return _complete(model, source)
-
-
-def _complete(model: Any, source: Source) -> Any:
-    """Turn off dropout and router logits, and install a scalar head."""
-    disable_dropout(model)
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # they are for a balancing loss, which is not used, and `generate` fails
-    if source.scalar_head:
-        install_scalar_head(model)
-    return model
+        return _complete(model, source, config)
 
 
 def load_model(
@@ -166,12 +143,15 @@ def load_model(
     the model's own. A scalar head that the weights lack is drawn from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
-    name, config = source.name, load_config(source)
+    config = load_config(source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
-    model: Any
-    with explaining_load_errors("model", name):
+    with explaining_load_errors("model", source.name):
         if archive is not None:
-            model = _load_from_archive(source, archive, seed, {**options, "device_map": device_map})
+            structure = load_structure(source, dtype=dtype)
+            weights = read_archive(archive, structure)  # checked before memory is taken for the model
+            if source.scalar_head and HEAD_WEIGHT not in weights:
+                weights[HEAD_WEIGHT] = draw_head(structure, seed)
+            model = _load_state(source, config, structure, weights, {**options, "device_map": device_map})
             if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
                 model.generation_config = load_generation_config(source)
         elif random_init:
@@ -180,25 +160,67 @@ def load_model(
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # without the range it warns of several GPUs
                 torch.manual_seed(seed)
                 drawn = source.auto_class.from_config(config, **options_on_cpu)
-            model = _load_state(source, drawn, drawn.state_dict(), {**options, "device_map": device_map})
+            model = _load_state(source, config, drawn, drawn.state_dict(), {**options, "device_map": device_map})
         else:
-            with silenced_reports() if source.scalar_head else contextlib.nullcontext():
-                model, loading = source.auto_class.from_pretrained(
-                    name, **source.options, **source.labels, **options, device_map=device_map, output_loading_info=True
-                )
-            if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
-                loading["missing_keys"].remove(HEAD_WEIGHT)
-                with torch.no_grad():
-                    model.score.weight.copy_(draw_head(model, seed))
-            refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
-            is_quantized = getattr(config, "quantization_config", None) is not None
-            if not is_quantized and (integers := find_integer_weights(name, source.cache_dir)):
-                raise InputError(
-                    f"model {name!r} has integers for {', '.join(integers[:3])}, as if it were quantized, and its "
-                    f"config.json has no quantization_config: give the model that it was made from"
-                )
-        name_in_class(model, config)
-    return _complete(model, source)
+            model = _load_published(source, config, seed, {**options, "device_map": device_map})
+        return _complete(model, source, config)
+
+
+def _load_published(source: Source, config: Any, seed: int, options: Mapping[str, Any]) -> Any:
+    """The model with its own weights; InputError if some are missing, or integers without scales."""
+    with silenced_reports() if source.scalar_head else contextlib.nullcontext():
+        model, loading = source.auto_class.from_pretrained(
+            source.name, **source.options, **source.labels, **options, output_loading_info=True
+        )
+    if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
+        loading["missing_keys"].remove(HEAD_WEIGHT)
+        with torch.no_grad():
+            model.score.weight.copy_(draw_head(model, seed))
+    refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if not is_quantized and (integers := find_integer_weights(source.name, source.cache_dir)):
+        raise InputError(
+            f"model {source.name!r} has integers for {', '.join(integers[:3])}, as if it were quantized, and its "
+            f"config.json has no quantization_config: give the model that it was made from"
+        )
+    return model
+
+
+def _load_state(
+    source: Source, config: Any, structure: Any, state: dict[str, torch.Tensor], options: Mapping[str, Any]
+) -> Any:
+    """A model of the structure's class with these weights.
+
+    transformers casts and places the weights one by one, so that there is no second copy.
+    """
+    model, loading = type(structure).from_pretrained(
+        None,
+        config=config.get_text_config() if is_text_part(config) else config,
+        state_dict=state,
+        **options,
+        output_loading_info=True,
+    )
+    refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
+    model.name_or_path = model.config.name_or_path = source.name
+    # copy the tensors that were neither cast nor moved: they may be mapped from a file, which may be deleted
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.untyped_storage().data_ptr() in storages:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    return model
+
+
+def _complete(model: Any, source: Source, config: Any) -> Any:
+    """Turn off dropout and router logits, install a scalar head, and note names of weights in a larger checkpoint."""
+    disable_dropout(model)
+    text_config = model.config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        # they are for a balancing loss, which is not used, and `generate` fails
+        text_config.output_router_logits = False
+    if source.scalar_head:
+        install_scalar_head(model)
+    name_in_class(model, config)
+    return model
 
 
 def load_generation_config(source: Source) -> transformers.GenerationConfig:
@@ -210,52 +232,16 @@ def load_generation_config(source: Source) -> transformers.GenerationConfig:
         return load(source.name, "config.json", cache_dir=source.cache_dir, _from_model_config=True)
 
 
-def _load_from_archive(source: Source, archive: str | Path, seed: int, options: Mapping[str, Any]) -> Any:
-    structure = load_structure(source, dtype=options["dtype"])
-    weights = read_archive(archive, structure)  # checked before memory is taken for the model
-    if source.scalar_head and HEAD_WEIGHT not in weights:
-        weights[HEAD_WEIGHT] = draw_head(structure, seed)
-    mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
-    model = _load_state(source, structure, weights, options)
-    del weights  # frees what the model does not use
-    # copy the tensors that were neither cast nor moved: they are still mapped from the file, which may be deleted
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.untyped_storage().data_ptr() in mapped_storages:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return model
-
-
-def _load_state(source: Source, structure: Any, state: dict[str, torch.Tensor], options: Mapping[str, Any]) -> Any:
-    """A model of the structure's class with these weights.
-
-    transformers casts and places the weights one by one, so that there is no second copy.
-    """
-    config = load_config(source)
-    model, loading = type(structure).from_pretrained(
-        None,
-        config=config.get_text_config() if is_text_part(config) else config,
-        state_dict=state,
-        **options,
-        output_loading_info=True,
-    )
-    refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
-    model.name_or_path = model.config.name_or_path = source.name
-    return model
-
-
 @contextlib.contextmanager
 def silenced_reports() -> Iterator[None]:
     """Silence transformers' reports on loading inside; `refuse_gaps` raises errors instead."""
     logs = transformers.utils.logging
-    verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    verbosity = logs.get_verbosity()
     logs.set_verbosity_error()
-    logs.disable_progress_bar()
     try:
         yield
     finally:
         logs.set_verbosity(verbosity)
-        if had_bar:
-            logs.enable_progress_bar()
 
 
 def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
@@ -263,9 +249,6 @@ def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise InputError(f"{what} has no weights for {missing}: {advice}")
-
-
-SINUSOIDS = ("embed_positions", "pos_encoding")  # names of tables of fixed size in GPT-J, CodeGen and CTRL
 
 
 def check_positions(model: Any, max_length: int) -> None:
@@ -287,16 +270,14 @@ def check_positions(model: Any, max_length: int) -> None:
 
 def count_positions(model: Any) -> float:
     """The number of positions in a model's table of them; infinity without such a table."""
-    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    token_table = model.get_input_embeddings()
-    for table in model.modules():
-        if not isinstance(table, torch.nn.Embedding) or table is token_table:
-            continue
-        if table.num_embeddings == n_positions + getattr(table, "offset", 0):  # OPT's and BART's have 2 rows more
-            n_unused = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa's begin after padding
-            return n_positions - n_unused
-    sinusoids = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in SINUSOIDS]
-    return min((len(table) for table in sinusoids), default=math.inf)
+    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+    learned = [
+        module.num_embeddings - getattr(module, "offset", 0)  # OPT's table has 2 rows more
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) and module is not model.get_input_embeddings()
+    ]
+    computed = [len(table) for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's
+    return n_positions if n_positions in (*learned, *computed) else math.inf
 
 
 def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
@@ -304,13 +285,12 @@ def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     for rope in (parameters, *by_layer_type):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            length = config.max_position_embeddings
-            if rope["rope_type"] == "longrope":
-                length = rope.get("original_max_position_embeddings") or getattr(
-                    config, "original_max_position_embeddings", length
-                )
-            yield rope["rope_type"], length
+        if rope.get("rope_type") == "dynamic":
+            yield "dynamic", config.max_position_embeddings
+        elif rope.get("rope_type") == "longrope":
+            length = rope.get("original_max_position_embeddings")
+            length = length or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+            yield "longrope", length
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:

@@ -196,7 +196,7 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
     init_seed = plan.run.seed if plan.model.random_init else None
     key = (resolve_name(plan.model.name_or_path), weights.archive, init_seed, plan.quantized, dtype)
     if key not in bases:
-        # not flash or flex attention, which need a GPU
+        # not attention that needs a GPU
         attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
         gpus = count_gpus()
         device_map = None if plan.quantized else choose_device_map(gpus)

@@ -53,7 +53,7 @@ def attention_forward(
     if extras:
         raise InputError(
             f"model.attn_implementation={VARLEN} does not support {type(module).__name__}, which has {extras[0]}: use "
-            f"sdpa or flex_attention"
+            f"sdpa"
         )
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -211,7 +211,7 @@ class ModelPlan:
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
     autocast: Literal["bfloat16"] | None
-    attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "flex_attention", "varlen"], CHANGE]
+    attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
     cache_implementation: Annotated[Literal["static"] | None, CHANGE]
     random_init: bool
     trust_remote_code: bool

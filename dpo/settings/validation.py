@@ -126,10 +126,9 @@ REFUSED = (
     Check(lambda v, p: p.quantized and p.trainer == TENSOR_PARALLEL,
           "lora=qlora does not work with trainer={trainer}, which cannot cut packed weights: choose "
           "trainer=FSDPTrainer, or lora=lora"),
-    Check(lambda v, p: (p.quantized or v["model.attn_implementation"] == "flex_attention")
-          and p.gpus > 1 and not p.trainer.multi_process,
-          "lora=qlora and model.attn_implementation=flex_attention take one GPU with trainer={trainer}, and this "
-          "machine has {gpus}: choose trainer=FSDPTrainer, or set CUDA_VISIBLE_DEVICES=0"),
+    Check(lambda v, p: p.quantized and p.gpus > 1 and not p.trainer.multi_process,
+          "lora=qlora takes one GPU with trainer={trainer}, and this machine has {gpus}: choose trainer=FSDPTrainer, "
+          "or set CUDA_VISIBLE_DEVICES=0"),
     Check(lambda v, p: p.quantized and find_spec("bitsandbytes") is None,
           "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
     Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
@@ -138,8 +137,8 @@ REFUSED = (
     Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
           "fsdp_frozen_weights=whole rounds the base to {compute_dtype}, and a separate reference in {reference_dtype} "
           "would differ from it: set model.reference_dtype={compute_dtype}, or lora.reference=base"),
-    Check(lambda v, p: v["model.attn_implementation"] in ("flex_attention", VARLEN) and not p.gpus,
-          "model.attn_implementation={model.attn_implementation} cannot train on a CPU: use sdpa"),
+    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and not p.gpus,
+          "model.attn_implementation=varlen cannot train on a CPU: use sdpa"),
     Check(lambda v, p: v["model.attn_implementation"] == VARLEN and p.gpus and not v["model.autocast"]
           and "float32" in (p.compute_dtype, p.reference_dtype),
           "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give "

@@ -15,7 +15,6 @@ from support.gpu import (
     TINY,
     WITHOUT_TF32,
     WORDS,
-    Process,
     Run,
     few_words,
     limit,
@@ -124,14 +123,12 @@ ONLINE = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.
 FEATURES = {
     "lora": (*LORA, "sample_during_eval=true", "do_first_sampling=true"),
     "qlora": ("lora=qlora", "lora.r=4", "lora.alpha=8"),
-    "online with ties": (*ONLINE, "online.ties=skip"),
     "online lora": (*ONLINE, *LORA, "online.top_p=0.9"),
     "padded": ("layout=padded",),
+    "static cache": ("model.cache_implementation=static", "sample_during_eval=true", "do_first_sampling=true"),
     "activation checkpointing": ("activation_checkpointing=true",),
     "autocast with a float16 reference": ("model.autocast=bfloat16", "model.reference_dtype=float16"),
     "a loss of the whole batch": ("loss=aot",),
-    "a loss with a running mean": ("loss=bco",),
-    "AdamW": ("optimizer=AdamW", "lr=1e-5"),
     "Adafactor": ("optimizer=Adafactor", "lr=1e-5"),
 }
 FEATURE_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below 1
@@ -224,60 +221,3 @@ def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
         runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
     for run in runs:
         run.done()  # asserts status 0
-
-
-# --- two ranks on one device -----------------------------------------------------------------------------------------
-
-RANKS_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below 1
-OVER_GLOO = """
-import runpy, sys
-from dpo.system import launching
-launching._backend = lambda local_rank: "gloo"
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-COLLECTIVES = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-torch.cuda.set_device(0)
-dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, store=dist.FileStore(sys.argv[2], 2))
-group = init_device_mesh("cuda", (2,), mesh_dim_names=("shard",)).get_group()
-ones, half, whole = (torch.ones(n, device="cuda") for n in (4, 2, 4))
-dist.broadcast(ones, src=0, group=group)
-dist.all_reduce(ones, group=group)
-dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=group)
-dist.all_gather_into_tensor(whole, half, group=group)
-dist.reduce_scatter_tensor(half, whole, op=dist.ReduceOp.AVG, group=group)
-torch.cuda.synchronize()
-assert ones.tolist() == [2.0] * 4, ones
-assert half.tolist() == [1.0] * 2, half
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@limit(120)
-def test_two_ranks_on_the_first_device_give_the_metrics_of_one_process(tmp_path, record):
-    """Over gloo, if it can reduce tensors of the device, as NCCL does not allow two ranks on one."""
-    if GPU:
-        store = str(tmp_path / "store")
-        ranks = [Process(tmp_path, f"gloo-{rank}", "-c", COLLECTIVES, str(rank), store) for rank in range(2)]
-        for rank in ranks:
-            if (status := rank.wait(45)) != 0:
-                pytest.skip(f"gloo on CUDA tensors exited with status {status}: {rank.last_line}")
-    common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 16)}", "n_examples=16", "lr=1e-4")
-    runs = [Run(tmp_path, "plain", *common, **WITHOUT_TF32)]
-    for trainer in ("FSDPTrainer", "TensorParallelTrainer"):
-        own = (*common, f"trainer={trainer}", f"local_run_dir={tmp_path}/{trainer}-0")
-        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(get_open_port()), **WITHOUT_TF32}  # fmt: skip
-        for rank in ("0", "1"):
-            ranked = {**place, "RANK": rank, "LOCAL_RANK": rank}
-            runs.append(Run(tmp_path, f"{trainer}-{rank}", *own, script=("-c", OVER_GLOO), **ranked))
-    plain, fsdp, _, tensor_parallel, _ = [run.done() for run in runs]
-    for run in (fsdp, tensor_parallel):
-        far = find_distances(run.records(split="train"), plain.records(split="train"))
-        record(f"{run.name} off by {max(far.values()):.1e} (of {RANKS_TOLERANCE:g})")
-        assert max(far.values()) <= RANKS_TOLERANCE

@@ -29,7 +29,6 @@ from dpo.models.adapters import (
     make_adapter_config,
     policy_part,
     read_adapter,
-    read_base,
     seed_dropout,
     switch,
 )
@@ -107,7 +106,6 @@ def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURES = {  # a config, and names of layers that `auto` adapts
-    "mixtral": (lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4), {"q_proj", "o_proj"}),
     "qwen2-moe, dense and shared experts": (
         lambda: transformers.Qwen2MoeConfig(
             **GROUPED, **EXPERTS, shared_expert_intermediate_size=16, mlp_only_layers=[0]
@@ -121,12 +119,6 @@ MIXTURES = {  # a config, and names of layers that `auto` adapts
         {"q_proj", "gate_proj"},
     ),
     "mamba": (lambda: transformers.MambaConfig(**COMMON, state_size=8), {"in_proj"}),
-    "mamba2": (
-        lambda: transformers.Mamba2Config(
-            **COMMON, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=16, expand=2
-        ),
-        {"in_proj"},
-    ),
 }
 
 
@@ -232,31 +224,18 @@ def test_weights_of_embeddings_and_prompt_tuning_are_refused(edited, tmp_path):
         read_adapter(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"rank_pattern": None}, {"bias": None}, {"of_a_later_peft": False}])
-def test_options_that_are_off_may_be_written_in_any_way(changes, edited):
-    assert read_adapter(edited(**changes)).r == 4
+def test_options_that_are_off_may_be_written_in_any_way(edited):
+    assert read_adapter(edited(rank_pattern=None, bias=None, of_a_later_peft=False)).r == 4
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
-    [
-        *(("r", value, "an integer >= 1") for value in (0, "16", True, 1.5, None)),
-        *(("lora_alpha", value, "a number above 0") for value in (float("nan"), 1e308, 0, "16", {"q_proj": 8})),
-        ("base_model_name_or_path", ["a"], "a name, or null"),
-    ],
+    ("key", "value"),
+    [("r", 0), ("r", "16"), ("r", 1.5), ("lora_alpha", float("nan")), ("lora_alpha", 0), ("lora_alpha", {"q_proj": 8})],
 )
-def test_an_impossible_value_is_named_with_its_key_and_file(key, value, wanted, edited):
+def test_an_impossible_size_is_named_with_its_file(key, value, edited):
     adapter = edited(**{key: value})
-    with pytest.raises(InputError) as error:
-        (read_base if key == "base_model_name_or_path" else read_adapter)(adapter)
-    assert str(error.value).endswith(f"{adapter / CONFIG}: {key}={json.dumps(value)} must be {wanted}")
-
-
-def test_a_rank_that_the_weights_do_not_have_is_refused_before_it_takes_memory(edited):
-    with pytest.raises(
-        InputError, match=rf"{CONFIG}: r=1000000000 does not agree with the shape of \S+\.lora_A\.weight, \(4, 32\)$"
-    ):
-        read_adapter(edited(r=10**9))
+    with pytest.raises(InputError, match=rf"{adapter / CONFIG}: r=.* an integer >= 1, and lora_alpha=.* above 0$"):
+        read_adapter(adapter)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +245,8 @@ def test_a_rank_that_the_weights_do_not_have_is_refused_before_it_takes_memory(e
         (WEIGHTS, None),
         (WEIGHTS, "cut off"),
         (CONFIG, b"[1, 2]"),
-        (CONFIG, b"\xff\xfe"),
         (CONFIG, b'{"r": 4}'),
-        (CONFIG, b'{"r": ' + b"[" * 900 + b"]" * 900 + b"}"),
+        (CONFIG, b'{"peft_type": "LORA", "base_model_name_or_path": ["a"]}'),
     ],
 )
 def test_a_damaged_adapter_is_one_sentence(name, content, edited, tmp_path, capsys):
@@ -285,16 +263,16 @@ def test_a_damaged_adapter_is_one_sentence(name, content, edited, tmp_path, caps
 
 def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_peft):
     stored = read_adapter(made_by_peft)
-    with pytest.raises(InputError, match=f"{made_by_peft} cannot be adapted in GPTNeoXForCausalLM"):
+    with pytest.raises(InputError, match=rf"{made_by_peft} names layers that are not in GPTNeoX\S+: model.layers.0."):
         add_stored_adapter(build("gpt-neox"), stored)
-    with pytest.raises(InputError, match=r"names layers that are not in LlamaForCausalLM: nonsense, other$"):
-        add_adapter(build("llama"), make_adapter_config(4, 8, ["q_proj", "other", "nonsense"]))
-    with pytest.raises(InputError, match="names a layer of class Llama4Router, but only linear layers"):
-        build_adapted(MIXTURES["llama4, router of torch's class"][0], targets=["router"])
+    with pytest.raises(InputError, match="names layers that are not in LlamaForCausalLM: other"):
+        add_adapter(build("llama"), make_adapter_config(4, 8, ["q_proj", "other"]))
+    with pytest.raises(InputError, match="names a layer of class Embedding, which is not linear"):
+        build_adapted(targets=["embed_tokens"])
+    with pytest.raises(InputError, match="names the output head of LlamaForCausalLM, which is tied to its embedding"):
+        add_adapter(build("llama, tied"), make_adapter_config(4, 8, ["lm_head"]))
     weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.weights.items()}
-    with pytest.raises(
-        InputError, match=r"does not fit .*, which differs in .*: give the model that the adapter was trained"
-    ):
+    with pytest.raises(InputError, match=r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules="):
         add_stored_adapter(build("llama"), stored._replace(weights=weights))
 
 
@@ -419,11 +397,8 @@ def test_experts_without_an_adapter_are_said_with_their_share_and_cannot_be_name
     )
     n_all = sum(parameter.numel() for parameter in model.parameters())
     n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
-    for target in ("gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"):
-        with pytest.raises(
-            InputError, match=rf"names {target}, which in Qwen3MoeForCausalLM is no layer but one tensor"
-        ):
-            add_adapter(model, make_adapter_config(4, 8, ["q_proj", target]))
+    with pytest.raises(InputError, match=r"not in Qwen3MoeForCausalLM: gate_up_proj \(all experts are one tensor"):
+        add_adapter(model, make_adapter_config(4, 8, ["q_proj", "gate_up_proj"]))
     assert remarks(model, attention="eager", max_length=8) == []
     add_adapter(model, make_adapter_config(4, 8, "auto"))
     assert remarks(model, attention="eager", max_length=8)[1:] == [

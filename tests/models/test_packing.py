@@ -13,7 +13,7 @@ from support.models import list_examples
 
 from dpo.data.collation import collate, find_examples
 from dpo.data.examples import Example
-from dpo.models.packing import NONE, count_tokens, pack, split_evenly, tree_block_mask, tree_mask
+from dpo.models.packing import NONE, count_tokens, pack, split_evenly, tree_mask
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
 
@@ -53,16 +53,6 @@ def test_padding_is_not_seen():
     assert packed.input_ids.tolist()[2] == [4, 30, 31, 32, 0, 0]
     assert packed.tree.tolist()[2] == [0, 0, 0, 0, NONE, NONE]
     assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_flex_attention_sees_what_the_dense_mask_says(window):
-    packed = pack(
-        [PAIR, Example((5, 2, 3), PAIR.responses), Example((4,), ((30, 31, 32, 9),) * 2)], max_tree_tokens=100
-    )
-    sees, (rows, length) = tree_block_mask(packed, window=window).mask_mod, packed.tree.shape
-    row, q, k = torch.meshgrid(*(torch.arange(n) for n in (rows, length, length)), indexing="ij")
-    assert torch.equal(sees(row, torch.tensor(0), q, k), tree_mask(packed, window=window)[:, 0])
 
 
 def test_segments_of_two_prompts():

@@ -222,14 +222,7 @@ SMALL_GPT = {"vocab_size": 40, "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positi
 POSITION_TABLES = {  # a config and its number of positions
     "GPT-2": (lambda: transformers.GPT2Config(**SMALL_GPT), 16),
     "GPT-J": (lambda: transformers.GPTJConfig(**SMALL_GPT, rotary_dim=4), 16),
-    "CTRL": (lambda: transformers.CTRLConfig(**SMALL_GPT, dff=8), 16),
     "OPT": (lambda: transformers.OPTConfig(**SMALL, ffn_dim=8, max_position_embeddings=16), 16),
-    "RoBERTa": (
-        lambda: transformers.RobertaConfig(
-            **SMALL, intermediate_size=8, max_position_embeddings=18, is_decoder=True, bos_token_id=0, pad_token_id=1
-        ),
-        16,
-    ),
 }
 
 

@@ -163,7 +163,7 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mis
     ("config", "attention", "devices", "message"),
     [
         (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot shard qwen2; use a model of gpt2, gpt_neox"),
-        (FAMILIES["llama"](), "flex_attention", 2, "set model.attn_implementation=eager or sdpa"),
+        (FAMILIES["llama"](), "flash_attention_2", 2, "set model.attn_implementation=eager or sdpa"),
         (FAMILIES["llama"](), "eager", 1, "needs two or more devices, and 1 is available; set tensor_parallel_size=2"),
         (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
         (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot shard a Llama with biases"),

@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.startup import make_text
 from support.runs import GOLDEN, ROOT, make_environment
 
 GPU = torch.cuda.device_count() > 0
@@ -30,7 +28,6 @@ QUICK = "GPU_CHECK_QUICK" in os.environ
 TINY = GOLDEN / "tiny-llama"
 WORDS = GOLDEN / "words"
 VOCABULARY = 1024  # of the tokenizer in tests/golden/tiny-llama
-TOKENS_PER_WORD = 4.3  # of the words that `write_pairs` writes, with the tokenizer of the golden runs
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN
 Choice = TypeVar("Choice")
 
@@ -49,32 +46,6 @@ def limit(seconds: float) -> pytest.MarkDecorator:
 def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
     """The value for this run's size; `small` is for a CPU."""
     return (quick if QUICK else full) if GPU else small
-
-
-def skip_without_compiler() -> None:
-    """Skip a test if Triton cannot compile the test's kernels."""
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        pytest.skip("Triton needs a C compiler: install gcc, or set CC")
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
-        pytest.skip(f"Triton needs Python's headers, and {headers} has no Python.h")
-
-
-def write_pairs(path: Path, n: int, *, tokens: int) -> None:
-    """Write `n` pairs of `tokens` tokens on average, the prompt and both responses together."""
-    rng = random.Random(0)
-    words = make_text(rng)
-
-    def draw_text(share: float) -> str:
-        mean = share * tokens / TOKENS_PER_WORD
-        n_words = int(mean * rng.lognormvariate(-0.2, 0.6)) + 1  # the random factor has mean 1
-        start = rng.randrange(len(words) - n_words)
-        return " ".join(words[start : start + n_words])
-
-    pairs = (
-        {"prompt": draw_text(0.5), "chosen": f" {draw_text(0.25)}", "rejected": f" {draw_text(0.25)}"} for _ in range(n)
-    )
-    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
 
 
 class HostReads(TorchDispatchMode):

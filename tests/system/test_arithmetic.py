@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 from support.models import COMMON, FAMILIES
-from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 
 from dpo.models.answers import Sampling, answer
-from dpo.models.pretrained import Source, choose_attention, load_model
+from dpo.models.pretrained import choose_attention
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
 from dpo.system.launching import init_distributed
@@ -109,20 +108,6 @@ def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with
     assert any("deterministic" in str(warning.message) for warning in warned)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkeypatch):
-    model = load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="flex_attention")
-    attention, generate = [], model.generate
-
-    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
-        attention.extend({layer.self_attn.config._attn_implementation for layer in model.model.layers})
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(model, "generate", noting)
-    answer(model, tokenizer, [(5, 6)], [0], Sampling(max_new_tokens=4))
-    assert attention == ["sdpa"]
-    assert model.config._attn_implementation == "flex_attention"
 
 
 # --- what torch is told ---------------------------------------------------------------------------------------------

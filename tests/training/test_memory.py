@@ -189,13 +189,12 @@ def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, argumen
     assert n_values / parameter.numel() == pytest.approx(count_states(training), abs=0.02)
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flex_attention"])
-def test_kernels_that_need_a_gpu_are_predicted_as_sdpa(attention, predict_for, monkeypatch):
+def test_attention_by_segments_is_predicted_as_sdpa(predict_for, monkeypatch):
     expected, find_structure = predict_for("model.attn_implementation=sdpa"), memory.find_policy_structure
 
     def find_as_on_a_gpu(*arguments: Any) -> Any:
         policy = find_structure(*arguments)
-        policy.config._attn_implementation = attention
+        policy.config._attn_implementation = "varlen"
         return policy
 
     monkeypatch.setattr(memory, "find_policy_structure", find_as_on_a_gpu)
