@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import datasets
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 from support.runs import write_rows
 
-import preference_datasets
 from dpo.data.examples import iterate_examples
 from dpo.errors import InputError
-from dpo.system import pool
 from preference_datasets import extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
 
@@ -90,11 +87,6 @@ def test_shp_target_has_the_highest_score_and_a_repeated_text_counts_with_its_fi
     assert entry["sft_target"] == " z"
 
 
-def test_an_shp_score_of_zero_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"record 1 of .*score_B=0"):
-        load("shp", [shp_row("q", ("x", 4), ("y", 0), 1)], tmp_path)
-
-
 # se
 
 
@@ -151,27 +143,6 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
         assert list(train) == order[2:]
 
 
-def test_a_repeated_se_question_keeps_its_last_row_in_the_order_of_the_shuffle(tmp_path):
-    rows = [se_row("q", ("x", 1), ("y", 0)), se_row("q", ("v", 0), ("w", 1))]
-    last = datasets.Dataset.from_list(rows).shuffle(seed=42)[1]["answers"][0]["text"]
-    (entry,) = load("se", rows, tmp_path).values()
-    assert entry["responses"] == ([" v", " w"] if last == "<p>v</p>" else [" x", " y"])
-    assert len(entry["pairs"]) == 1
-
-
-@pytest.mark.slow
-def test_many_se_rows_are_stripped_in_processes_as_in_one(monkeypatch, tmp_path):
-    rows = [se_row(f"q{i}", ("x", i), ("y", 3), ("z", 5)) for i in range(60)]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
-    monkeypatch.setattr(pool, "ITEMS_PER_CHUNK", 20)
-    alone = load("se", rows, tmp_path)
-    monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
-    assert load("se", rows, tmp_path) == alone
-    rows[17]["answers"] = []
-    with pytest.raises(InputError, match=r"record 18 of .*: answers is empty"):
-        load("se", rows, tmp_path)
-
-
 # every dataset
 
 
@@ -181,6 +152,7 @@ def test_many_se_rows_are_stripped_in_processes_as_in_one(monkeypatch, tmp_path)
         ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text: correct it"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A is '4', and must be a number"),
         ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number"),
+        ("shp", shp_row("q", ("x", 4), ("y", 0), 1), "score_B=0"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
         ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen is 3, and must be text or a list of messages"),
     ],
@@ -223,10 +195,6 @@ def test_all_examples_of_a_prompt_follow_each_other_in_their_order():
         assert order[start : start + len(block)] == block
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
-    assert order_of(1, 1, 1, shuffle=False) == [[(0, 0)], [(1, 0)], [(2, 0)]]
-
-
 def test_a_partial_last_batch_is_dropped_and_not_carried_over():
     # 5 examples, batches of 2: the fifth never comes
     order = order_of(2, 2, 1, shuffle=False, batch_size=2, n_epochs=2)
@@ -252,23 +220,6 @@ def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes():
 
 
 # from names to batches
-
-
-def test_sft_takes_one_target_per_prompt_and_no_rejected_keys(tokenizer):
-    options = {"n_epochs": 1, "n_examples": 2, "batch_size": 2, "silent": True}
-    (targets,), (pairs,) = (
-        [*get_batch_iterator(["demo"], tokenizer, sft_mode=sft_mode, **options)] for sft_mode in (True, False)
-    )
-    assert not [key for key in targets if "rejected" in key]
-    assert {*pairs} - {*targets} == {
-        "rejected",
-        "rejected_response_only",
-        "rejected_input_ids",
-        "rejected_attention_mask",
-        "rejected_labels",
-    }
-    targets_of = {prompt: entry["sft_target"] for prompt, entry in get_dataset("demo", "train").items()}
-    assert targets["chosen_response_only"] == [targets_of[prompt] for prompt in targets["prompt"]]
 
 
 def test_in_a_mixture_hh_keeps_the_end_of_a_prompt_and_shp_its_start(tokenizer, tmp_path):

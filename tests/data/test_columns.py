@@ -52,18 +52,14 @@ def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> C
             )
         ),
         ("targets", "prompt chosen rejected messages completion", {}, "prompt chosen rejected"),  # pairs before targets
-        ("targets", "prompt completion", {}, "prompt - - completion"),
         ("targets", "question answer label", {}, "question - - answer"),
         ("targets", "prompt chosen rejected text", {"completion": "text"}, "prompt - - text"),
         # a column that was given is nothing else
         ("targets", "prompt answer", {"prompt": "answer", "completion": "prompt"}, "answer - - prompt"),
         ("targets", "Input Instruction Output", {}, "Instruction - - Output - - Input"),  # Alpaca's
         ("targets", "input instruction output", {"prompt": "instruction"}, "instruction - - output"),
-        ("targets", "instruction input prompt_id messages", {}, "- - - - messages"),
-        ("labels", "prompt completion label chosen rejected", {}, "prompt - - completion - label"),
         ("labels", "Question Answer thumbs_up", {}, "Question - - Answer - thumbs_up"),
         ("labels", "instruction input output kto_tag", {}, "instruction - - output - kto_tag input"),
-        ("labels", "messages desirable", {}, "- - - - messages desirable"),
         ("labels", "prompt chosen rejected", {}, "prompt chosen rejected"),  # for `unpair`
     ],
 )  # fmt: skip
@@ -188,13 +184,7 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
 
 
-def test_pairs_go_before_a_column_of_winners(tokenizer):
-    row = {"prompt": "Q:", "response_a": " a", "response_b": " b", "winner": "a", "chosen": " c", "rejected": " d"}
-    assert get_custom([row], "mine", tokenizer)["Q:"]["responses"] == [" c", " d"]
-
-
-@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
-@pytest.mark.parametrize("field", ["prompt", "chosen"])
+@pytest.mark.parametrize(("where", "field"), [("tokenizer_config.json", "prompt"), ("config.json", "chosen")])
 def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, tokenizer, tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<pic>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -210,25 +200,19 @@ def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, t
             get_custom([marked], "rows", load_tokenizer(str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "late_keys", "message"),
-    [
-        ("pairs.csv", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
-        ("pairs.parquet", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
-        ("pairs.jsonl", "prompt chosen", "prompt chosen rejected", "no/such"),  # a column may come late
-    ],
-)
-def test_columns_are_checked_before_a_model_is_fetched(name, keys, late_keys, message, tmp_path):
-    path, kinds = tmp_path / name, [keys] * 150 + [late_keys]
-    rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
-    write_rows(path, rows)
-    if not name.endswith(".jsonl"):
-        frame = datasets.Dataset.from_list(rows)
-        (frame.to_csv if name.endswith(".csv") else frame.to_parquet)(path)
-    for dry_run in (True, False):
+def test_columns_are_checked_before_a_model_is_fetched(tmp_path):
+    for name, kinds, message in (
+        ("pairs.csv", ["prompt text"] * 150, "training on pairs needs the columns prompt, chosen, rejected"),
+        ("late.jsonl", [*["prompt chosen"] * 150, "prompt chosen rejected"], "no/such"),  # a column may come late
+    ):
+        rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
+        if name.endswith(".jsonl"):
+            write_rows(tmp_path / name, rows)
+        else:
+            datasets.Dataset.from_list(rows).to_csv(tmp_path / name)
         result = train(
-            *("loss=dpo", "loss.beta=0.1", "model.name_or_path=no/such", "exp_name=test", f"datasets=[{path}]"),
-            *(f"local_dirs=[{tmp_path}]", f"local_run_dir={tmp_path / 'run'}", f"dry_run={str(dry_run).lower()}"),
+            *("loss=dpo", "loss.beta=0.1", "model.name_or_path=no/such", "exp_name=test", "dry_run=true"),
+            *(f"datasets=[{tmp_path / name}]", f"local_dirs=[{tmp_path}]", f"local_run_dir={tmp_path / 'run'}"),
         )
         assert (result.returncode, result.stderr[:7]) == (2, "error: ")
         assert message in result.stderr

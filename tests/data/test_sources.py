@@ -93,15 +93,6 @@ def test_class_labels_have_their_names(place, tmp_path, monkeypatch):
     assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
 
 
-def test_a_saved_dataset_dict_has_its_splits(tmp_path):
-    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[1:])}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
-    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[1:]
-    assert sorted(tmp_path.rglob("*")) == before  # no cache and no lock
-
-
 @pytest.mark.parametrize("name", ["validation", "valid", "val", "dev", "eval"])
 def test_the_test_split_may_have_another_name_if_there_is_no_test(tmp_path, name):
     write(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
@@ -117,19 +108,11 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
         assert list(load_rows(Source(str(tmp_path / name)), "train")) == ROWS, name
 
 
-def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
-    (tmp_path / "train.CSV").write_text(f"prompt,chosen\n\na,{'b' * 200_000}\n\n")
-    for path in (tmp_path, tmp_path / "train.CSV"):
-        assert list(load_rows(Source(str(path)), "train")) == [{"prompt": "a", "chosen": "b" * 200_000}]
-
-
 @pytest.mark.parametrize(
     ("text", "row"),
     [
         ("prompt\tchosen\na;, b\tc\n", {"prompt": "a;, b", "chosen": "c"}),
         ('\ufeffprompt;chosen\r\na;"b; c"\r\n', {"prompt": "a", "chosen": "b; c"}),
-        ("prompt,a;b\nc;d,e\n", {"prompt": "c;d", "a;b": "e"}),  # a comma goes first
-        ("ask, if any;a;b\nHow, then?;So;No\n", {"ask, if any": "How, then?", "a": "So", "b": "No"}),
         ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
     ],
 )
@@ -145,7 +128,6 @@ def test_the_first_line_of_a_csv_tells_what_separates_columns(tmp_path, text, ro
         ({"version": "1.1", "tags": ["a"], "data": ROWS}, ROWS),
         # one record, as one line of JSON: chats are its fields, and not lists of records
         ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": [{"role": "user", "content": "a"}]}]),
-        ({"conversations": [{"from": "human", "value": "a"}]}, [{"conversations": [{"from": "human", "value": "a"}]}]),
         ({"prompt": "a", "tools": [{"name": "look"}]}, [{"prompt": "a", "tools": [{"name": "look"}]}]),
     ],
 )
@@ -203,8 +185,6 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
 @pytest.mark.parametrize(
     ("files", "messages"),
     [
-        ({"train.txt": "", "notes.md": ""}, ["{dir} has no train split", "train.jsonl", "holds notes.md, train.txt"]),
-        ({}, ["{dir} has no train split", "it holds nothing"]),
         ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/FILE takes both splits from one file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
@@ -226,8 +206,6 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
             {"train.json": '{"a": [{"b": 1}], "c": [{"b": 1}]}'},
             ["{dir}/train.json holds 2 lists of records (a, c)"],
         ),
-        ({"train.json": '{\n"a": [{"b": 1}],\n"c" 1}'}, ["{dir}/train.json cannot be read", "line 3"]),
-        ({"train.csv": "a,b\n"}, ["{dir}/train.csv holds no records"]),
         (
             {"train.csv": "a,b\n1,2\n\n1,2,3\n"},
             ["record 2 of {dir}/train.csv (line 4) has 3 fields", "names 2", "commas"],
@@ -241,14 +219,12 @@ def test_one_file_is_read_once_for_both_splits(tmp_path):
             {"train.tsv": 'a\tb\n1\t"2" 3\n4\t5\n'},
             ["expected after '\"', in the record that begins on line 2: quote a field that contains"],
         ),
-        ({"train.csv": "a;b\n1,5;2;3\n"}, ["line 2) has 3 fields", "names 2: put fields with semicolons or newlines"]),
         ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),
         *(
             ({f"train{suffix}": start + b"\xb5\0"}, [f"train{suffix} is {kind}"])
             for start, kind in FIRST_BYTES.items()
-            for suffix in (".csv", ".jsonl")
+            for suffix in (".csv",)
         ),
-        ({"train.json": '{"data": []}'}, ["{dir}/train.json holds no records"]),
     ],
 )
 def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messages):
@@ -267,11 +243,8 @@ TABLE = "question,good,bad\nHow?,So,Or “so”\n"
 @pytest.mark.parametrize(
     "text",
     [
-        TABLE + ",,\n,,\n",
         TABLE.replace("\n", "\n,,\n"),
-        ",,\n" + TABLE,
         TABLE.replace("\n", ",,\n"),
-        TABLE + ",,,,\n",
         ",," + TABLE.replace("\n", "\n0,,", 1),  # the numbers that pandas writes, and another column without a name
         TABLE.replace(",", ";"),
     ],
@@ -310,12 +283,6 @@ def test_preferences_and_targets_may_be_splits_of_their_own(tmp_path):
     for split in ("train", "test"):
         assert list(load_rows(Source(str(tmp_path / "chats")), split)) == ROWS
         assert list(load_rows(Source(str(tmp_path / "both")), split)) == ROWS[:1]
-
-
-def test_a_link_to_nothing_is_refused(tmp_path):
-    (tmp_path / "test.csv").symlink_to("nowhere")
-    with pytest.raises(InputError, match=r"test\.csv cannot be read: .*No such file"):
-        load_rows(Source(str(tmp_path)), "test")
 
 
 def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
