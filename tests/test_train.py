@@ -201,11 +201,11 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
         lines[1:],
         [
             "unknown key exp_nam: did you mean exp_name?",
-            "model=pythia2 does not exist: did you mean pythia28?",
+            "model=pythia2 is not one of blank_model, ",
             "unknown key lrr: did you mean lr?",
             "exp_name is not set",
             "lr=-1 must be a number above 0",
-            "optimizer=AdmW is not one of ASGD, Adadelta",
+            "optimizer=AdmW must be one of Adadelta, Adafactor",
             "loss.beta is not set",
         ],
         strict=True,

@@ -25,7 +25,7 @@ from dpo.errors import InputError, one_sentence
 from dpo.settings.files import CONFIG_DIR, GROUPS, OPEN_MAPPINGS, dotted
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import WEIGHTS, explain_unknown, explain_unknown_key, find_problems
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems
 from dpo.system.host import is_rank_0
 from dpo.system.launching import find_rank_env
 from dpo.system.redaction import redact, secrets_in
@@ -308,7 +308,7 @@ def _explain_option(group: str, option: str, options: list[str]) -> str | None:
         return f"model={option}: for a directory or Hub id give model.name_or_path={option}"
     if group == "lora" and "/" in option:
         return f"lora={option}: to start from an adapter, give model.archive={option} lora=lora"
-    return explain_unknown(group, option, options)
+    return f"{group}={option} is not one of {', '.join(options)}"
 
 
 # --- the jobs of a sweep ----------------------------------------------------------------------------------------------
@@ -335,28 +335,18 @@ def place_job(plan: Plan, hydra_config: Any) -> Plan:
 def help_text() -> str:
     """The text of `--help`: every key with its default and comment."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
-    options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
-    lists = (f"{name}: {', '.join(group_options)}" for name, group_options in options.items())
-    files = [("model", "blank_model"), *((group, option) for group in GROUPS for option in options[group])]
-    return "\n".join(
-        [
-            HELP,
-            *(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists),
-            *("", (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]),
-            "# model=...: another model has another name_or_path and block_name",
-            *(f"# {group}={option}\n{_indent(group, option)}" for group, option in files),
-            *("# any loss of pairs also has", _indent("loss", "options/of_pairs")),
-            *("# any loss with a reference also has", _indent("loss", "options/with_reference")),
-            END,
-        ]
+    lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
+    lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]
+    files = [CONFIG_DIR / "model" / "blank_model.yaml"]
+    files += [file for group in GROUPS for file in sorted((CONFIG_DIR / group).rglob("*.yaml"))]
+    texts = [(CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]]
+    for file in files:
+        text = file.read_text(encoding="utf-8").split("\ndefaults:")[0]
+        title = f"# {file.relative_to(CONFIG_DIR)}: keys of {file.relative_to(CONFIG_DIR).parts[0]}"
+        texts.append("\n".join([title, *(f"  {line}".rstrip() for line in text.splitlines())]))
+    return "\n\n".join(
+        [HELP, *(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists), *texts, END]
     )
-
-
-def _indent(group: str, option: str) -> str:
-    """The keys and comments of an option's file, indented below its group."""
-    text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
-    lines = text.split("\ndefaults:")[0].splitlines()
-    return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in lines), ""])
 
 
 HELP = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import NoneType
@@ -48,7 +48,6 @@ class Key(NamedTuple):
 
     rule: Rule
     resume: Resume = KEEP
-    choices: Collection[str] = ()
     how_to_set: str = ""
 
 
@@ -144,8 +143,6 @@ Scorer = Literal["reward_model", "function", "keyword", "shorter"]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run's directories and checkpoints, and how its processes start."""
-
     seed: Annotated[int, "[0, 4294967295]"]
     exp_name: Annotated[RunName, PER_RUN, HowToSet("exp_name=NAME names the run")]
     debug: Annotated[bool, CHANGE]
@@ -177,15 +174,11 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How layers are cut over processes or devices."""
-
     backend: Annotated[Backend, CHANGE]
 
 
 @dataclass(frozen=True)
 class FSDPPlan:
-    """Communication of processes that share a model."""
-
     frozen_weights: Annotated[Literal["whole", "sharded"] | None, CHANGE]
     reshard_after_forward: Annotated[bool, CHANGE]
     reduce_once: Annotated[bool, CHANGE]
@@ -194,8 +187,6 @@ class FSDPPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The models: where they come from, and how they compute."""
-
     name_or_path: Annotated[
         Text,
         HowToSet("choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID"),
@@ -247,8 +238,6 @@ class LossKeys:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The adapter that is trained in place of the model's weights."""
-
     name: Literal["none", "lora", "qlora"]
     r: Annotated[int, "[1, 65536]"]
     alpha: Annotated[float, "> 0"]
@@ -259,8 +248,6 @@ class AdapterPlan:
 
 @dataclass(frozen=True)
 class OnlinePlan:
-    """Settings of drawing pairs from the policy and scoring them."""
-
     name: Literal["none", "online"]
     n_samples: Annotated[int, "[2, 1024]"]
     scorer: Annotated[Scorer, HowToSet("give online.scorer=reward_model, function, keyword or shorter")]
@@ -290,8 +277,6 @@ class ChatPlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Datasets, and how their examples become batches."""
-
     datasets: Datasets
     dataset_sources: Mapping[str, Any]  # no key of KEYS: `places.py` checks it
     bad_records: Literal["refuse", "skip"]
@@ -313,8 +298,6 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Settings of the updates, and of the checks before and during them."""
-
     optimizer: Optimizer
     optimizer_args: Arguments
     lr: Annotated[float, "> 0"]
@@ -332,8 +315,6 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Settings of evaluations and of the samples taken then."""
-
     eval_every: Annotated[int | None, ">= 1", CHANGE]
     do_first_eval: Annotated[bool, CHANGE]
     do_first_sampling: Annotated[bool, CHANGE]
@@ -356,8 +337,6 @@ class LoggingPlan:
 
 @dataclass(frozen=True)
 class WandbPlan:
-    """Settings of logging to Weights & Biases."""
-
     enabled: Annotated[bool, CHANGE]
     entity: Annotated[Text | None, CHANGE]
     project: Annotated[Text, CHANGE]
@@ -369,8 +348,6 @@ class WandbPlan:
 
 @dataclass(frozen=True)
 class TensorBoardPlan:
-    """Settings of logging to TensorBoard."""
-
     enabled: Annotated[bool, CHANGE]
 
 
@@ -413,9 +390,8 @@ def read_key(annotation: Any) -> Key:
     may_be_null = NoneType in get_args(plain)
     if may_be_null:
         [plain] = [take_marks(option) for option in get_args(plain) if option is not NoneType]
-    choices = get_args(plain) if get_origin(plain) is Literal else ()
-    if choices:
-        rule = Rule(lambda v: v in choices, f"one of {', '.join(choices)}")
+    if get_origin(plain) is Literal:
+        rule = Rule(lambda v: v in get_args(plain), f"one of {', '.join(get_args(plain))}")
     elif plain in (int, float):
         rule = _bound(PLAIN[plain], marks.get(str, ""))
     else:
@@ -423,7 +399,7 @@ def read_key(annotation: Any) -> Key:
     if may_be_null:
         plain_rule = rule
         rule = Rule(lambda v: v is None or plain_rule.holds(v), f"{rule.wanted}, or null")
-    return Key(rule, marks.get(Resume, KEEP), choices, marks.get(HowToSet, ""))
+    return Key(rule, marks.get(Resume, KEEP), marks.get(HowToSet, ""))
 
 
 def _bound(rule: Rule, bounds: str) -> Rule:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.errors import InputError, explaining, explaining_library, one_sentence
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.files import load_defaults
 from dpo.settings.places import SPLIT_NAMES
 from dpo.system.run_directory import get_local_dir
@@ -29,22 +28,22 @@ SPLITS = frozenset(chain(*SPLIT_NAMES.values()))
 
 
 def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
-    """Replace rows in a config by the paths of files.
+    """Replace rows in `datasets` or `dataset_sources` by the paths of files.
 
-    They are in `datasets` or `dataset_sources`. Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises
-    InputError for what cannot be rows.
+    Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises InputError for what cannot be rows.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     datasets, sources = values.get("datasets"), values.get("dataset_sources")
     given = dict(sources) if isinstance(sources, Mapping) else {}
     if not isinstance(datasets, list) or any(isinstance(each, Mapping) and not _are_splits(each) for each in datasets):
         datasets = [datasets]  # one name, or one list of records
-    names: list[Any] = []
+    names = []
     for number, each in enumerate(datasets, start=1):
-        is_name = each is None or isinstance(each, (str, int, float))  # or a wrong value, refused with all others
-        names.append(each if is_name else f"rows_{number}" if number > 1 else "rows")
-        if not is_name:
-            given[names[-1]] = each
+        is_rows = not (each is None or isinstance(each, (str, int, float)))  # numbers are refused with all wrong values
+        name = (f"rows_{number}" if number > 1 else "rows") if is_rows else each
+        names.append(name)
+        if is_rows:
+            given[name] = each
     folder = Path(get_local_dir(values.get("local_dirs") or load_defaults()["local_dirs"]), FOLDER).absolute()
     stored = {name: _store_source(source, f"dataset_sources.{name}", folder) for name, source in given.items()}
     if all(stored[name] is source for name, source in given.items()):
@@ -58,51 +57,40 @@ def _are_splits(value: Any) -> bool:
 
 
 def _store_source(source: Any, key: str, folder: Path) -> Any:
-    """Replace the rows in a value of `dataset_sources` by their path."""
+    """Replace the rows in a value of `dataset_sources` by the path of files named after their content."""
     if source is None or isinstance(source, (str, int, float)):
         return source
     if isinstance(source, Mapping) and not _are_splits(source):
         path = source.get("path")
         stored = _store_source(path, f"{key}.path", folder)
         return source if stored is path else {**source, "path": stored}
-    splits = {name: source[name] for name in source if name in SPLITS} if isinstance(source, Mapping) else {"": source}
-    with explaining(OSError, lambda reason: InputError(f"{key}: rows cannot be kept in {folder}: {reason}")):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder))
-        try:
-            files = [_write(rows, temporary / (split or "rows"), key) for split, rows in splits.items()]
-            digest = hashlib.sha256()
-            for file in files:
-                digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-            stored_in = folder / digest.hexdigest()[:32]
-            with suppress(OSError):  # the same rows are there already
-                temporary.rename(stored_in)
-            names = [file.name for file in files]
-            if temporary.exists() and filecmp.cmpfiles(temporary, stored_in, names, shallow=False)[0] != names:
-                raise InputError(f"{key}: {stored_in} does not hold the rows that it is named after: move it away")
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    splits = {name: source[name] for name in source if name in SPLITS} if _are_splits(source) else {"rows": source}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        files = [_write(rows, Path(temporary, split), key) for split, rows in splits.items()]
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        directory, names = folder / digest.hexdigest()[:32], [file.name for file in files]
+        with suppress(OSError):  # the same rows are there already
+            Path(temporary).rename(directory)
+        if Path(temporary).exists() and filecmp.cmpfiles(temporary, directory, names, shallow=False)[0] != names:
+            raise InputError(f"{key}: {directory} does not hold the rows that it is named after: move it away")
     has_test_split = len(files) > 1 or not files[0].name.startswith(("rows", "train"))
-    return str(stored_in if has_test_split else stored_in / files[0].name)
+    return str(directory if has_test_split else directory / files[0].name)
 
 
 def _write(rows: Any, path: Path, key: str) -> Path:
-    """Write rows to PATH.jsonl, or a `datasets.Dataset` to PATH.parquet."""
+    """Write rows to PATH.jsonl, or a `datasets.Dataset` to PATH.parquet, which keeps the names of classes."""
     datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported it
-    if datasets is not None and isinstance(rows, datasets.Dataset):
-        file = path.with_suffix(".parquet")
-        with explaining_library(lambda error: InputError(f"{key}: its rows cannot be written: {one_sentence(error)}")):
-            rows.to_parquet(file)  # keeps the names of classes
-        return file
-    if not isinstance(rows, list):
-        raise InputError(
-            f"{key} is {type(rows).__name__}: give a list of records, a datasets.Dataset, or {{train: ROWS, test: "
-            f"ROWS}}"
-        )
-    with path.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
-        for number, row in enumerate(rows, start=1):
-            if not isinstance(row, Mapping):
-                raise InputError(f"row {number} of {key} is {type(row).__name__}, not a mapping of columns to values")
-            with explaining_library(lambda error, n=number: InputError(f"row {n} of {key}: {one_sentence(error)}")):
-                stream.write(json.dumps(dict(row), default=lambda value: value.tolist()) + "\n")  # numpy's numbers
-    return path.with_suffix(".jsonl")
+    is_dataset = datasets is not None and isinstance(rows, datasets.Dataset)
+    file = path.with_suffix(".parquet" if is_dataset else ".jsonl")
+    if not is_dataset and not (isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows)):
+        raise InputError(f"{key} is {type(rows).__name__}: give a list of mappings of columns to values, or a Dataset")
+    with explaining_library(lambda error: InputError(f"{key}: its rows cannot be written: {one_sentence(error)}")):
+        if is_dataset:
+            rows.to_parquet(file)
+        else:
+            lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
+            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return file

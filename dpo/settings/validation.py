@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,6 @@ from dpo.settings.plan import Plan
 
 Values = Mapping[str, Any]  # by dotted key
 WEIGHTS = "loss.weights."
-MAX_LISTED = 12  # names; if there are more, a message gives the command that lists them
 
 
 class Need(NamedTuple):
@@ -80,12 +79,7 @@ NEEDED = (  # without it, a key is refused. v: the right values, p: the plan
          lambda v, p: p.reference == "model" and p.lora is None),
 )
 NEEDED_FOR_EFFECT = (  # without it, a key is warned about
-    Need("fsdp_reduce_dtype fsdp_reshard_after_forward lr_scaling", SEVERAL_PROCESSES,
-         lambda v, p: p.dims.data_size > 1),
-    Need("fsdp_reduce_once", f"gradient_accumulation_steps above 1 and {SEVERAL_PROCESSES}",
-         lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
-    Need("fsdp_frozen_weights", "trainer=FSDPTrainer, and an adapter or a reference that is a second model",
-         lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
+    Need("lr_scaling", SEVERAL_PROCESSES, lambda v, p: p.dims.data_size > 1),
     Need("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
     Need("list_pairs", f"a loss of pairs: {_list_losses(lambda loss: loss.trains_on == 'pairs')}",
          lambda v, p: p.loss.trains_on == "pairs"),
@@ -143,8 +137,6 @@ REFUSED = (
           and "float32" in (p.compute_dtype, p.reference_dtype),
           "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give "
           "model.autocast=bfloat16, or use sdpa"),
-    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and v["layout"] == "padded",
-          "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa"),
     Check(lambda v, p: v["model.cache_implementation"] and (p.dims.world_size > 1 or p.gpus > 1),
           "model.cache_implementation={model.cache_implementation} compiles sampling for a model on one device, and "
           "this run has {processes} processes and {gpus} GPUs: use null, or set CUDA_VISIBLE_DEVICES=0"),
@@ -210,11 +202,6 @@ DISCOURAGED = (
           and not (v["model.autocast"] or v["model.fsdp_policy_mp"]),
           "matrices are multiplied in float32 (TF32): model.autocast=bfloat16, or model.fsdp_policy_mp=bfloat16 with "
           "trainer=FSDPTrainer, is faster on GPUs of the Ampere generation and later, and keeps float32 weights"),
-    # autograd keeps autocast's copies, which FSDP cannot free
-    Check(lambda v, p: v["model.autocast"] and p.trainer.multi_process and p.dims.data_size > 1
-          and p.compute_dtype == "float32",
-          "model.autocast={model.autocast} with trainer={trainer} gathers float32 weights and keeps a {model.autocast} "
-          "copy of all weights until the backward pass: use model.fsdp_policy_mp={model.autocast} instead"),
     Check(lambda v, p: v["lr"] < 1e-6 and p.lora and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
           "2e-4"),
@@ -223,9 +210,6 @@ DISCOURAGED = (
           and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
           "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
-    Check(lambda v, p: p.online and v["online.labels"] == "bradley_terry" and v["online.ties"] == "skip",
-          "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip "
-          "leaves ties out: use online.ties=keep"),
 )
 # fmt: on
 
@@ -331,11 +315,7 @@ def find_value_problem(key: str, value: Any) -> str | None:
         return f"{key} is not set: {how_to_set}"
     if isinstance(value, str) and "${" in value:
         return f"{key}={value} cannot be resolved: {how_to_set}"
-    if entry.rule.holds(value):
-        return None
-    if entry.choices and isinstance(value, str):
-        return explain_unknown(key, value, entry.choices)
-    return f"{key}={_as_typed(value)} must be {entry.rule.wanted}"
+    return None if entry.rule.holds(value) else f"{key}={_as_typed(value)} must be {entry.rule.wanted}"
 
 
 def _find_misplaced(values: Values) -> Iterator[Problem]:
@@ -358,25 +338,10 @@ def explain_unknown_key(key: str) -> str:
         return f"{key}: a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}, and no other loss"
     if name := load_file(CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    groups = [path.name for path in CONFIG_DIR.iterdir() if path.is_dir()]
-    similar = _find_similar(key, [*KEYS, "dataset_sources", *groups])
-    return f"unknown key {key}{similar or '; `python train.py --cfg job` shows all keys'}"
-
-
-def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
-    """Explain that a value is not one of the names, which are listed or said to be listed by a command."""
-    similar = _find_similar(value, names)
-    if len(names) <= MAX_LISTED:
-        return f"{key}={value} is not one of {', '.join(sorted(names))}{similar}"
-    command = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
-    return f"{key}={value} does not exist{similar or f'; {command}'}"
-
-
-def _find_similar(word: str, names: Collection[str]) -> str:
-    """Return ": did you mean NAME?" for the most similar name, or ""."""
-    by_lower_case = {name.lower(): name for name in names}
-    similar = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
-    return f": did you mean {by_lower_case[similar[0]]}?" if similar else ""
+    names = {name.lower(): name for name in [*KEYS, "dataset_sources", "model", "experiment"]}
+    if similar := difflib.get_close_matches(key.lower(), names, n=1):
+        return f"unknown key {key}: did you mean {names[similar[0]]}?"
+    return f"unknown key {key}; `python train.py --cfg job` shows all keys"
 
 
 def _as_typed(value: Any) -> Any:

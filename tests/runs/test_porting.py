@@ -175,7 +175,7 @@ def test_a_copy_that_fails_leaves_nothing_and_no_shell_sees_the_name(scp, monkey
     ("key", "value", "message"),
     [
         ("loss", None, "loss.name is not set"),
-        ("loss", {"name": "foo"}, "loss.name=foo does not exist"),
+        ("loss", {"name": "foo"}, "loss.name=foo must be one of sft, dpo"),
         ("loss", {"name": "dpo"}, "loss.beta is not set: loss.beta=0.1 is"),
         ("learning_rate", 1, "unknown key learning_rate: here it is lr"),
         ("lr", -1, "lr=-1 must be a number above 0"),
@@ -217,7 +217,7 @@ def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypa
 
 def test_worker_main_refuses_what_cannot_run(tiny_llama, tmp_path):
     config = OmegaConf.create(reference_config(lr=-1, optimizer="AdmW"))
-    with pytest.raises(InputError, match=r"lr=-1 must be a number above 0; optimizer=AdmW is not one of"):
+    with pytest.raises(InputError, match=r"lr=-1 must be a number above 0; optimizer=AdmW must be one of"):
         train.worker_main(0, 1, config, tiny_llama, tiny_llama)
     config = OmegaConf.create(reference_config(trainer="FSDPTrainer"))
     with pytest.raises(InputError, match="fsdp_port is null"):

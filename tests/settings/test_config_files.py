@@ -135,13 +135,10 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
 def test_every_key_is_read_by_the_code():
     files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
     sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
-    options = "".join(f.read_text() for f in files if f.parent.name == "losses")
-    names = {*re.findall(r"\.(\w+)\b", sources), *re.findall(r"\b(\w+): (?:float|bool|str)", options)}
-    named = set(re.findall(r"[\"']([\w.]+)[\"']", sources))
+    names = {*re.findall(r"\.(\w+)\b", sources), *re.findall(r"\b(\w+): (?:float|bool|str)", sources)}
+    names |= set(re.findall(r"[\"']([\w.]+)[\"']", sources))
     # the fields of `plan.fsdp` lack the prefix of their keys
-    unread = [
-        key for key in KEYS if not {key.rpartition(".")[2], key.removeprefix("fsdp_")} & names and key not in named
-    ]
+    unread = [key for key in KEYS if not {key, key.rpartition(".")[2], key.removeprefix("fsdp_")} & names]
     assert [key for key in unread if not key.startswith("loss.weights.")] == []  # read as a mapping
 
 

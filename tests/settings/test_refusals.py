@@ -8,7 +8,6 @@ import pytest
 from support.commands import RUNS, compose, find_refusals
 from support.runs import ROOT
 
-from dpo.losses import LOSSES
 from dpo.settings.plan import resolve
 from dpo.settings.validation import NEEDED, NEEDED_FOR_EFFECT, find_problems, find_warnings
 
@@ -42,8 +41,7 @@ REFUSED = [
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
     ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
     ("lora=x", "lora=x is not one of lora, none, qlora"),
-    ("loss=1", f"loss=1 does not exist; `ls config/loss` shows all {len(LOSSES)}"),
-    ("loss=dppo loss.beta=0.1", "loss=dppo does not exist: did you mean "),  # whether there is a beta is not known
+    ("loss=dppo loss.beta=0.1", "loss=dppo is not one of aot, "),  # whether there is a beta is not known
     ("model=/my/model", "model=/my/model: for a directory or Hub id give model.name_or_path=/my/model"),
     (
         "lora=/my/adapter",
@@ -63,7 +61,7 @@ REFUSED = [
     (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing=0.5 must be a number in [0, 0.5)"),
     ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
     ("schedule=null", "schedule=null must be one of constant, linear, cosine"),
-    ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
+    ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     ("wandb.tags=[a,a]", "wandb.tags=['a', 'a'] must be a list of different texts, such as [dpo,first]"),
     ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
@@ -103,7 +101,6 @@ REFUSED = [
     ("chat_template=no/such.jinja", f"chat_template={ROOT}/no/such.jinja is no file: give the path of a template"),
     (VARLEN, f"{VARLEN} cannot train on a CPU"),
     (f"GPUS=1 {VARLEN}", f"{VARLEN} takes no float32, in which policy or reference computes"),
-    (f"GPUS=1 {VARLEN} model.autocast=bfloat16 layout=padded", f"{VARLEN} has no effect with layout=padded"),
     (f"{FSDP} world_size=2 model.cache_implementation=static", "model.cache_implementation=static compiles sampling"),
     # --- processes
     ("world_size=2", "world_size=2 needs several processes: trainer=FSDPTrainer"),
@@ -146,10 +143,6 @@ REFUSED = [
 ]
 
 NO_EFFECT = [
-    (f"fsdp_frozen_weights=sharded {FSDP}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
-    ("fsdp_reshard_after_forward=false", "it needs several processes: trainer=FSDPTrainer"),
-    (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and several process"),
-    (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes: trainer=FSDPTrainer"),
     ("lr_scaling=linear", "it needs several processes: trainer=FSDPTrainer"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: loss=dpo, ipo, "),
     (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: loss=dpo, ipo, "),
@@ -166,10 +159,8 @@ NO_EFFECT = [
 DISCOURAGED = [
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
-    (f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry", "online.labels=bradley_terry needs t"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
     ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16, or "),
-    (f"GPUS=2 {FSDP} model.autocast=bfloat16", "model.autocast=bfloat16 with trainer=FSDPTrainer gathers float32 wei"),
 ]
 
 ACCEPTED = [
@@ -266,8 +257,7 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "exp_name is not set: exp_name=NAME names the run",
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
-        "trainer=BasicTrainr is not one of BasicTrainer, FSDPTrainer, TensorParallelTrainer: "
-        "did you mean BasicTrainer?",
+        "trainer=BasicTrainr must be one of BasicTrainer, FSDPTrainer, TensorParallelTrainer",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
         "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",

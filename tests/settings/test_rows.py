@@ -90,10 +90,10 @@ def test_paths_stay_and_so_does_a_config_of_paths(tmp_path):
     ("rows", "message"),
     [
         (PAIRS, "does not hold the rows that it is named after: move it away"),  # once they are changed
-        ([PAIRS[0], "x"], "row 2 of dataset_sources.mine is str, not a mapping of columns to values"),
-        ([{"prompt": object()}], "row 1 of dataset_sources.mine: 'object' object has no attribute 'tolist'"),
-        (DATASET.to_pandas(), "dataset_sources.mine is DataFrame: give a list of records, a datasets.Dataset, or"),
-        ({"train": "x.csv", "test": PAIRS}, "dataset_sources.mine is str: give a list of records"),
+        ([PAIRS[0], "x"], "dataset_sources.mine is list: give a list of mappings of columns to values, or a Dataset"),
+        ([{"prompt": object()}], "dataset_sources.mine: its rows cannot be written: 'object' object has no attribute"),
+        (DATASET.to_pandas(), "dataset_sources.mine is DataFrame: give a list of mappings"),
+        ({"train": "x.csv", "test": PAIRS}, "dataset_sources.mine is str: give a list of mappings"),
     ],
     ids=["foreign", "text", "object", "DataFrame", "path"],
 )
