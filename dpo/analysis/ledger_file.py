@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.system.plain_files import check_readable, replacing
@@ -89,6 +88,8 @@ def append(stream: Path, columns: Mapping[str, Any]) -> None:
 
 def write_parquet(stream: Path, target: Path) -> int:
     """Write a stream's rows as Parquet, atomically; returns their number."""
+    import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
+
     table = _encode(_read_stream(stream))
     with replacing(target) as unfinished, unfinished.open("wb") as file:  # as Arrow takes no path that is not UTF-8
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=list(RECURRING))
@@ -105,6 +106,8 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
         return _encode(_read_stream(stream))
     if not parquet.exists():
         return None
+    import pyarrow.parquet as pq
+
     check_readable(parquet)
     with _explaining_errors(parquet), parquet.open("rb") as content:
         return _encode(pq.read_table(content))

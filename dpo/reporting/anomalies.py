@@ -60,35 +60,37 @@ class NonFiniteGuard(Callback):
         A line has the texts of an example and its row of `Update.table`.
         """
         columns = {name: column.tolist() for name, column in update.table.items()}
-        trains_on, lines = self.context.plan.loss.trains_on, []
+        lines = []
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
-            prompt_number, index_in_prompt = example.id
+            prompt_number, index = example.id
             prompt = self.context.data.train[prompt_number]
-            texts = {role: unescape(text) for role, text in prompt.texts(index_in_prompt).items()}
+            record: dict[str, Any] = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
-                record: dict[str, Any] = {"chosen": chosen.text, "rejected": rejected.text}
+                record |= {"chosen": chosen.text, "rejected": rejected.text}
                 record |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
-            elif trains_on == "targets":
-                record = {"completion": texts["chosen"]}
-            elif trains_on == "labels":
-                [(role, text)] = texts.items()
-                record = {"completion": text, "label": role == "chosen"}
-            elif trains_on == "lists":
-                record = {"responses": [texts[role] for role in TRAINS_ON["lists"] if role in texts]}
             else:
-                record = dict(texts)
-            if prompt.weights is not None:
-                record["weight"] = prompt.weights[index_in_prompt]
-            if prompt.margins is not None:
-                record["margin"] = prompt.margins[index_in_prompt]
-            record |= {name: column[i] for name, column in columns.items()}
-            line = {"prompt": unescape(prompt.text), "prompt_number": prompt_number, **record}
-            lines.append(json.dumps(line) + "\n")
+                record |= self._name_texts({role: unescape(text) for role, text in prompt.texts(index).items()})
+            for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
+                if values is not None:
+                    record[name] = values[index]
+            lines.append(json.dumps(record | {name: column[i] for name, column in columns.items()}) + "\n")
         make_directory(folder)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    def _name_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """The texts of an example by the columns that such data has; `texts` are by role."""
+        match self.context.plan.loss.trains_on:
+            case "targets":
+                return {"completion": texts["chosen"]}
+            case "labels":
+                [(role, text)] = texts.items()
+                return {"completion": text, "label": role == "chosen"}
+            case "lists":
+                return {"responses": [texts[role] for role in TRAINS_ON["lists"] if role in texts]}
+        return dict(texts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped}

@@ -115,10 +115,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; {} if the checkpoint has none.
-
-        `state["was_off"]` is true if the run trained without this callback since.
-        """
+        """Continue from a `state_dict()`; {} if the checkpoint has none."""
 
 
 class Callbacks:
@@ -126,8 +123,6 @@ class Callbacks:
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
-        # states of callbacks that are now switched off, kept for when they are switched on again
-        self._idle_states: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
@@ -147,8 +142,8 @@ class Callbacks:
         return all(are_allowed)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The states that are not empty, also of callbacks that are off."""
-        states: dict[str, Mapping[str, Any]] = dict(self._idle_states)
+        """The states that are not empty."""
+        states: dict[str, Mapping[str, Any]] = {}
         for name, callback in self.callbacks.items():
             state = callback.state_dict()
             _check_plain(state, f"{name}.state_dict()")
@@ -157,9 +152,6 @@ class Callbacks:
         return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        self._idle_states = {
-            name: {**state, "was_off": True} for name, state in states.items() if name not in self.callbacks
-        }
         for name, callback in self.callbacks.items():
             callback.load_state_dict(states.get(name, {}))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,14 @@ class Appender(Callback):
     """A callback that appends to `files` in the run directory.
 
     At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
-    the later records again. A file that is damaged before that size is renamed, and a new file gets the complete
-    records before the damage. A file that the checkpoint does not know is renamed too.
+    the later records again. A file that lacks some of that is renamed, and a new file gets its complete records. A file
+    that the checkpoint does not know is renamed too.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.run_dir = context.run_dir
         self._sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
-        self._was_off = False  # the run has trained without this callback
 
     def find_end(self, path: Path, size: int) -> int:
         """Position after the last complete record in the first `size` bytes.
@@ -45,39 +44,27 @@ class Appender(Callback):
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             self._truncate(self.run_dir / name, self._sizes.get(name))
-        if self._was_off:
-            names = ", ".join(self.files)
-            self.context.log(f"warning: {names} lacks the updates during which this log was switched off in the config")
 
-    def _truncate(self, path: Path, size: int | None) -> None:
-        """Truncate a file to its size at the checkpoint, or less; None if no checkpoint recorded a size."""
+    def _truncate(self, path: Path, logged: int | None) -> None:
+        """Truncate a file to what was logged before the checkpoint; None if the checkpoint does not know the file."""
         size_now = path.stat().st_size if path.exists() else 0
-        logged = size or 0  # before the checkpoint
-        n_bytes_left = min(logged, size_now)
-        end = self.find_end(path, n_bytes_left)
-        is_unknown, is_damaged = size is None and size_now > 0, end < n_bytes_left
-        is_short = not is_damaged and end < logged
-        if is_unknown or is_damaged or is_short:  # what was made from the file is older or newer than it
-            for name in self.derived:
-                if (self.run_dir / name).exists():
-                    move_aside(self.run_dir / name)
-        if is_unknown:
-            problem = f"does not belong to a checkpoint of this run, so it is renamed to {move_aside(path).name}"
-        elif is_damaged:
-            aside = move_aside(path)
-            with aside.open("rb") as damaged_file:
-                path.write_bytes(damaged_file.read(end))
-            problem = (
-                f"is damaged after {end:,} of the {logged:,} bytes that were logged before the checkpoint: the damaged "
-                f"file is renamed to {aside.name}, and a new {path.name} has its first {end:,} bytes"
-            )
-        elif is_short:
-            problem = f"lacks the last {logged - end:,} of the {logged:,} bytes that were logged before the checkpoint"
-        else:
-            if end < size_now:
+        end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0
+        is_known = logged is not None or size_now == 0
+        if is_known and end == (logged or 0):
+            if size_now > end:
                 os.truncate(path, end)
             return
-        self.context.log(f"warning: {path} {problem}")
+        # what was made from the file is older or newer than it
+        aside = {name: move_aside(self.run_dir / name) for name in self.derived if (self.run_dir / name).exists()}
+        if size_now:
+            aside[path.name] = move_aside(path)
+            with aside[path.name].open("rb") as old_file:
+                path.write_bytes(old_file.read(end))
+        problem = "does not belong to a checkpoint of this run"
+        if logged:
+            problem = f"lacks {logged - end:,} of the {logged:,} bytes that were logged before the checkpoint"
+        renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in aside.items())
+        self.context.log(f"warning: {path} {problem}{renamed}")
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, which is synced to the disk first."""
@@ -91,46 +78,19 @@ class Appender(Callback):
         return {"log_bytes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sizes, self._was_off = state.get("log_bytes", {}), state.get("was_off", False)
+        self._sizes = state.get("log_bytes", {})
 
 
 class LogWriter(Appender):
     """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """Position after the last complete line within `size` bytes.
-
-        In `.jsonl` only lines with a JSON object are complete.
-        """
-        end = 0
-        if size == 0:  # the file may be missing
-            return end
         with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or end + len(line) > size:
-                    break
-                if path.suffix == ".jsonl" and not _is_json_object(line):
-                    break
-                end += len(line)
-        return end
+            return file.read(size).rfind(b"\n") + 1
 
     def append(self, name: str, lines: Iterable[str]) -> None:
-        path = self.run_dir / name
-        with path.open("ab+") as file:
-            size = file.tell()
-            file.seek(max(0, size - 1))
-            if size > 0 and file.read() != b"\n":  # the last line is incomplete, for example after a full disk
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-                print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
+        with (self.run_dir / name).open("ab") as file:
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
-
-
-def _is_json_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 class FileLogger(LogWriter):
@@ -150,43 +110,31 @@ class FileLogger(LogWriter):
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
         n_recorded = self.context.plan.evaluation.n_eval_model_samples
-        drawn_by_prompt = list(update.drawn.values())[:n_recorded]
-        self._drawn = [_make_record(update.n_examples, drawn) for drawn in drawn_by_prompt]
+        self._drawn = [_make_record(update.n_examples, drawn) for drawn in list(update.drawn.values())[:n_recorded]]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
         self._log("eval", evaluation.metrics, examples=examples, updates=evaluation.n_updates)
-        self._append_records(self._drawn, self._describe_drawn(examples))
+        self._append_records("samples.jsonl", self._drawn)
+        for record in self._drawn:
+            parts = [("", record["prompt"])]
+            for name, answer in rank_answers(record):
+                cut_off = "" if answer["ended"] else ", cut off"
+                facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off}"
+                parts.append((f"{name}: {facts}", answer["text"]))
+            self._append_text(f"after {count(examples, 'example')}, drawn by the last update", parts)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        records = [{"examples": n_examples, **sample._asdict()} for sample in samples]
-        self._append_records(records, self._describe_samples(n_examples, samples))
+        self._append_records("samples.jsonl", [{"examples": n_examples, **sample._asdict()} for sample in samples])
+        for sample in samples:
+            parts = [("", sample.prompt), ("policy", sample.policy)]
+            if sample.reference is not None:
+                parts.append(("reference", sample.reference))
+            self._append_text(f"after {count(n_examples, 'example')}", parts)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         records = [{"examples": n_examples, "prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
-        self.append("answers.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-
-    def _append_records(self, records: Sequence[Mapping[str, Any]], text: Iterable[str]) -> None:
-        if records:
-            self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-            self.append("samples.txt", text)
-
-    def _describe_samples(self, n_examples: int, samples: Sequence[Sample]) -> Iterator[str]:
-        for sample in samples:
-            yield from (_make_heading(n_examples), sample.prompt.strip(), "--- policy ---", sample.policy.strip())
-            if sample.reference is not None:
-                yield from ("--- reference ---", sample.reference.strip())
-            yield ""
-
-    def _describe_drawn(self, n_examples: int) -> Iterator[str]:
-        for record in self._drawn:
-            yield from (_make_heading(n_examples, ", drawn by the last update"), record["prompt"].strip())
-            for name, answer in rank_answers(record):
-                facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}"
-                if not answer["ended"]:
-                    facts += ", cut off"
-                yield from (f"--- {name}: {facts} ---", answer["text"].strip())
-            yield ""
+        self._append_records("answers.jsonl", records)
 
     def state_dict(self) -> dict[str, Any]:
         """File sizes, and the drawn answers that the next evaluation will write."""
@@ -204,10 +152,16 @@ class FileLogger(LogWriter):
         line = {"split": split, "examples": examples, "updates": updates, **finite}
         self.append("metrics.jsonl", [json.dumps(line)])
 
+    def _append_records(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        if records:
+            self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
-def _make_heading(n_examples: int, what: str = "") -> str:
-    bar = "=" * 30
-    return f"{bar} after {count(n_examples, 'example')}{what} {bar}"
+    def _append_text(self, heading: str, parts: Sequence[tuple[str, str]]) -> None:
+        """Append a prompt and named continuations to `samples.txt`, for readers."""
+        bar, lines = "=" * 30, []
+        for name, text in parts:
+            lines += [*([f"--- {name} ---"] if name else []), text.strip()]
+        self.append("samples.txt", [f"{bar} {heading} {bar}", *lines, ""])
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:

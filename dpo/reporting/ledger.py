@@ -1,7 +1,6 @@
 """The ledger: values of each example at each visit, in `ledger.parquet`.
 
-`dpo/analysis/ledger_file.py` has the columns and reads and writes the files. It is imported inside functions, so that a
-run without a ledger does not import pyarrow's Parquet code.
+`dpo/analysis/ledger_file.py` has the columns, and reads and writes the files.
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from dpo.analysis import ledger_file
 from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
 from dpo.system.run_directory import PARQUET, STREAM
-
-if TYPE_CHECKING:
-    import torch
 
 GROWTH = 2  # factor by which the rows must grow before an evaluation writes ledger.parquet again
 
@@ -34,6 +33,7 @@ class Ledger(Appender):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
+        self.stream = self.run_dir / STREAM
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
         splits = (context.data.report.train, context.data.report.test)
@@ -44,17 +44,12 @@ class Ledger(Appender):
         return super().is_wanted(context) and context.plan.logging.ledger
 
     def find_end(self, path: Path, size: int) -> int:
-        from dpo.analysis.ledger_file import find_end
-
-        return find_end(path, size) if size else 0
+        return ledger_file.find_end(path, size)
 
     def on_start(self) -> None:
-        from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, WEIGHTED_SCHEMA, begin
-
         super().on_start()
-        self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
-        data_schema = WEIGHTED_SCHEMA if self.weighted else SCHEMA
-        begin(self.stream, ONLINE_SCHEMA if self.online else data_schema)
+        data_schema = ledger_file.WEIGHTED_SCHEMA if self.weighted else ledger_file.SCHEMA
+        ledger_file.begin(self.stream, ledger_file.ONLINE_SCHEMA if self.online else data_schema)
         self._write()
 
     def on_update(self, update: Update) -> None:
@@ -70,9 +65,7 @@ class Ledger(Appender):
         self._write()
 
     def _write(self) -> None:
-        from dpo.analysis.ledger_file import write_parquet
-
-        self.rows = self.parquet_rows = write_parquet(self.stream, self.parquet)
+        self.rows = self.parquet_rows = ledger_file.write_parquet(self.stream, self.run_dir / PARQUET)
 
     def _append(
         self,
@@ -84,8 +77,6 @@ class Ledger(Appender):
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
-        from dpo.analysis.ledger_file import DRAWN, append
-
         n_rows = len(examples)
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
@@ -120,8 +111,8 @@ class Ledger(Appender):
             columns["offset"] = [example.margin for example in examples]
         if self.online:
             drawn_rows = [_make_drawn_row(drawn[i]) if i in drawn else {} for i in range(n_rows)]
-            columns |= {name: [row.get(name) for row in drawn_rows] for name in DRAWN.names}
-        append(self.stream, columns)
+            columns |= {name: [row.get(name) for row in drawn_rows] for name in ledger_file.DRAWN.names}
+        ledger_file.append(self.stream, columns)
         self.rows += n_rows
 
 

@@ -61,15 +61,11 @@ class TensorBoardLogger(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.context.run_dir / "tensorboard"
-        try:
-            if self._n_examples is None and folder.is_dir():
-                new_name = move_aside(folder).name
-                self.context.log(
-                    f"warning: {folder} does not belong to a checkpoint of this run, so it is renamed to {new_name}"
-                )
-            make_directory(folder)
-        except OSError as error:
-            raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
+        if self._n_examples is None and folder.is_dir():
+            new_name = move_aside(folder).name
+            problem = f"{folder} does not belong to a checkpoint of this run; it is renamed to {new_name}"
+            self.context.log(f"warning: {problem}")
+        make_directory(folder)
         # TensorBoard hides the old events from this step on: they were logged after the checkpoint
         purge_step = None if self._n_examples is None else self._n_examples + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
@@ -121,8 +117,7 @@ class WandbLogger(Tracker):
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        plan, parameters = self.context.plan, self.context.parameters
-        keys = plan.wandb
+        plan, parameters, keys = self.context.plan, self.context.parameters, self.context.plan.wandb
         counts = {} if parameters is None else {"parameters": parameters._asdict()}
         settings = {
             "name": redact(plan.run.exp_name),
@@ -149,23 +144,18 @@ class WandbLogger(Tracker):
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
         """Start a W&B run, offline without a key or after an error."""
-        init = partial(
-            wandb.init,
-            **settings,
-            settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # metadata has the command line
-        )
-        offline_reason = None
+        # metadata would have the command line
+        init = partial(wandb.init, **settings, settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True))
+        reason = "no API key, which `wandb login` would save"
         try:
             # without this, W&B would ask for a key on a terminal; another mode needs none
             needs_key = os.environ.get("WANDB_MODE") in (None, "", "online")
-            if needs_key and not wandb.login(prompt=False):
-                offline_reason = "no API key, which `wandb login` would save"
-            run = init(mode="offline" if offline_reason else None)
+            if not needs_key or wandb.login(prompt=False):
+                return init(mode=None)
         except wandb.Error as error:
-            offline_reason = one_sentence(error)
-            run = init(mode="offline")
-        if offline_reason:
-            print(f"W&B: {offline_reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
+            reason = one_sentence(error)
+        run = init(mode="offline")
+        print(f"W&B: {reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
         return run
 
     def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
@@ -183,8 +173,7 @@ class WandbLogger(Tracker):
             super().on_update(update)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        facts = {**evaluation.metrics, "counters/updates": evaluation.n_updates}
-        self.log(facts, evaluation.n_examples)
+        self.log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
         summary = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
         metric, sign = self.context.plan.best
         quality = sign * evaluation.metrics.get(metric, math.nan)

@@ -105,8 +105,7 @@ class Evaluator:
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
         """Yield the batches, with a progress bar; check for stop signals."""
-        n_examples = sum(len(batch.examples) for batch in batches)
-        for batch in self.progress.over(batches, total=len(batches), what="evaluate", examples=n_examples):
+        for batch in self.progress.over(batches, total=len(batches), what="evaluate"):
             self.stop.raise_if_any()
             yield batch
 

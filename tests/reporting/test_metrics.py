@@ -95,21 +95,6 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("cut", [1, -1])
-def test_a_line_that_was_cut_is_removed_and_the_next_is_whole(cut, tmp_path, capsys):
-    logger, path = files_in(tmp_path), tmp_path / "metrics.jsonl"
-    for updates in (1, 2):
-        logger.on_update(update(updates, {"loss/train": 0.5}))
-    content = path.read_bytes()
-    first, second = content.splitlines(keepends=True)
-    path.write_bytes(first + second[:cut])
-
-    logger.on_update(update(3, {"loss/train": 0.25}))
-
-    assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == [1, 3]
-    assert "ended with an incomplete line, which was removed" in capsys.readouterr().out
-
-
 def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
     samples = [
         Sample("\n\nHuman: Où?\n\nAssistant:", " Là,\nsur la table.", " Non."),

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dpo.errors import InputError
 from dpo.reporting.events import RunContext, Sample
 from dpo.reporting.files import FileLogger
 from dpo.reporting.trackers import TensorBoardLogger
@@ -108,11 +107,3 @@ def test_without_the_package_it_is_refused_before_anything_loads(run, monkeypatc
     monkeypatch.setattr(validation, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     with pytest.raises(AssertionError, match=r"tensorboard\.enabled=true needs the package tensorboard: pip install"):
         run("run", ON)
-
-
-def test_a_file_in_its_place_is_one_sentence(tmp_path):
-    (tmp_path / "tensorboard").write_text("")
-    logger = TensorBoardLogger(context(tmp_path))
-    logger.load_state_dict({"examples": 4})
-    with pytest.raises(InputError, match=r"/tensorboard cannot be written: .*; choose another local_run_dir"):
-        logger.on_start()
