@@ -191,7 +191,7 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
     """Make all that a trainer uses, and train; afterwards nothing of it is held."""
-    from dpo.checkpoint import parts, resume, saver
+    from dpo.checkpoint import resume, saver
     from dpo.parallel.mesh import Mesh
     from dpo.reporting import events, table, terminal
     from dpo.training import evaluation, memory, optimization, setting_up
@@ -218,7 +218,7 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
         context = events.RunContext(plan, run_dir, rank, data, progress.line, policy)
         callbacks = events.Callbacks.of(table.CALLBACKS, context, terminal=progress)
         states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
-        state = parts.RunState(reference, frozen_digest, rank=rank, **states)
+        state = saver.RunState(reference, frozen_digest, rank=rank, **states)
         saved = setting_up.list_parts(objective, optimizer, scheduler, state)
         facts = {"config": resume.record_config(plan), **resume.record_inputs(data, policy.config)}
         trainer = Trainer(

@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
-from dpo.checkpoint.parts import Part, RunState
-from dpo.checkpoint.saver import Checkpoints
+from dpo.checkpoint.saver import Checkpoints, Part, RunState
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
@@ -137,7 +136,7 @@ class Trainer:
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
-        self.optimizer.zero_grad()
+        self.policy.zero_grad()
         further_means = {"lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
         speed = measure_speed(batch, time.perf_counter() - start)
         return update._replace(metrics={**means, **further_means, **speed, "memory/peak_gb": peak_memory_gb()})

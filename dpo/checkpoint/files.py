@@ -10,13 +10,11 @@ facts with which a resumed run is compared.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,24 +36,6 @@ ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the 
 
 class DamagedCheckpoint(InputError):
     """A directory that is not a complete checkpoint; the message says why."""
-
-
-class HashedFile(io.BufferedWriter):
-    """A new file, written by appending as `torch.save` does, which need not be read again for its checksum."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        return super().write(data)
-
-    def sync(self) -> dict[str, Any]:
-        """Bring the complete file to the disk; return its checksum and size."""
-        self.flush()
-        os.fsync(self.fileno())
-        return {"sha256": self._sha256.hexdigest(), "bytes": self.tell()}
 
 
 def write_checkpoint(
@@ -80,19 +60,20 @@ def write_checkpoint(
             temporary.mkdir(parents=True)
         files = {}
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
-            file_name = name if isinstance(state, bytes) else f"{name}.pt"
-            with _explaining(directory), HashedFile(temporary / file_name) as file:
+            path = temporary / (name if isinstance(state, bytes) else f"{name}.pt")
+            with _explaining(directory):
                 if isinstance(state, bytes):
-                    file.write(state)
+                    path.write_bytes(state)
                 else:
-                    torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-                files[file_name] = file.sync()
+                    torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, path)
+                sync(path)
+                files[path.name] = describe_file(path)
             del state
         with _explaining(directory):
             manifest = {"examples": step_idx, "files": files, **facts}
-            with HashedFile(temporary / MANIFEST) as file:
-                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
-                file.sync()
+            path = temporary / MANIFEST
+            path.write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1))
+            sync(path)
             sync(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
@@ -114,6 +95,12 @@ def _explaining(directory: Path) -> Iterator[None]:
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The checksum and the size of a file, for a manifest."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
@@ -198,16 +185,13 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
 
 def _check_file(path: Path, facts: Mapping[str, Any]) -> None:
     check_readable(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != facts["bytes"]:
-            raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {facts['bytes']})")
-        if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-            raise DamagedCheckpoint(f"{path}: checksum mismatch")
+    # the size first, as it takes no time
+    if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
+        raise DamagedCheckpoint(f"{path}: checksum mismatch")
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest and check its checksum and the names in it."""
+    """Read a manifest and check its checksum."""
     path = directory / MANIFEST
     try:
         manifest = read_json(path)
@@ -215,8 +199,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    outside = sorted(name for name in manifest["files"] if Path(name).name != name)
-    if outside:
+    if outside := sorted(name for name in manifest["files"] if Path(name).name != name):
         raise DamagedCheckpoint(f"{path} lists files outside its directory: {', '.join(outside)}")
     return manifest
 
@@ -234,9 +217,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """
     try:
         check_readable(path)
-        # a file of torch before 1.6 is no zip archive, and cannot be mapped, nor can a path that is not UTF-8
-        is_mapped = zipfile.is_zipfile(path) and not any("\ud800" <= char <= "\udfff" for char in str(path))
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (MemoryError, DamagedCheckpoint):
         raise
     except pickle.UnpicklingError as error:  # torch's message would advise to run the code in the file

@@ -1,21 +1,168 @@
-"""Saving and restoring the parts of a run while it trains."""
+"""What a checkpoint consists of, and saving and restoring it while a run trains."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpo.checkpoint.files import DamagedCheckpoint, point, prune, write_checkpoint
-from dpo.checkpoint.parts import Part
-from dpo.errors import explaining_library, one_sentence
-from dpo.parallel.mesh import Mesh
+import numpy as np
+import torch
+
+from dpo.checkpoint.files import DamagedCheckpoint, point, prune, read_state, write_checkpoint
+from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
+from dpo.parallel.state import full_state, load_optimizer, whole_parameter, whole_states
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
 from dpo.system.waiting import meet_rank_0, sending_heartbeats
+
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
+
+# --- the parts of a checkpoint -------------------------------------------------------------------------------------
+
+
+class Part:
+    """The whole state of `source`, in a file NAME.pt of rank 0; every process must call `gather` and `restore`.
+
+    `source` has `state_dict()` and `load_state_dict(state)`.
+    """
+
+    n_bytes = 0  # size of a copy of the state; 0 if it is small
+
+    def __init__(self, name: str, source: Any) -> None:
+        self.name, self.source = name, source
+
+    def gather(self, *, copy: bool) -> Any:
+        """The whole state, on rank 0; a copy does not change while training continues."""
+        return full_state(self.source.state_dict(), copy=copy)
+
+    def convert(self, state: Any) -> Mapping[str, bytes]:
+        """Further files made from a gathered state: content by file name."""
+        return {}
+
+    def restore(self, file: Path) -> None:
+        """Continue from the part's file, which rank 0 reads."""
+        self.source.load_state_dict(from_rank_0(read_state(file) if is_rank_0() else None))
+
+
+class ModelPart(Part):
+    """A model's weights, which were read before the model was distributed (`dpo.models.loading`)."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.source.parameters())
+
+    def restore(self, file: Path) -> None:
+        pass
+
+
+class OptimizerPart(Part):
+    """An optimizer's state, saved whole; each process restores its shards."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        super().__init__("optimizer", optimizer)
+        self.mesh = mesh
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(
+            value.nbytes * whole_parameter(tensor).numel() // max(1, tensor.numel())
+            for tensor, state in self.source.state.items()
+            for value in state.values()
+        )
+
+    def gather(self, *, copy: bool) -> Any:
+        return full_state(whole_states(self.source), copy=copy)
+
+    def restore(self, file: Path) -> None:
+        state = None
+        if is_rank_0():
+            state = read_state(file)
+            # an older torch may have written the file: options missing there keep this optimizer's values
+            pairs_of_groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
+            state = {**state, "param_groups": [own_group | dict(group) for own_group, group in pairs_of_groups]}
+        load_optimizer(self.source, state, self.mesh)
+
+
+class RandomPart(Part):
+    """The random states of all processes; another number of processes continues without them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__("random", None)
+        self.mesh = mesh
+
+    def gather(self, *, copy: bool) -> dict[str, Any]:
+        generator, keys, *others = np.random.get_state()
+        state = {  # without arrays, which `read_file` would refuse
+            "python": random.getstate(),
+            "numpy": [generator, keys.tolist(), *others],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all(),
+        }
+        return {"states": self.mesh.gather_all(state)}
+
+    def restore(self, file: Path) -> None:
+        states = from_rank_0(read_state(file)["states"] if is_rank_0() else None)
+        if len(states) != self.mesh.world_size:
+            return
+        state = states[self.mesh.rank]
+        random.setstate(state["python"])
+        generator, keys, *others = state["numpy"]
+        np.random.set_state((generator, np.array(keys, dtype=np.uint32), *others))
+        torch.set_rng_state(state["torch"])
+        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # maybe fewer GPUs now
+            torch.cuda.set_rng_state(gpu_state, device)
+
+
+class RunState:
+    """The counters of a run, and states without their own file: together the part `trainer`.
+
+    Frozen weights (the reference's, or without a reference the base under an adapter) are not saved. The checkpoint has
+    their digest, and a resumed run refuses other weights. `base_digest` is the digest of the base on rank 0; None
+    without an adapter. Each of the `states` has `state_dict()` and `load_state_dict(state)`.
+    """
+
+    def __init__(self, reference: Any, base_digest: str | None, *, rank: int, **states: Any) -> None:
+        self.example_counter = 0  # examples trained on
+        self.batch_counter = 0  # updates applied or skipped
+        self.evaluated_at: int | None = None  # example_counter at the last evaluation
+        self.samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
+        self.saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
+        self._rank, self._states, self._frozen_digest = rank, dict(states), base_digest
+        if reference:
+            self._frozen_digest = reference.digest
+            self._states["reference_logps"] = reference.logps
+
+    def count_update(self, n_examples: int) -> None:
+        self.batch_counter += 1
+        self.example_counter += n_examples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "reference": self._frozen_digest,
+            **{name: state.state_dict() for name, state in self._states.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict()`. Raises InputError if the frozen weights have changed."""
+        if self._rank == 0 and state["reference"] != self._frozen_digest:
+            raise InputError(
+                "the reference or base model has changed since the checkpoint: restore the files that "
+                "model.name_or_path or model.archive names, or start a new run"
+            )
+        for counter in COUNTERS:
+            setattr(self, counter, state[counter])
+        for name, stateful in self._states.items():
+            stateful.load_state_dict(state[name])
+
+
+# --- saving and restoring ------------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -79,7 +226,7 @@ class Checkpoints:
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
         """Yield the name and state of each part, whole on rank 0 alone, then its further files."""
         for part in parts:
-            self._wait_for_rank_0()  # it may still be writing the previous part
+            self._wait_for_rank_0()  # it may still write the previous part
             state = part.gather(copy=copy)
             yield part.name, state
             if self.mesh.rank == 0:

@@ -325,7 +325,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             _check_loss_fits(plan, facts["reports"])
             return json.dumps([str(table), facts])
 
-        table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
+        table, facts = json.loads(once_per_machine(prepare))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
     names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers.pytorch_utils import Conv1D
 
-from dpo.checkpoint.parts import ModelPart
+from dpo.checkpoint.saver import ModelPart
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.quantization import Linear4bit
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head

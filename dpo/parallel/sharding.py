@@ -19,11 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dpo.errors import InputError
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.system.host import host_memory
-
-USE_DECLARED_BLOCKS = "or set model.block_name=null, for the blocks that the model's class declares"
 
 
 def distribute(
@@ -112,10 +110,6 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
             f"{type(model).__name__} does not declare its transformer blocks; set model.block_name to their class"
         )
     classes = tuple(get_block_class_from_model(model, name) for name in names)
-    if isinstance(model, classes):
-        raise InputError(
-            f"model.block_name={block_name} is the whole model; name a class within it, {USE_DECLARED_BLOCKS}"
-        )
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
@@ -123,16 +117,11 @@ def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of rank 0's parameters and buffers, by name; the model gets rank 0's generation config."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    box = [own_specs, getattr(model, "generation_config", None)]
-    dist.broadcast_object_list(box, src=0)
-    specs, model.generation_config = box
-    own_shapes = {name: shape for name, (shape, _) in own_specs.items()}
-    shapes = {name: shape for name, (shape, _) in specs.items()}
-    differing = sorted(name for name in own_shapes.keys() | shapes.keys() if own_shapes.get(name) != shapes.get(name))
-    if differing:
+    specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
+    if {name: shape for name, (shape, _) in own_specs.items()} != {name: shape for name, (shape, _) in specs.items()}:
         raise InputError(
-            f"rank {dist.get_rank()} and rank 0 load different models under the same name: they differ in "
-            f"{', '.join(differing[:3])}; put the same files on every machine"
+            f"rank {dist.get_rank()} and rank 0 load different models under the same name: put the same files on every "
+            f"machine"
         )
     return specs
 
@@ -189,12 +178,8 @@ def release_gathered(model: Any) -> None:
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
-        return
-    if hasattr(model, "reset_iter_state"):
+    if units and model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
         model.reset_iter_state()
-    else:  # torch 2.11
-        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
 def _list_units(model: Any) -> list[Any]:
@@ -204,12 +189,23 @@ def _list_units(model: Any) -> list[Any]:
 
 @contextmanager
 def gathered_weights(model: Any) -> Iterator[bool]:
-    """Gather all weights inside, which sampling needs for each token, if they fit; yields whether they do."""
+    """Gather all weights inside, which sampling needs for each token, if they fit; yields whether they do.
+
+    They fit if every process has twice the memory that they take.
+    """
     units = _list_units(model)
     if not units:
         yield True
         return
-    if not _fits(model):
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    else:
+        free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
+    dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
+    if not fits_everywhere.item():
         yield False
         return
     for unit in units:
@@ -224,30 +220,17 @@ def gathered_weights(model: Any) -> Iterator[bool]:
             unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
 
 
-def _fits(model: Any) -> bool:
-    """Return whether every process has twice the memory that gathering takes."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
-        free = torch.cuda.mem_get_info(device)[0] + cached
-    else:
-        processes_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        free = host_memory().available // processes_on_host
-    fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
-    dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
-    return bool(fits_everywhere.item())
-
-
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
     """The class named `block_class_name` among the model's modules; InputError if there is none."""
     for module in model.modules():
-        if type(module).__name__ == block_class_name:
+        if type(module).__name__ == block_class_name and module is not model:
             return type(module)
     module_lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
     repeated_classes = sorted({type(modules[0]).__name__ for modules in module_lists})
     raise InputError(
-        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
-        f"its repeated blocks are {', '.join(repeated_classes)}; use one of these classes, {USE_DECLARED_BLOCKS}"
+        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; use one of its "
+        f"repeated blocks ({', '.join(repeated_classes)}), or set model.block_name=null, for the blocks that the "
+        f"model's class declares"
     )
 
 

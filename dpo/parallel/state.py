@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import broadcast
 
-PIECE_BYTES = 2**26  # bytes that are copied from a GPU at a time
-
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered from all processes; any other tensor unchanged."""
@@ -64,14 +62,13 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         gathered = full_tensor(tensor).detach()
         if not is_rank_0():
             return None
-        is_on_host = gathered.device.type == "cpu"
-        if is_on_host and not copy:
-            return gathered
+        if not copy or gathered.device.type != "cpu":
+            return gathered.cpu()
         if gathered.untyped_storage().data_ptr() != local_tensor(tensor).untyped_storage().data_ptr():
-            return gathered if is_on_host else copy_to_host(gathered)  # gathering has made a copy already
+            return gathered  # gathering has made a copy already
         identity = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)  # equal for tied tensors
         if identity not in copies:
-            copies[identity] = gathered.clone() if is_on_host else copy_to_host(gathered)
+            copies[identity] = gathered.clone()
         return copies[identity]
 
     def visit(value: Any) -> Any:
@@ -82,16 +79,6 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         return value
 
     return visit(state)
-
-
-def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
-    """A GPU's tensor in host memory, copied through a `pinned` buffer that all threads empty."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
-    source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))
-    for piece, place in zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True):
-        place.copy_(buffer[: len(piece)].copy_(piece))
-    return whole
 
 
 @torch.no_grad()
@@ -125,61 +112,82 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
     return norm
 
 
-@torch.no_grad()
+def optimized(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """What an optimizer updates: this process's shards of sharded parameters, and other parameters themselves.
+
+    DTensor is slow, as it plans every operation anew for every tensor. A shard has its parameter as `whole`.
+    """
+    tensors = []
+    for parameter in parameters:
+        tensor = parameter
+        if isinstance(parameter, DTensor):
+            tensor = torch.nn.Parameter(parameter.detach().to_local())
+            tensor.whole = parameter
+        tensors.append(tensor)
+    return tensors
+
+
+def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter that an optimizer's tensor is a shard of, or the tensor itself."""
+    return getattr(tensor, "whole", tensor)
+
+
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer's step on local shards; before and after, its parameters and states are DTensors."""
-    groups, states = optimizer.param_groups, optimizer.state
-    shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
-    if all(parameter is shard for parameter, shard in shards.items()):
-        optimizer.step()
-        return
-    for parameter, shard in shards.items():
-        shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-    local_states = defaultdict(dict)  # by shard
-    for parameter, state in states.items():
-        local_states[shards[parameter]] = {key: local_tensor(value) for key, value in state.items()}
-    optimizer.state = local_states
-    optimizer.param_groups = [group | {"params": [shards[p] for p in group["params"]]} for group in groups]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.state, optimizer.param_groups = states, groups
-        for shard in shards.values():
-            shard.grad = None
-    for parameter, shard in shards.items():
-        for key, value in local_states[shard].items():
-            if local_tensor(states[parameter].get(key)) is value:  # updated in place
-                continue
-            if torch.is_tensor(value) and value.shape == shard.shape:  # sharded, unlike a counter of steps
-                sizes = {"shape": parameter.shape, "stride": parameter.stride()}
-                value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **sizes)
-            states[parameter][key] = value
+    """Make an optimizer's step; it takes the gradients of sharded parameters."""
+    tensors = _list_optimized(optimizer)
+    for tensor in tensors:
+        if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
+            tensor.grad = whole.grad.to_local()
+    optimizer.step()
+    for tensor in tensors:
+        tensor.grad = None
+
+
+def _list_optimized(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def whole_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict, with DTensors for the states of shards."""
+    saved = optimizer.state_dict()
+    states = dict(saved["state"])  # by the index of the parameter
+    for i, tensor in enumerate(_list_optimized(optimizer)):
+        whole = whole_parameter(tensor)
+        if whole is tensor or i not in states:
+            continue
+        sizes = {"shape": whole.shape, "stride": whole.stride()}
+        states[i] = {
+            key: DTensor.from_local(value, whole.device_mesh, whole.placements, run_check=False, **sizes)
+            if torch.is_tensor(value) and value.shape == tensor.shape  # unlike a counter of steps
+            else value
+            for key, value in states[i].items()
+        }
+    return {**saved, "state": states}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
     """Load rank 0's whole state dict; each process keeps its shards."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    whole_states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
+    tensors = _list_optimized(optimizer)
+    states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
     def remove_values(i: int, value: Any) -> Any:
-        """Remove the values of a tensor that is sharded like parameter `i`."""
-        is_sharded = isinstance(parameters[i], DTensor) and torch.is_tensor(value)
-        return value.to("meta") if is_sharded and value.shape == parameters[i].shape else value
+        """Remove the values of a tensor that is sharded as parameter `i` is."""
+        whole = whole_parameter(tensors[i])
+        is_sharded = whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape
+        return value.to("meta") if is_sharded else value
 
     # first send the state without the values of sharded tensors, then these tensors one by one
-    small_states = {
-        i: {key: remove_values(i, value) for key, value in values.items()} for i, values in whole_states.items()
-    }
+    small_states = {i: {key: remove_values(i, value) for key, value in values.items()} for i, values in states.items()}
     received = from_rank_0(None if state is None else {**state, "state": small_states})
     for i, values in received["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
-                whole = whole_states[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
-                whole = broadcast(whole, value.shape, value.dtype, mesh)
-                device_mesh, placements = parameters[i].device_mesh, parameters[i].placements
-                replicated = DTensor.from_local(whole, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
-                values[key] = replicated.redistribute(placements=placements)
+                tensor = states[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
+                tensor = broadcast(tensor, value.shape, value.dtype, mesh)
+                device_mesh, placements = tensors[i].whole.device_mesh, tensors[i].whole.placements
+                replicated = DTensor.from_local(tensor, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
+                values[key] = replicated.redistribute(placements=placements).to_local()
     optimizer.load_state_dict(received)
     # on a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them
     for values in optimizer.state.values():
-        values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
+        values.update({key: v.clone() for key, v in values.items() if torch.is_tensor(v) and v.is_cpu})

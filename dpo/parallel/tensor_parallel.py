@@ -1,7 +1,7 @@
 """Tensor parallelism: every process of a group computes with slices of layers.
 
-A plan maps the names of modules to styles, which say how to shard a module. It comes from the model itself or from
-`PLANS`. Parameters become DTensors, so that clipping, optimizer and checkpoints account for the slices. Forward and
+A plan maps the names of modules to styles, which say how to shard a module. It comes from the model's class; GPT-2 and
+GPT-J have none. Parameters become DTensors, so that clipping and checkpoints account for the slices. Forward and
 backward passes use their local tensors alone, so that a layer costs no more than its one collective (Shoeybi et al.
 2019, arXiv 1909.08053).
 """
@@ -78,12 +78,6 @@ def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
-def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """Select this process's heads from (..., 3 * heads * head size), GPT-2's queries, keys and values side by side."""
-    whole = COPIED(JOINED(x, mesh, width), mesh, width)
-    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
-
-
 def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
@@ -101,7 +95,6 @@ class Style(NamedTuple):
     enter: Callable | None = None  # the conversion of the module's input, before its local forward
     leave: Callable | None = None  # the conversion of the output, after the local forward
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
-    divided: str | None = None  # name of an attribute of the module, a size, to be divided by the group's size
 
 
 class _SharedInput:
@@ -133,39 +126,15 @@ STYLES = {
     "rowwise": Style("in", None, ADDED),
     "colwise_gather_output": Style("out", COPIED, JOINED),
     "rowwise_split_input": Style("in", SLICED, ADDED),
-    "fused_qkv": Style("out", COPIED, OWN_HEADS),
     "embedding_rowwise": Style("rows", None, ADDED),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
-    "gpt2_attention": Style(None, divided="split_size"),
-    "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
 # the styles of an adapter's A and B, by the `cut` of the matrix that they adapt
 ADAPTER_STYLES: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
-}
-
-# Plans for model types that have none in transformers: names of styles by pattern of module names. The styles are named
-# as in transformers, except our own fused_qkv, gpt2_attention and gptj_attention.
-PLANS = {
-    "gpt2": {
-        "transformer.h.*.attn": "gpt2_attention",
-        "transformer.h.*.attn.c_attn": "fused_qkv",
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
-    "gptj": {
-        "transformer.h.*.attn": "gptj_attention",
-        **{f"transformer.h.*.attn.{name}_proj": "colwise" for name in "qkv"},
-        "transformer.h.*.attn.out_proj": "rowwise",
-        "transformer.h.*.mlp.fc_in": "colwise",
-        "transformer.h.*.mlp.fc_out": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
 }
 
 
@@ -183,8 +152,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 def find_plan(model: Any) -> dict[str, Style]:
     """The style of each module to shard, by full name; raises InputError for an unsupported model."""
-    # names of styles by pattern of module names
-    style_names = PLANS.get(model.config.model_type) or dict(getattr(model, "_tp_plan", None) or {})
+    style_names = dict(getattr(model, "_tp_plan", None) or {})  # by pattern of module names
     if not style_names:
         raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -234,10 +202,8 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
     A module may see slices if it is the parent or a sibling of a module with sliced outputs. `ignore` names modules
     whose slices no other module sees.
     """
-    slicing_styles = (STYLES["colwise"], STYLES["fused_qkv"])
-    parents = {
-        name.rpartition(".")[0] for name, style in plan.items() if style in slicing_styles and name not in ignore
-    }
+    sliced = {name for name, style in plan.items() if style == STYLES["colwise"]} - ignore
+    parents = {name.rpartition(".")[0] for name in sliced}
     for name, module in model.named_modules():
         name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
@@ -259,7 +225,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
-                slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
+                slices[parameter] = _slice(parameter, _cut_dim(key, style), mesh)
             module.register_parameter(key, slices[parameter])
         shared_input = None
         if style.enter is COPIED:
@@ -272,8 +238,6 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         if style.cut == "in" and isinstance(module, torch.nn.Dropout):
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
             module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
-        if style.divided is not None:
-            setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
 def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -285,9 +249,7 @@ def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: Devic
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_input: _SharedInput | None) -> None:
     """Replace a module's forward by one that computes with local parameters."""
     forward, rank = module.forward, mesh.get_local_rank()
-    width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)  # nf: transformers' Conv1D
-    if style.cut == "out" and hasattr(module, "nf"):
-        module.nf = module.weight.to_local().shape[1]
+    width = getattr(module, "out_features", 0)
     if style.cut == "rows":
         forward = _make_sliced_lookup(module, mesh)
 
@@ -308,17 +270,11 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_inp
     module.forward = local_forward
 
 
-def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
+def _cut_dim(name: str, style: Style) -> int | None:
     """The dim along which a module's parameter `name` is sharded, or None."""
-    if style.cut is None:
-        return None
-    if name == "bias":
-        return None if style.cut == "in" else 0
-    if style.cut == "rows":
-        return 0
-    is_conv1d = hasattr(module, "nf")  # transformers' Conv1D, whose weight is transposed
-    dims = ("in", "out") if is_conv1d else ("out", "in")
-    return dims.index(style.cut)
+    if style.cut == "in":
+        return None if name == "bias" else 1
+    return None if style.cut is None else 0
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -56,12 +56,11 @@ def without_compilation(*, cache_implementation: str | None = None) -> Iterator[
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    with ExitStack() as stack:
-        # if torch._dynamo was not imported, nothing was compiled
-        if cache_implementation is None and "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
-        try:
+    # if torch._dynamo was not imported, nothing was compiled
+    has_graphs = cache_implementation is None and "torch._dynamo" in sys.modules
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
+    try:
+        with torch.compiler.set_stance("force_eager") if has_graphs else nullcontext():
             yield
-        finally:
-            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)

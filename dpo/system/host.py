@@ -14,7 +14,6 @@ import mmap
 import os
 import random
 import resource
-import signal
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -23,15 +22,7 @@ from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the system kill this process when the process `parent`, its parent, ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has ended before the call above
-        os._exit(1)
 
 
 def is_rank_0() -> bool:
@@ -40,18 +31,6 @@ def is_rank_0() -> bool:
 
 
 # --- standard streams and logs -------------------------------------------------------------------------------------
-
-
-def open_standard_streams() -> None:
-    """Open closed standard streams on the null device, or the next file that is opened would become one."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # the system gives the lowest free descriptor, which is the closed stream's
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-            stream = os.fdopen(descriptor, mode, encoding="utf-8")
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
 
 
 class _Log(io.FileIO):
@@ -63,6 +42,16 @@ class _Log(io.FileIO):
         except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
             n_written = None
         return memoryview(data).nbytes if n_written is None else n_written  # after an error, claim all was written
+
+
+def open_standard_streams() -> None:
+    """Open closed standard streams on the null device, or the next file that is opened would become one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # the system gives the lowest free descriptor, which is the closed stream's
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def print_whatever_happens() -> None:
@@ -138,8 +127,8 @@ def raise_open_file_limit() -> None:
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of large tensors, whose page faults take a tenth of an update's time on a CPU."""
     # the largest values that glibc accepts
-    _set_malloc(M_MMAP_THRESHOLD, 2**25)
-    _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
@@ -147,18 +136,12 @@ def return_freed_memory() -> None:
 
     Sharding gathers and frees tensors at every block, so what glibc keeps would grow to the size of the whole model.
     """
-    _set_malloc(M_MMAP_THRESHOLD, 2**20)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def release_freed_memory() -> None:
     """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _set_malloc(option: int, value: int) -> None:
-    if sys.platform == "linux":  # other systems have no mallopt
-        ctypes.CDLL(None).mallopt(option, value)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class HostMemory(NamedTuple):

@@ -6,6 +6,7 @@ says why torch's own launchers are not used.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -19,13 +20,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from enum import Enum
+from enum import IntEnum
 from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.system.host import (
-    end_with_parent,
     keep_freed_memory,
     print_whatever_happens,
     raise_open_file_limit,
@@ -40,11 +40,8 @@ if TYPE_CHECKING:
 
 START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
-ABORTED = -signal.SIGABRT  # exit code of a worker that NCCL's watchdog killed, as a collective timed out
 GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
-FAILURE_SECS = 1  # time for other workers to exit after one failed: another may report bad input, which says more
-STOP_SECS = 60  # time for other workers to exit after one exited on a stop signal, which all of them got
-ABORT_SECS = 60  # time for other workers to exit after NCCL's watchdog killed one: it kills the waiting ranks in turn
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class WorkerFailed(RunError):
@@ -74,7 +71,7 @@ def launch(
             # rank 0 may have the same error; the launcher ends this process once rank 0 has reported it
             time.sleep(GRACE_SECS)
         if message:
-            print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr, flush=True)
+            print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
         _exit_now(status)
     elif not process_group:
         keep_freed_memory()
@@ -111,14 +108,20 @@ def find_rank_env() -> RankEnv | None:
             serves_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
     if _read_number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
-        rank = _read_number("SLURM_PROCID")
-        job_port = 20_000 + _read_number("SLURM_JOB_ID") % 20_000  # so that jobs on one node rarely collide
+        rank, address = _read_number("SLURM_PROCID"), environ.get("MASTER_ADDR")
+        if not address:  # the first node of a list: node03 of "node[03-05,9]"
+            nodes = environ.get("SLURM_STEP_NODELIST", "")
+            match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+            if match is None:
+                raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
+            address = match[1] + (match[2] or "")
         return RankEnv(
             rank,
             world_size=_read_number("SLURM_STEP_NUM_TASKS"),
             local_rank=_read_number("SLURM_LOCALID"),
-            address=environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_STEP_NODELIST", "")),
-            port=_read_number("MASTER_PORT", job_port),
+            address=address,
+            # jobs on one node rarely collide
+            port=_read_number("MASTER_PORT", 20_000 + _read_number("SLURM_JOB_ID") % 20_000),
             serves_store=rank == 0,
         )
     return None
@@ -127,21 +130,10 @@ def find_rank_env() -> RankEnv | None:
 def _read_number(name: str, default: int | None = None) -> int:
     """The number in an environment variable."""
     text = os.environ.get(name, default)
-    if text is None:
-        raise InputError(
-            f"the environment has some of a launcher's variables but not {name}: unset these variables, or launch again"
-        )
-    if not str(text).isdigit():
-        raise InputError(f"{name}={text} in the environment is not a number: correct it, or unset it")
+    if text is None or not str(text).isdigit():
+        problem = f"{name} is missing" if text is None else f"{name}={text} is not a number"
+        raise InputError(f"the environment's {problem}: correct it, or unset all variables of a launcher")
     return int(text)
-
-
-def _first_node(nodes: str) -> str:
-    """The first node of a list in Slurm's form: node03 of "node[03-05,9]"."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
-    return match[1] + (match[2] or "")
 
 
 # --- in a worker ---------------------------------------------------------------------------------------------------
@@ -151,21 +143,6 @@ def get_open_port() -> int:
     """A TCP port that is currently free on this machine."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-def _backend(local_rank: int) -> str:
-    """NCCL with a GPU for each process, gloo without GPUs; anything between is an InputError."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return "gloo"
-    n_gpus = torch.cuda.device_count()
-    if local_rank >= n_gpus > 1:  # if one GPU is visible, Slurm may have given each task its own
-        raise InputError(
-            f"this machine has {n_gpus} GPUs, too few for one per process: lower world_size (or torchrun's "
-            f"--nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
-    return "nccl"
 
 
 def init_distributed(
@@ -197,6 +174,12 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
+def _backend() -> str:
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Run the worker in a process group; return exit status and message, "" for a worker that is done."""
     with without_collecting_garbage():
@@ -205,41 +188,31 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
 
     return_freed_memory()
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
-    rank, store = rank_env.rank, None
+    rank, timeout, store = rank_env.rank, timedelta(seconds=timeout_secs), None
+    status, message = 0, ""
     try:
         # let a stop signal kill this process, as no Python handler could run during the calls below
         with handling_signals(signal.SIG_DFL):
-            timeout = timedelta(seconds=timeout_secs)
-            server = dist.TCPStore(
-                rank_env.address,
-                rank_env.port,
-                is_master=rank_env.serves_store,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
+            address, port, is_master = rank_env.address, rank_env.port, rank_env.serves_store
+            server = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
             init_distributed(
                 rank,
                 rank_env.world_size,
-                backend=_backend(rank_env.local_rank),
+                backend=_backend(),
                 timeout=timeout,
                 store=dist.PrefixStore("group", store),
                 local_rank=rank_env.local_rank,
             )
-        status, message = 0, ""
         try:
             worker(rank, rank_env.world_size, *args)
-        except Stopped as stopped:
-            status = stopped.status
-            if rank == 0:  # all ranks stop, and one says so
-                message = str(stopped)
+        except Stopped as stopped:  # all ranks stop, and one says so
+            status, message = stopped.status, str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
         return status, message
     except InputError as error:
         status, message = BAD_INPUT, str(error)
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            status, message = FAILED, traceback.format_exc()
     except RunError as error:
         status, message = FAILED, f"rank {rank}: {error}\n"
     except KeyboardInterrupt:
@@ -248,33 +221,25 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
         status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
         message = f"rank {rank} {what}:\n{traceback.format_exc()}"
     if store is not None:
-        message += _record_failure(store, rank_env, timeout_secs, lost_contact=status == LOST_CONTACT)
+        with suppress(dist.DistError):  # rank 0 may have taken the store with it, and been named by its own message
+            store.set(f"{'lost' if status == LOST_CONTACT else 'failed'} {rank}", "")
+            if status == LOST_CONTACT:
+                message += _name_cause(store, rank_env.world_size, timeout_secs)
     return status, message
 
 
-def _record_failure(store: dist.Store, rank_env: RankEnv, timeout_secs: float, *, lost_contact: bool) -> str:
-    """Record in the store that this rank failed or lost contact.
+def _name_cause(store: dist.Store, world_size: int, timeout_secs: float) -> str:
+    """Name the ranks that caused a loss of contact: those that recorded a failure, or else nothing.
 
-    A rank that lost contact waits, so that the rank that caused the loss exits first. Then it reads what other ranks
-    have recorded, and returns a text that names the cause.
+    The wait lets such a rank exit first.
     """
-    import torch.distributed as dist
-
-    try:
-        store.set(f"{'lost' if lost_contact else 'failed'} {rank_env.rank}", "")
-        if not lost_contact:
-            return ""
-        time.sleep(GRACE_SECS)
-        suspects = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
-        failed = [rank for rank in suspects if store.check([f"failed {rank}"])]
-    except dist.DistError as error:
-        return f"rank 0's rendezvous store is also unreachable: {error}\n"
+    time.sleep(GRACE_SECS)
+    suspects = [rank for rank in range(world_size) if not store.check([f"lost {rank}"])]
+    failed = [rank for rank in suspects if store.check([f"failed {rank}"])]
     if failed:
         return f"because {_name_ranks(failed)} failed\n"
-    if suspects:
-        answer = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
-        return f"because {_name_ranks(suspects)} {answer}\n"
-    return ""
+    answer = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
+    return f"because {_name_ranks(suspects)} {answer}\n" if suspects else ""
 
 
 def _name_ranks(ranks: list[int]) -> str:
@@ -293,10 +258,12 @@ def _exit_now(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """Run a spawned worker, and send its message to the parent process."""
+    """Run a spawned worker, which the system kills if its parent ends, and send its message to the parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent has ended before the call above
+        os._exit(1)
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
-    end_with_parent(parent)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer
@@ -307,177 +274,121 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 # --- in the parent -------------------------------------------------------------------------------------------------
 
 
-def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
-    """Start the workers, wait for them, and leave none behind."""
+class Outcome(IntEnum):
+    """The end of a worker; the run's outcome is the first of those of its workers."""
+
+    FAILED, STOPPED, LOST_CONTACT, DONE = range(4)
+
+
+# Seconds for other workers to exit after one with this outcome. After a failure another may report bad input, which
+# says more. A stop signal reaches all. When a collective times out, a rank that lost contact waits GRACE_SECS before it
+# exits, or NCCL's watchdog aborts the waiting ranks in turn.
+PATIENCE = {Outcome.FAILED: 1, Outcome.STOPPED: 60, Outcome.LOST_CONTACT: 60}
+KILLED = {signal.SIGKILL: ", as the kernel does when memory runs out", signal.SIGABRT: ", as NCCL does at a timeout"}
+
+
+class _Worker(NamedTuple):
+    """A spawned process, and the end of the pipe from which its message comes."""
+
+    rank: int
+    process: Any
+    pipe: Any
+
+    def find_outcome(self, stop_signals: list[int]) -> Outcome:
+        """The end of a worker that has exited."""
+        status = self.process.exitcode
+        if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
+            return Outcome.STOPPED
+        if status in (LOST_CONTACT, -signal.SIGABRT):
+            return Outcome.LOST_CONTACT
+        return Outcome.DONE if status == 0 else Outcome.FAILED
+
+    def find_message(self) -> str:
+        """The message of a worker that has exited, or what its exit status says."""
+        with suppress(EOFError):  # it was killed before it could send one
+            return self.pipe.recv()
+        status = self.process.exitcode
+        if status >= 0:
+            return f"rank {self.rank} exited with status {status} before it was done"
+        return f"rank {self.rank} was killed by {signal.Signals(-status).name}{KILLED.get(-status, '')}"
+
+
+def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
+    """Start the workers, wait until all are done or raise why they are not, and leave none behind."""
     try:  # bind the port before any worker starts, as this process will serve the store there
         server = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
     address, port = server.getsockname()
-    workers = _Workers(timeout_secs)
+    context = multiprocessing.get_context(START_METHOD)
+    workers: list[_Worker] = []
+    stop_signals: list[int] = []
+
+    def forward(number: int) -> str:
+        """Pass a stop signal on as SIGTERM, on which workers save and stop."""
+        stop_signals.append(number)
+        for worker in workers:
+            if worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGTERM)
+        return "stopping after saving what was trained"
+
     try:
-        with on_stop_signals(workers.stop):
+        with on_stop_signals(forward):
             for rank in range(world_size):
                 rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
-                workers.start(rank_env, worker, args)
+                receiver, sender = context.Pipe(duplex=False)
+                worker_args = (rank_env, os.getpid(), sender, function, args, timeout_secs)
+                process = context.Process(target=_run_worker, args=worker_args)
+                # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it
+                with handling_signals(signal.SIG_IGN, signal.SIGINT):
+                    process.start()
+                sender.close()
+                workers.append(_Worker(rank, process, receiver))
             with without_collecting_garbage():
                 import torch.distributed as dist
 
             # The store's server is a thread. It starts after the workers, which may be forked: a process with threads
-            # should not fork.
-            store = dist.TCPStore(
-                address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-            )
-            if workers.stop_signals:  # a signal that came while a worker was starting did not reach this worker
-                workers.terminate()
-            workers.wait()
-        del store  # not before, as the workers need its server until they end
+            # should not fork. It lives until they end, as they need it.
+            listening = server.detach()
+            store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+            if stop_signals:  # it came while a worker was starting, and did not reach this worker
+                forward(stop_signals.pop())
+            _wait(workers, stop_signals, timeout_secs)
+            del store
     finally:
-        for process in workers.processes:
-            process.kill()
-        for process in workers.processes:
-            process.join()
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
 
 
-class Outcome(Enum):
-    """The end of a worker."""
+def _wait(workers: list[_Worker], stop_signals: list[int], timeout_secs: float) -> None:
+    """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
+    running = {worker.process.sentinel: worker for worker in workers}
+    ended: dict[_Worker, Outcome] = {}  # in the order of their exits
+    seconds_left = None
+    while running and (exited := wait_for_any(running, seconds_left)):
+        for worker in map(running.pop, exited):
+            worker.process.join()
+            ended[worker] = worker.find_outcome(stop_signals)
+        # if those that exited are done, the others may be in a last collective
+        seconds_left = min(PATIENCE.get(min(ended.values()), timeout_secs), timeout_secs)
 
-    DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
-
-
-class Ended(NamedTuple):
-    """A worker that has exited."""
-
-    outcome: Outcome
-    status: int  # negative: the signal that killed it
-    message: str | None  # None: it was killed before it could send one
-
-
-class _Workers:
-    """The spawned processes of a run, by rank."""
-
-    def __init__(self, timeout_secs: float) -> None:
-        self.timeout_secs = timeout_secs
-        self.processes: list[Any] = []
-        self.stop_signals: list[int] = []  # received by this process
-        self._pipes: list[Any] = []  # each with the message of a worker
-        self._ended: dict[int, Ended] = {}  # by rank, in the order of their exits
-
-    def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
-        """Start a worker; the caller starts them in rank order."""
-        context = multiprocessing.get_context(START_METHOD)
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, self.timeout_secs)
-        )
-        # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it
-        with handling_signals(signal.SIG_IGN, signal.SIGINT):
-            process.start()
-        sender.close()
-        self._pipes.append(receiver)
-        self.processes.append(process)
-
-    def stop(self, number: int) -> str:
-        """Forward a stop signal as SIGTERM, on which workers save and stop; return a message about it."""
-        self.stop_signals.append(number)
-        self.terminate()
-        return "stopping after saving what was trained"
-
-    def terminate(self) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGTERM)
-
-    def wait(self) -> None:
-        """Wait until all workers are done, or raise why they are not."""
-        stuck = self._wait_for_exits()
-        outcomes = {ended.outcome for ended in self._ended.values()}
-        if not stuck and outcomes <= {Outcome.DONE}:
-            return
-        # workers that were asked to stop and did not may be waiting for stopped ones: that is no failure
-        is_excused = self.stop_signals or (not stuck and Outcome.LOST_CONTACT not in outcomes)
-        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes and is_excused:
-            raise Stopped(*self.stop_signals[:1])
-        if stuck and not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
-            for process in stuck.values():  # at least one of these hangs: make all print their stacks
-                os.kill(process.pid, signal.SIGABRT)
-            wait_for_any([process.sentinel for process in stuck.values()], GRACE_SECS)
-        raise self._make_error(stuck=sorted(stuck))
-
-    def _wait_for_exits(self) -> dict[int, Any]:
-        """Wait until all workers have exited, or time is up since one has; return those that run on, by rank."""
-        start = time.monotonic()
-        running = dict(enumerate(self.processes))
-        deadline = None
-        while running:
-            secs_left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            exited = wait_for_any([process.sentinel for process in running.values()], secs_left)
-            if not exited:
-                break
-            for rank, process in list(running.items()):
-                if process.sentinel in exited:
-                    process.join()
-                    del running[rank]
-                    self._ended[rank] = self._describe(rank, secs=time.monotonic() - start)
-            deadline = time.monotonic() + self._find_time_left()
-        return running
-
-    def _describe(self, rank: int, *, secs: float) -> Ended:
-        """The end of a worker that exited after `secs` seconds."""
-        status, pipe, message = self.processes[rank].exitcode, self._pipes[rank], None
-        with suppress(EOFError):
-            message = pipe.recv() if pipe.poll() else None
-        was_killed_by_stop = self.stop_signals and -status in (signal.SIGTERM, *self.stop_signals)  # before it trained
-        # NCCL aborts a worker whose collective has timed out, so an abort before the timeout has another cause
-        was_aborted_by_nccl = status == ABORTED and (secs >= self.timeout_secs or self.stop_signals)
-        if status == 0 and message is not None:
-            outcome = Outcome.DONE
-        elif status == ASKED or was_killed_by_stop:
-            outcome = Outcome.STOPPED
-        elif status == LOST_CONTACT or was_aborted_by_nccl:
-            outcome = Outcome.LOST_CONTACT
-        else:
-            outcome = Outcome.FAILED
-        return Ended(outcome, status, message)
-
-    def _find_time_left(self) -> float:
-        """The number of seconds that running workers have to exit."""
-        outcomes = {ended.outcome for ended in self._ended.values()}
-        if Outcome.FAILED in outcomes:
-            return FAILURE_SECS
-        if Outcome.STOPPED in outcomes:
-            return min(STOP_SECS, self.timeout_secs)
-        if Outcome.LOST_CONTACT in outcomes:
-            # another worker that lost contact waits GRACE_SECS before it exits; twice is safe
-            return ABORT_SECS if any(ended.status == ABORTED for ended in self._ended.values()) else 2 * GRACE_SECS
-        return self.timeout_secs  # exited workers are done, and the others may be in a last collective
-
-    def _make_error(self, *, stuck: list[int]) -> Exception:
-        """The exception for a run whose workers did not all finish, with the ranks that never exited."""
-        failed = {
-            rank: ended for rank, ended in self._ended.items() if ended.outcome in (Outcome.FAILED, Outcome.STOPPED)
-        }
-        for ended in failed.values():  # bad input says more than other failures
-            if ended.status == BAD_INPUT and ended.message:
-                return InputError(ended.message)
-        if failed:
-            rank, ended = next(iter(failed.items()))  # the first worker that exited is the cause
-            return WorkerFailed(ended.message or f"rank {rank} {_describe_exit(ended.status)}")
-        abort = "was killed by SIGABRT, as NCCL does when a collective times out"
-        messages = [
-            ended.message or f"rank {rank} {abort}"
-            for rank, ended in self._ended.items()
-            if ended.outcome == Outcome.LOST_CONTACT
-        ]
-        if stuck:
-            answer = f"did not answer within collective_timeout_secs={self.timeout_secs:g}"
-            messages.insert(0, f"{_name_ranks(stuck)} {answer}")
-        return WorkerFailed("\n".join(messages))
-
-
-def _describe_exit(status: int) -> str:
-    """Describe the end of a process that left no message."""
-    if status >= 0:
-        return f"exited with status {status} before it was done"
-    name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
+    outcome = min(ended.values())
+    if outcome == Outcome.FAILED:
+        failed = [worker for worker in ended if ended[worker] == Outcome.FAILED]
+        for worker in failed:  # bad input says more than other failures
+            if worker.process.exitcode == BAD_INPUT:
+                raise InputError(worker.find_message())
+        raise WorkerFailed(failed[0].find_message())
+    if outcome == Outcome.STOPPED:
+        raise Stopped(*stop_signals[:1])
+    messages = [worker.find_message() for worker in ended if ended[worker] != Outcome.DONE]
+    if running:  # at least one of these hangs: make all print their stacks
+        for worker in running.values():
+            os.kill(worker.process.pid, signal.SIGABRT)
+        wait_for_any(running, GRACE_SECS)
+        ranks = _name_ranks([worker.rank for worker in running.values()])
+        messages.insert(0, f"{ranks} did not answer within collective_timeout_secs={timeout_secs:g}")
+    if messages:
+        raise WorkerFailed("\n".join(messages))

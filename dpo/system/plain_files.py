@@ -22,43 +22,31 @@ import yaml
 from dpo.errors import InputError, one_sentence
 
 DEEPEST = 100  # levels of nesting in JSON and YAML; more would crash recursive code
-FILE_TYPES = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def check_readable(path: Path) -> None:
     """Raise InputError unless the path is or links to a regular file."""
-    if not stat.S_ISREG(mode := path.stat().st_mode):
-        raise _refuse(path, mode, "a regular file")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise InputError(f"{path} is not a regular file")
 
 
 def check_writable(path: Path) -> None:
     """Raise InputError if the path exists and is not a regular file."""
-    if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
-        raise _refuse(path, mode, "a regular file", f": move {path} away")
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise InputError(f"{path} is not a regular file: move {path} away")
 
 
 def check_link(path: Path) -> None:
     """Raise InputError if the path exists and is not a symbolic link."""
-    if os.path.lexists(path) and not stat.S_ISLNK(mode := path.lstat().st_mode):
-        raise _refuse(path, mode, "a symbolic link to a step-N directory", f": remove {path}")
+    if os.path.lexists(path) and not path.is_symlink():
+        raise InputError(f"{path} is not a symbolic link to a step-N directory: remove {path}")
 
 
 def make_directory(path: Path) -> None:
     """Make a directory; raise InputError for a link, as what is written there would be elsewhere."""
     if path.is_symlink():
-        raise _refuse(path, stat.S_IFLNK, "a directory", f": move {path} away")
+        raise InputError(f"{path} is not a directory: move {path} away")
     path.mkdir(parents=True, exist_ok=True)
-
-
-def _refuse(path: Path, mode: int, expected: str, fix: str = "") -> InputError:
-    return InputError(f"{path} is {FILE_TYPES.get(stat.S_IFMT(mode), 'a file')}; {expected} is expected{fix}")
 
 
 def read_json(path: Path) -> Any:

@@ -24,31 +24,6 @@ Result = TypeVar("Result")
 WORKER: dict[str, Callable[..., Any]] = {}  # in a worker: its function
 
 
-def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Yield a function's results in order, as `map` does.
-
-    The processes inherit neither GPU nor threads nor locks. Few items are read ahead.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
-    pending: deque[Future[Result]] = deque()
-    try:
-        for item in items:
-            pending.append(pool.submit(_work, item))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a process that prepares the data was ended from outside; the machine may lack memory"
-        ) from error
-    finally:
-        sys.modules["__main__"] = main
-        pool.shutdown(cancel_futures=True)
-
-
 def map_chunks(
     function: Callable[[list[Item]], Result],
     items: Iterable[Item],
@@ -65,11 +40,34 @@ def map_chunks(
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
     workers = 1 if per_worker is None else min(len(os.sched_getaffinity(0)), n_items // per_worker)
-    results = map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
+    results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:
         for result in results:
             yield result
             bar.update(min(ITEMS_PER_CHUNK, n_items - bar.n))
+
+
+def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], workers: int) -> Iterator[Result]:
+    """Yield a function's results in order, as `map` does, in processes that inherit neither GPU nor threads nor locks.
+
+    Few items are read ahead.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(_work, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise RunError("a process that prepares the data was ended; the machine may lack memory") from error
+    finally:
+        sys.modules["__main__"] = main
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(function: Callable[..., Any]) -> None:

@@ -22,8 +22,6 @@ URL_SECRETS = re.compile(
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
-# a VALUE in a hint of Hydra's, such as key=[value1,value2] or KEY=VALUE
-PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
 INNER_KEY = re.compile(r"(?<![\w-])([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
@@ -52,13 +50,6 @@ def secrets_in(overrides: list[str]) -> list[str]:
     return [value for value in values if value and not INTERPOLATION.match(value)]
 
 
-def _list_forms(secret: str) -> list[str]:
-    """List how messages and JSON write a secret, longest first."""
-    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], " ".join(secret.split())}
-    forms |= {form.replace("'", "\\'") for form in forms}  # as repr does if there are quotes of both kinds
-    return sorted(forms, key=len, reverse=True)
-
-
 def redact(value: Any) -> Any:
     """Replace the secrets in `value` by REDACTED.
 
@@ -75,15 +66,11 @@ def redact(value: Any) -> Any:
     text = value
     for name, secret in os.environ.items():
         if is_secret(name) and len(secret) >= 8:  # a short value may be an ordinary word
-            for form in _list_forms(secret):
+            # as messages and JSON write it; repr escapes a quote if there are quotes of both kinds
+            forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], " ".join(secret.split())}
+            for form in sorted(forms | {form.replace("'", "\\'") for form in forms}, key=len, reverse=True):
                 text = text.replace(form, "REDACTED")
     # up to its last @ each word is searched: behind it there are no credentials, but perhaps many ://
     text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
-
-    def redact_assignment(match: re.Match[str]) -> str:
-        key, assigned = match[1], match[2]
-        has_secret = is_secret(key) and not PLACEHOLDER.fullmatch(assigned)
-        return f"{key}=REDACTED" if has_secret else match[0]
-
-    return ASSIGNMENT.sub(redact_assignment, text)
+    return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

@@ -12,7 +12,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -56,33 +56,27 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
 
 
 def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a run would overwrite something, or cannot write.
+    """Raise InputError if a run would overwrite something.
 
     What a run of ours that never began to train left there is accepted.
     """
     run_dir = Path(path)
-    with _explaining_errors(path):
-        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
+    names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     if run_files := [name for name in names if name in ("metrics.jsonl", "LATEST")]:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
             f"one away, or continue the run with resume=auto"
         )
     patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
-    harmless = {LOCK} if is_lock(run_dir / LOCK) else set()
-    held = [n for n in names if n not in harmless and any(fnmatchcase(n, pattern) for pattern in patterns)]
+    held = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    lock = run_dir / LOCK
+    if LOCK in held and lock.is_file() and (not lock.stat().st_size or lock.read_text().startswith(HOLDER)):
+        held.remove(LOCK)  # ours, of a run that was refused
     if held:
         raise InputError(
             f"local_run_dir={path} holds {', '.join(held)}, which this run would overwrite, and which is not its own: "
             f"choose another directory, or move {', '.join(held)} away"
         )
-    with _explaining_errors(path):
-        # the directory, or the parent in which it would be created
-        existing = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(p))
-        if not existing.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
@@ -91,38 +85,16 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
     Raises InputError if the directory already holds a run that is not `continued`, or if a path that the run will write
     is not a regular file.
     """
-    if not continued:
-        check_free(path, logs)
     run_dir = Path(path)
     with _explaining_errors(path):
+        if not continued:
+            check_free(path, logs)
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, *logs):
             check_writable(run_dir / name)
         for name in ("LATEST", "BEST"):
             check_link(run_dir / name)
     return run_dir
-
-
-@contextmanager
-def leaving_nothing_if_refused(run_dir: Path) -> Iterator[None]:
-    """On an InputError inside, remove what this process made here.
-
-    Nothing is removed once the run has written a log or a checkpoint, or if another process holds the lock.
-    """
-    directories = [p for p in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(p)]
-    before = set(os.listdir(run_dir)) if run_dir.is_dir() else set()
-    try:
-        yield
-    except InputError:
-        made = set(os.listdir(run_dir)) - before if run_dir.is_dir() else set()
-        if made <= {*FILES}:
-            with suppress(InputError), lock_run_dir(run_dir) if made else nullcontext():
-                for name in made:
-                    (run_dir / name).unlink(missing_ok=True)
-                for directory in directories:
-                    with suppress(OSError):  # not empty
-                        directory.rmdir()
-        raise
 
 
 def write_record(
@@ -144,6 +116,12 @@ def write_record(
     for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
+    seconds_before: float | None = 0.0
+    if continues_from is not None:
+        former = read_record(run_dir)  # empty if the run continues another's checkpoint
+        started = datetime.fromisoformat(former["started"]).timestamp() if former else 0
+        before = former.get("seconds_before")
+        seconds_before = None if before is None else before + max(0.0, continues_from - started)
     commit = _run_git("rev-parse", "HEAD")
     changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
     facts = {
@@ -156,23 +134,13 @@ def write_record(
         "cpus": os.cpu_count(),
         "processes": processes,
         "started": now(),
-        "seconds_before": 0.0 if continues_from is None else _find_seconds(run_dir, until=continues_from),
+        "seconds_before": seconds_before,
         "git_commit": commit or None,
         "git_uncommitted_changes": bool(changes) if commit else None,
     }
     with _explaining_errors(run_dir):
         _write_facts(run_dir, facts)  # first, as they say whose the directory is
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
-
-
-def _find_seconds(run_dir: Path, *, until: float) -> float | None:
-    """Seconds of a run up to a checkpoint; None if unknown."""
-    try:
-        record = json.loads((run_dir / "env.json").read_bytes())
-        seconds = until - datetime.fromisoformat(record["started"]).timestamp()
-        return record["seconds_before"] + max(0.0, seconds)
-    except (OSError, ValueError, KeyError, TypeError):  # a run that continues another's checkpoint has no record yet
-        return None
 
 
 def _run_git(*arguments: str) -> str:
@@ -214,33 +182,22 @@ def lock_run_dir(run_dir: Path) -> IO:
     Raises InputError if another process holds the lock; the file says which.
     """
     with _explaining_errors(run_dir):
-        file = (run_dir / LOCK).open("a+", encoding="utf-8")
+        file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        file.close()
-        raise explain_lock(run_dir) from error
+        with file:
+            file.seek(0)
+            holder = file.read(200).strip() or "a running process"
+        raise InputError(
+            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
+        ) from error
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     else:
         file.truncate(0)
         print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
-
-
-def is_lock(path: Path) -> bool:
-    """Return whether `lock_run_dir` made a file."""
-    return path.is_file() and (not path.stat().st_size or path.read_bytes().startswith(HOLDER.encode()))
-
-
-def explain_lock(run_dir: Path) -> InputError:
-    with suppress(OSError):
-        holder = (run_dir / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
-        if holder:
-            return InputError(
-                f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
-            )
-    return InputError(f"local_run_dir={run_dir} is locked by a running process: choose another directory")
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -28,7 +28,7 @@ class RunLog:
 
     def __init__(self) -> None:
         self._kept, self._unfinished = "", ""
-        self._path, self._file = None, -1
+        self._file = -1
 
     def hand_over(self) -> str:
         """Return, and forget, the text that is not written yet."""
@@ -40,44 +40,34 @@ class RunLog:
         self.close()
         self._kept, self._unfinished = kept, ""
         for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if not isinstance(stream, RecordedStream):
-                setattr(sys, name, RecordedStream(stream, self))
+            setattr(sys, name, RecordedStream(getattr(sys, name), self))
 
     def open(self, run_dir: str | Path) -> None:
-        """Append to the log in a run's directory."""
-        path = Path(run_dir).absolute() / RUN_LOG
-        if path != self._path:
-            self._close_file()
-            self._path, self._file = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._write(self.hand_over())
+        """Append to the log in a run's directory, from now on."""
+        if self._file < 0:
+            path = Path(run_dir) / RUN_LOG
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.add("")
 
     def close(self) -> None:
         """End the record, and leave the streams as they were."""
-        self._close_file()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, RecordedStream):
                 setattr(sys, name, stream.screen)
 
-    def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._path, self._file = None, -1
-
     def add(self, text: str) -> None:
         """Take printed text, of whole lines or parts of lines."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         # a bar draws itself again after a carriage return: its last state is a line
-        finished = "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
+        self._kept += "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
         if self._file >= 0:
-            self._write(finished)
-        else:
-            self._kept += finished
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):  # a full disk must not end a run
-            os.write(self._file, text.encode("utf-8", "backslashreplace"))  # unbuffered, as a signal may come any time
+            with suppress(OSError):  # a full disk must not end a run
+                # unbuffered, as a signal may come any time
+                os.write(self._file, self.hand_over().encode("utf-8", "backslashreplace"))
 
 
 class RecordedStream:

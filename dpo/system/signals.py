@@ -40,16 +40,12 @@ class Stopped(BaseException):
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
         super().__init__(number)
         self.number, self.run_dir = number, run_dir
+        self.status = ABORTED if number == signal.SIGINT else ASKED  # exit status of the process
 
     def __str__(self) -> str:
         has_checkpoint = self.run_dir is not None and any(Path(self.run_dir).glob("step-*"))
         advice = f"rerun the same command with local_run_dir={self.run_dir} resume=auto to continue"
         return f"stopped by {_name_signal(self.number)}: {advice if has_checkpoint else 'nothing to save'}"
-
-    @property
-    def status(self) -> int:
-        """The exit status of the process."""
-        return ABORTED if self.number == signal.SIGINT else ASKED
 
 
 def abort() -> NoReturn:
@@ -63,9 +59,18 @@ def end_on_stop_signals() -> None:
         signal.signal(number, partial(_end_by_signal, None))
 
 
-def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
+def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
     stopped = Stopped(number, run_dir)
     _end(str(stopped) if _prints_for_run() else "", stopped.status)
+
+
+def _end(message: str, status: int) -> NoReturn:
+    with suppress(OSError, RuntimeError):  # a signal may have interrupted a write
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with suppress(OSError):
+        os.write(2, f"{message}\n".encode() if message else b"")
+    os._exit(status)
 
 
 @contextmanager
@@ -85,13 +90,12 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
     first_times: dict[int, float] = {}  # when each signal came first, by its number
 
     def handle(number: int, _: object) -> None:
-        now, first_time = time.monotonic(), first_times.get(number)
-        if first_time is None:
-            first_times[number] = now
-        elif number == signal.SIGINT:
-            if now - first_time > SAME_SECS:
+        now = time.monotonic()
+        if number in first_times:
+            if number == signal.SIGINT and now - first_times[number] > SAME_SECS:
                 raise PressedAgain
             return
+        first_times[number] = now
         message = act(number)
         if len(first_times) == 1 and _prints_for_run():  # not for a second kind of signal
             again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
@@ -135,12 +139,3 @@ def _prints_for_run() -> bool:
 
 def _name_signal(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def _end(message: str, status: int) -> NoReturn:
-    with suppress(OSError, RuntimeError):  # a signal may have interrupted a write
-        sys.stdout.flush()
-        sys.stderr.flush()
-    with suppress(OSError):
-        os.write(2, f"{message}\n".encode() if message else b"")
-    os._exit(status)

@@ -1,7 +1,8 @@
 """Waiting for work that one rank does alone, such as saving.
 
 In a collective the other ranks would time out even if the working rank makes progress, and would not handle signals.
-Instead, they poll the store, and wait as long as the working rank sends heartbeats.
+Instead, they poll the store, and wait as long as the working rank sends heartbeats. It sends them for at most
+LONGEST_WORK collective timeouts, so that a rank that hangs, on a disk for instance, ends the run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpo.errors import InputError
 T = TypeVar("T")
 BEAT_SECS = 0.5  # between two heartbeats
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
-FAILED = "failed"  # the value that a rank sets after an error; results are set as "done RESULT"
+LONGEST_WORK = 10  # collective timeouts for which a rank may work alone: 5 hours by default
 
 
 def is_shared() -> bool:
@@ -35,22 +36,18 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _heartbeat_key(rank: int) -> str:
-    """The key of a rank's counter of heartbeats in the store."""
-    return f"heartbeats of rank {rank}"
-
-
 @contextmanager
 def sending_heartbeats() -> Iterator[None]:
     """Send heartbeats to waiting ranks, from a thread, while this rank works inside."""
     if not is_shared():
         yield
         return
-    done, store, key = threading.Event(), default_store(), _heartbeat_key(dist.get_rank())
+    done, store, key = threading.Event(), default_store(), f"heartbeats of rank {dist.get_rank()}"
+    deadline = time.monotonic() + LONGEST_WORK * store.timeout.total_seconds()
 
     def beat() -> None:
         with suppress(dist.DistError):  # if the store is gone, the other ranks notice it themselves
-            while not done.wait(BEAT_SECS):
+            while not done.wait(BEAT_SECS) and time.monotonic() < deadline:
                 store.add(key, 1)
 
     thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
@@ -62,30 +59,22 @@ def sending_heartbeats() -> Iterator[None]:
         thread.join()
 
 
-def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """Wait for the values that ranks set in the store under these keys; return them by rank.
+def wait_for(rank: int, key: str, silence_secs: float) -> str:
+    """Wait until a rank has set the value of a key in the store; return the value.
 
-    Raises DistError if a rank failed, or neither sets its value nor sends a heartbeat for `silence_secs`.
+    Raises DistError if the rank neither sets it nor sends a heartbeat for `silence_secs`.
     """
-    store, values, pause = default_store(), {}, 0.005
-    n_heartbeats = dict.fromkeys(keys, 0)  # by rank
-    last_heartbeat = dict.fromkeys(keys, time.monotonic())  # when it came, by rank
-    while True:
-        for rank in keys.keys() - values.keys():
-            if store.check([keys[rank]]):
-                values[rank] = store.get(keys[rank]).decode()
-                if values[rank] == FAILED:
-                    raise dist.DistError(f"rank {rank} failed while the others waited for it")
-                continue
-            n = store.add(_heartbeat_key(rank), 0)  # adding 0 reads the counter
-            if n != n_heartbeats[rank]:
-                n_heartbeats[rank], last_heartbeat[rank] = n, time.monotonic()
-            elif time.monotonic() - last_heartbeat[rank] > silence_secs:
-                raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
-        if len(values) == len(keys):
-            return values
+    store, pause = default_store(), 0.005
+    n_heartbeats, last_heartbeat = 0, time.monotonic()
+    while not store.check([key]):
+        n = store.add(f"heartbeats of rank {rank}", 0)  # adding 0 reads the counter
+        if n != n_heartbeats:
+            n_heartbeats, last_heartbeat = n, time.monotonic()
+        elif time.monotonic() - last_heartbeat > silence_secs:
+            raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
         time.sleep(pause)  # returns to Python, so that signals are handled
         pause = min(2 * pause, LONGEST_PAUSE)
+    return store.get(key).decode()
 
 
 def meet_rank_0(place: str) -> None:
@@ -99,14 +88,12 @@ def meet_rank_0(place: str) -> None:
     if dist.get_rank() == 0:
         store.set(key, "")
     else:
-        wait_for({0: key}, store.timeout.total_seconds())
+        wait_for(0, key, store.timeout.total_seconds())
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
     """Call `act()` on rank 0, then on the other ranks; each gets its own result."""
-    if not is_shared():
-        return act()
-    if dist.get_rank() != 0:
+    if is_shared() and dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
     with sending_heartbeats():
@@ -115,10 +102,10 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     return result
 
 
-def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
+def once_per_machine(make: Callable[[], str]) -> str:
     """Call `make()` in one process of each machine; return its result to all, once all machines are done.
 
-    Raises DistError if a call of `make` failed, or if its process sent no heartbeat for `silence_secs`.
+    A process whose `make` fails ends; the others lose contact with it, at the latest after a collective timeout.
     """
     if not is_shared():
         return make()
@@ -129,16 +116,10 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
     keys = {maker: f"once per machine, call {call}, rank {maker}" for maker in makers}  # where makers put their results
     if rank in makers:
-        try:
-            with sending_heartbeats():
-                result = make()
-            store.set(keys[rank], f"done {result}")
-        except BaseException:
-            with suppress(dist.DistError):  # the error of `make` is the one to raise
-                store.set(keys[rank], FAILED)
-            raise
-    own_maker = machines.index(machines[rank])
-    return wait_for(keys, silence_secs)[own_maker].removeprefix("done ")
+        with sending_heartbeats():
+            store.set(keys[rank], make())
+    results = {maker: wait_for(maker, key, store.timeout.total_seconds()) for maker, key in keys.items()}
+    return results[machines.index(machines[rank])]
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
@@ -150,11 +131,10 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
         return True
     rank, store = dist.get_rank(), default_store()
     call = store.add(f"calls of {rank} at {place}", 1)
-    keys = {other: f"{place}, call {call}, rank {other}" for other in range(dist.get_world_size())}
-    store.set(keys[rank], "")
+    store.set(f"{place}, call {call}, rank {rank}", "")
     try:
-        for other, key in keys.items() if patience_secs else ():
-            wait_for({other: key}, patience_secs)
+        for other in range(dist.get_world_size()) if patience_secs else ():
+            wait_for(other, f"{place}, call {call}, rank {other}", patience_secs)
     except dist.DistError:
         return False
     return True

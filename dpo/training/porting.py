@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.checkpoint.parts import RunState
 from dpo.checkpoint.resume import record_config, record_inputs
-from dpo.checkpoint.saver import Checkpoints
+from dpo.checkpoint.saver import Checkpoints, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0

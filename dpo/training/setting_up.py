@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
+from dpo.checkpoint.saver import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models import adapters
@@ -25,6 +25,7 @@ from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activation
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
+from dpo.parallel.state import optimized
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
@@ -127,7 +128,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> 
 
 def make_policy_optimizer(plan: Plan, policy: Any) -> torch.optim.Optimizer:
     """The optimizer of a distributed policy."""
-    optimizer = make_optimizer(plan.training, adapters.trained_parameters(policy))
+    optimizer = make_optimizer(plan.training, optimized(adapters.trained_parameters(policy)))
     if plan.trainer.cuts_layers and not plan.trainer.multi_process:
         policy.keep_whole_state(optimizer)
     return optimizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, build, list_examples, plain_logps
+from support.models import WITH_PLAN, build, list_examples, plain_logps
 from support.warm import launch
 from torch.distributed.tensor import DTensor
 
@@ -131,7 +131,7 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
 
 CASES = [
     ("cut", False, ["llama"]),
-    *(pytest.param(mesh, whole, list(FAMILIES), marks=pytest.mark.slow) for mesh in MESHES for whole in (False, True)),
+    *(pytest.param(mesh, whole, WITH_PLAN, marks=pytest.mark.slow) for mesh in MESHES for whole in (False, True)),
 ]
 
 

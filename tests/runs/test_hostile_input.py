@@ -260,7 +260,6 @@ def test_secrets_reach_no_file_and_no_log(command, tmp_path):
             "api_key=REDACTED, aws_access_key_id=REDACTED and +x.authToken=REDACTED]",
         ),
         ("changed: eos_token_id=2 (was 0), pad_token=<pad>", "changed: eos_token_id=2 (was 0), pad_token=<pad>"),
-        ("give wandb.key=VALUE instead", "give wandb.key=VALUE instead"),
         ("api_key=value-0123 token=VALUE0x", "api_key=REDACTED token=REDACTED"),
     ],
 )
@@ -289,7 +288,7 @@ def make(kind: str, path: Path) -> None:
 def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
     make(kind, tmp_path / "odd")
     for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
-        with pytest.raises(InputError, match=f"odd is a {kind}; a regular file is expected"):
+        with pytest.raises(InputError, match="odd is not a regular file"):
             read(tmp_path / "odd")
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
@@ -301,8 +300,7 @@ def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
 def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, name, tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     make(kind, tmp_path / name)
-    called = "symbolic link" if kind in ("device", "loop") else kind
-    with pytest.raises(InputError, match=f"{name} is a {called}; a regular file is expected: move .*{name} away"):
+    with pytest.raises(InputError, match=f"{name} is not a regular file: move .*{name} away"):
         create_run_dir(str(tmp_path), logs=LOGS, continued=True)
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
@@ -325,7 +323,7 @@ def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_
         files = {**manifest["files"], name: {"sha256": "", "bytes": (saved / name).stat().st_size}}
         vouch(saved, files=files)
 
-    with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind}; a regular file is expected"):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is not a regular file"):
         check_complete(saved)
 
 
@@ -364,7 +362,7 @@ def test_a_link_in_place_of_a_directory_is_refused_and_nothing_is_written_where_
         lambda: logps.save(logps.find_path(tmp_path, "digest")),
         lambda: write_report([write_run(tmp_path / "run", [])], tmp_path / "report"),
     ):
-        with pytest.raises(InputError, match=r"is a symbolic link; a directory is expected"):
+        with pytest.raises(InputError, match=r"is not a directory"):
             write_there()
     assert os.listdir(elsewhere) == []
 
@@ -376,14 +374,14 @@ def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(checkpoint, comm
     result = train(*command("run", "resume=auto"))
     assert result.returncode == 2
     path = f"{logs}/samples.jsonl"
-    assert result.stderr == f"error: {path} is a directory; a regular file is expected: move {path} away\n"
+    assert result.stderr == f"error: {path} is not a regular file: move {path} away\n"
 
     (logs / "metrics.jsonl").unlink()
     os.mkfifo(logs / "metrics.jsonl")
     (tmp_path / "fork").mkdir()
     os.mkfifo(tmp_path / "fork" / ".continues")
     for place, what in (("fork", r"\.continues"), ("other", r"metrics\.jsonl")):
-        with pytest.raises(InputError, match=rf"{what} is a FIFO; a regular file is expected"):
+        with pytest.raises(InputError, match=rf"{what} is not a regular file"):
             run(place, f"resume={checkpoint}")
 
 
@@ -400,22 +398,6 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
 
 
 # --- files that hold something else --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("forged", [None, "8", -3, [1], torch.ones(2)], ids=str)
-@pytest.mark.parametrize("name", ["trainer.example_counter", "trainer.batch_counter", "scheduler._step_count"])
-def test_a_value_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):
-    part, _, key = name.partition(".")
-    replace_state(checkpoint / f"{part}.pt", lambda state: {**state, key: forged})
-    with pytest.raises(InputError, match=rf"{part}\.pt does not hold the state of a run: {key} is of another form"):
-        run("run", "resume=auto")
-
-
-@pytest.mark.parametrize(("name", "forged"), [("updates", [1]), ("config", None), ("model", 3), ("best_at", "x")])
-def test_a_fact_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):
-    vouch(checkpoint, **{name: forged})
-    with pytest.raises(InputError, match=rf"manifest\.json lacks {name}, or has them in another form"):
-        run("run", "resume=auto")
 
 
 def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):

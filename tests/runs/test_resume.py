@@ -284,7 +284,7 @@ def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_c
 def test_another_reference_is_noticed(run, copied, finished):
     archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")
-    with pytest.raises(InputError, match="the reference model has changed"):
+    with pytest.raises(InputError, match="the reference or base model has changed"):
         run("run", "n_examples=12", "resume=auto")
     run("run", f"model.archive={archive}/LATEST", "n_examples=12", "resume=auto")  # the same in other words
 

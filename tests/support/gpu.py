@@ -221,7 +221,7 @@ def train_here(folder: Path, name: str, *overrides: str) -> None:
 
     plan = resolve(compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides]))
     if plan.trainer.multi_process and not dist.is_initialized():
-        init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{folder / name}.store", 1))
+        init_distributed(0, 1, backend=_backend(), store=dist.FileStore(f"{folder / name}.store", 1))
     train.work(0, 1, plan)
 
 

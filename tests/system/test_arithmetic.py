@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES
+from support.models import COMMON
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 
 from dpo.models.answers import Sampling, answer
-from dpo.models.pretrained import choose_attention
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
-from dpo.system.launching import init_distributed
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -110,22 +108,6 @@ def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# --- what torch is told ---------------------------------------------------------------------------------------------
-
-
-def test_a_process_group_on_gpus_is_bound_to_the_gpu_of_the_process(monkeypatch):
-    told = {}
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # which it sets
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: told.update(options))
-    init_distributed(5, 8, backend="nccl", local_rank=1)
-    assert told["device_id"] == told["current"] == torch.device("cuda", 1)
-    init_distributed(0, 1, backend="gloo")
-    assert told["device_id"] is None
-
-
 def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in_segments():
     torch.backends.cuda.enable_cudnn_sdp(True)
     set_up_torch(deterministic=False, compiles=False)
@@ -137,10 +119,3 @@ def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in
     ):
         set_allocators(environment)
         assert environment.get("PYTORCH_ALLOC_CONF") == setting
-
-
-@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
-def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
-    config = FAMILIES[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
-    assert model.config._attn_implementation == attention
