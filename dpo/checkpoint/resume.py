@@ -303,11 +303,11 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)
     problems = [
-        f"{name} has changed since {resume_point.path}, {consequence}"
+        f"{name} has changed since {resume_point.path}{consequence}"
         for key, name, consequence in (
-            ("data", "the training data", "so the remaining examples are unknown"),
-            ("test_data", "the test data", "so its evaluations cannot be compared with the earlier ones"),
-            ("tokens", "the tokenizer", "so it encodes the same texts differently"),
+            ("data", "the training data", ", so the remaining examples are unknown"),
+            ("test_data", "the test data", ", so its evaluations cannot be compared with the earlier ones"),
+            ("tokens", "the tokenizer", ": it encodes the same texts differently"),
         )
         if saved[key] != current[key]
     ]
