@@ -1,7 +1,7 @@
 """The files of a checkpoint: written, verified, pruned.
 
 A checkpoint is a directory `step-N`, where N is the number of examples trained on. It has a file `NAME.pt` for each
-part of a run (`dpo.checkpoint.parts`), among them `policy.pt`, `optimizer.pt` and `scheduler.pt` as in the reference
+part of a run (`dpo.checkpoint.saver`), among them `policy.pt`, `optimizer.pt` and `scheduler.pt` as in the reference
 code, and files in other formats, such as PEFT's. Each `.pt` has only data, no pickled objects: `{"step_idx": N,
 "state": state_dict, "metrics": means or None}`. `manifest.json` lists the files, with the size and SHA-256 of each, and
 facts with which a resumed run is compared.
