@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -315,9 +314,10 @@ def get_batch_iterator(
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    load = partial(get_dataset, silent=silent, cache_dir=cache_dir, dataset_sources=dataset_sources)
+    options = {"silent": silent, "cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
     trains_on = "targets" if sft_mode else "pairs"
-    prompts = list(iterate_prompts(load, names, split, tokenizer=tokenizer, trains_on=trains_on))
+    datasets = ((name, get_dataset(name, split, trains_on=trains_on, **options)) for name in names)
+    prompts = list(iterate_prompts(datasets, trains_on))
     counts = [len(prompt.examples) for prompt in prompts]
     if sum(counts) < batch_size:
         raise InputError(

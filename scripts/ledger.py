@@ -60,8 +60,9 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     texts = {}
     for (split, dataset), wanted_digests in digests.items():
         # pairs or ranked lists, as a ledger has only examples with margins
-        kind = {"trains_on": run.objective.trains_on, "list_pairs": plan.data.list_pairs}
-        for prompt in iterate_prompts(get_dataset, [dataset], split, **kind, **options):
+        trains_on = run.objective.trains_on
+        data = get_dataset(dataset, split, trains_on=trains_on, **options)
+        for prompt in iterate_prompts([(dataset, data)], trains_on, list_pairs=plan.data.list_pairs):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses)

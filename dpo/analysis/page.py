@@ -180,7 +180,7 @@ def list_results(run: Run, cost: Cost) -> dict[str, tuple[str, str]]:
         _, values = run.train.points(name)
         if len(values):
             results[label] = figure(run.now(name)), f"now, {figure(values[0])} at first"
-    total, per_epoch = run.total_updates, run.count("epoch")
+    total, per_epoch = run.total_updates, run.count("examples_per_epoch")
     detail = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
     if per_epoch > 0:  # false for NaN
         detail += f", {figure(run.examples / per_epoch)} epochs"

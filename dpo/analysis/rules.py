@@ -218,9 +218,8 @@ def uneven_weights(run: Run) -> str | None:
         return f"effective_examples {figure(effective)} of {examples:,.0f}"
     weights = []
     for side in ("desirable", "undesirable"):
-        of_data, n = run.count(f"train.{side}_weights"), run.count(f"train.{side}")
-        weights.append(number(run.setting(f"loss.{side}_weight")) * (of_data if of_data > 0 else n))
-    if min(weights) > 0 and not 0.99 <= weights[0] / weights[1] <= 1.01 * 4 / 3:
+        weights.append(number(run.setting(f"loss.{side}_weight")) * run.count(f"train.{side}"))
+    if math.isnan(effective) and min(weights) > 0 and not 0.99 <= weights[0] / weights[1] <= 1.01 * 4 / 3:
         return f"desirable responses weigh {figure(weights[0] / weights[1])} times as much as undesirable ones"
     return None
 

@@ -7,21 +7,18 @@ import json
 import random
 import unicodedata
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize
+from dpo.data.examples import ExampleId, encode_examples, read_examples
 from dpo.data.problems import BAD, SHOWN, write_problems
 from dpo.data.table import Prompt, PromptTable
-from dpo.data.tokenization import TextEncoder, find_control, unescape
-from dpo.data.truncation import truncate_example
+from dpo.data.tokenization import TextEncoder, find_control
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -32,41 +29,29 @@ COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 SHOWN_ROWS = 3  # numbers of records that the terminal shows
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
-# what is printed of a count: the field of SplitReport, and what follows the number, in singular and plural
+WARNED_FROM = 0.01  # share of the examples
+# counts that the terminal shows: of all texts, and of the examples that are tokenized
 TEXT_COUNTS = (
-    ("empty_responses", "with an empty response", "with an empty response"),
-    ("duplicated_pairs", "duplicated pair", "duplicated pairs"),
-    ("contradictory_pairs", "contradictory pair", "contradictory pairs"),
-    ("contradictory_labels", "response with both labels", "responses with both labels"),
-    ("control_tokens", "control token, which stays one", "control tokens, which stay such"),
-    ("too_long", "too long and left out", "too long and left out"),
+    *("empty_responses", "duplicated_pairs", "contradictory_pairs", "contradictory_labels"),
+    *("control_tokens", "too_long"),
 )
-TOKEN_COUNTS = (
-    ("truncated_prompts", "with a truncated prompt", "with a truncated prompt"),
-    ("truncated_responses", "with a truncated response", "with a truncated response"),
-    ("identical_pairs", "identical pair", "identical pairs"),
-    ("crossed_limits", "with a token across prompt and response", "with a token across prompt and response"),
-)
-# counts that are warned of from WARNED_FROM of the examples on: the field, what happens, and what changes it
-WARNED_FROM = 0.01
-WARNINGS = (
-    ("truncated_prompts", "the prompt is cut", "raise max_length and max_prompt_length, or choose truncation"),
-    ("truncated_responses", "a response is cut and loses its end", "raise max_length, or give truncation=drop"),
-    ("identical_pairs", "both responses are the same after cutting, which teaches nothing", "raise max_length"),
-    (
-        "too_long",
+TOKEN_COUNTS = ("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits")
+WARNINGS = {  # of these counts: what happens, and what changes it
+    "truncated_prompts": ("the prompt is cut", "raise max_length and max_prompt_length, or choose truncation"),
+    "truncated_responses": ("a response is cut and loses its end", "raise max_length, or give truncation=drop"),
+    "identical_pairs": ("both responses are the same after cutting, which teaches nothing", "raise max_length"),
+    "too_long": (
         "the example is longer than max_length and is left out",
         "raise max_length, or choose truncation=auto",
     ),
-    (
-        "joined_words",
+    "joined_words": (
         "a response follows its prompt without a space, as in {joined_example!r}",
         "texts are used verbatim, so begin responses with a space, or end prompts with one",
     ),
-)
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class SplitReport:
     """Counts over the examples of a split; lengths in tokens.
 
@@ -86,16 +71,13 @@ class SplitReport:
     prompts_like_train: int | None = None  # of the test split: prompts with nearly all words of a training prompt
     answers_in_train: int | None = None  # of the test split: examples with an answer of five or more words of train
     like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
-    has_numbers: bool = False  # whether the records have weights or margins
     effective_examples: float | None = (
-        None  # examples of equal weight whose mean has the same variance; None: no weights
+        None  # as many of equal weight have a mean of the same variance; None: no weights
     )
     desirable: int | None = None  # labelled examples by their label; None for other kinds
     undesirable: int | None = None
-    desirable_weights: float | None = None  # sum of the weights of desirable examples; None without weights
-    undesirable_weights: float | None = None
     tokenized: int = 0  # examples that the following fields are over
-    crossed_limits: int = 0  # examples of a user with a token across prompt and response, which are tokenized apart
+    tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int = 0  # same tokens on both sides after truncation: no gradient under DPO
@@ -107,71 +89,68 @@ class SplitReport:
     # numbers of the records that a count is of, by dataset; in the file that `write` makes, the first ones
     rows: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     bad_records: list[tuple[str, int, str]] = field(default_factory=list)  # left out: dataset, number, reason
-    token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids before truncation
+    token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids
+
+    def count(self, name: str, prompt: Prompt, index: int) -> None:
+        """Count an example, and note which record it is of."""
+        setattr(self, name, getattr(self, name) + 1)
+        if prompt.rows:
+            self.rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
 
     def describe(self, split: str) -> str:
         """Describe the split: its size, the counts above 0, and mean lengths."""
-        if not self.examples:  # an online run answers the prompts
-            return f"{split}: {count(self.prompts, 'prompt')} without responses{self._list_counts(TOKEN_COUNTS)}"
-        chosen, rejected = "chosen", "rejected"
-        text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
-        if self.desirable is not None:
-            chosen, rejected = "desirable", "undesirable"
-            text += f", {self.desirable:,} desirable and {self.undesirable:,} undesirable"
-        text += self._list_counts(TEXT_COUNTS)
+        parts = [f"{split}: {count(self.prompts, 'prompt')} without responses"]  # an online run answers them
+        if self.examples:
+            parts = [f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"]
+        labels = {"desirable": self.desirable, "undesirable": self.undesirable}
+        parts += [f"{label}: {n:,}" for label, n in labels.items() if n is not None]
+        parts += map(self._describe_count, filter(self.__getattribute__, TEXT_COUNTS))
         if self.tokenized < self.examples:
-            text += f"; in a random sample of {self.tokenized:,}"
-        text += f"{self._list_counts(TOKEN_COUNTS)}; {self.mean_chosen_tokens:.1f} tokens per {chosen} response"
-        if self.mean_rejected_tokens is not None:
-            text += f", {self.mean_rejected_tokens:.1f} per {rejected} response"
+            parts.append(f"in a random sample of {self.tokenized:,}")
+        parts += map(self._describe_count, filter(self.__getattribute__, TOKEN_COUNTS))
+        if self.examples:
+            lengths = [f"{n:.1f}" for n in (self.mean_chosen_tokens, self.mean_rejected_tokens) if n is not None]
+            names = " and ".join(["chosen", "rejected"] if self.desirable is None else labels)
+            parts.append(f"tokens of a response{f' ({names})' if len(lengths) > 1 else ''}: {' and '.join(lengths)}")
         if self.chosen_longer is not None:
-            text += f"; chosen is longer in {self.chosen_longer:.0%}"
-        return text
+            parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
+        return "; ".join(parts)
 
-    def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
-        """List the counts above 0, each with its first records."""
-        text = ""
-        for name, singular, plural in fields:
-            if n := getattr(self, name):
-                text += f", {count(n, singular, plural)}"
-                places = [
-                    f"{'record' if len(rows) == 1 else 'records'} {', '.join(map(str, rows[:SHOWN_ROWS]))}"
-                    f"{', ...' if len(rows) > SHOWN_ROWS else ''} of {dataset}"
-                    for dataset, rows in self.rows.get(name, {}).items()
-                ]
-                text += f" ({'; '.join(places)})" if places else ""
-        return text
+    def _describe_count(self, name: str) -> str:
+        """A count with its first records."""
+        places = []
+        for dataset, rows in self.rows.get(name, {}).items():
+            shown = ", ".join([*map(str, rows[:SHOWN_ROWS]), *["..."] * (len(rows) > SHOWN_ROWS)])
+            places.append(f"{'record' if len(rows) == 1 else 'records'} {shown} of {dataset}")
+        return f"{name.replace('_', ' ')}: {getattr(self, name):,}" + (f" ({'; '.join(places)})" if places else "")
 
     def find_warnings(self, split: str) -> Iterator[str]:
         """Yield a warning for each thing that happens to many examples."""
-        totals = dict.fromkeys(("truncated_prompts", "truncated_responses", "identical_pairs"), self.tokenized)
-        totals |= {"too_long": self.examples + self.too_long, "joined_words": self.examples}
-        for name, what, fix in WARNINGS:
-            if (n := getattr(self, name)) and n >= WARNED_FROM * totals[name]:
+        for name, (what, fix) in WARNINGS.items():
+            n, total = getattr(self, name), self.tokenized if name in TOKEN_COUNTS else self.examples
+            total += n if name == "too_long" else 0
+            if n and n >= WARNED_FROM * total:
                 what = what.format(joined_example=self.joined_example)
-                yield f"warning: in {n:,} of {count(totals[name], 'example')} ({split}) {what}: {fix}"
+                yield f"in {n:,} of {count(total, 'example')} ({split}) {what}: {fix}"
 
-    def find_leaks(self) -> list[str]:
-        """Warn of prompts and answers that are in both splits."""
+    def find_leaks(self) -> Iterator[str]:
+        """Yield a warning of prompts and answers that are in both splits."""
         found = {
             "prompts have nearly all words of a training prompt": (self.prompts_like_train, self.prompts),
             "examples have an answer of the training split": (self.answers_in_train, self.examples),
         }
         leaks = [
-            f"{n:,} of {total:,} held-out {what}"
-            for what, (n, total) in found.items()
-            if n and n >= WARNED_FROM * total
+            f"{n:,} of {all_:,} held-out {what}" for what, (n, all_) in found.items() if n and n >= WARNED_FROM * all_
         ]
-        if not leaks:
-            return []
-        held_out, training = self.like_train[0].values()
-        return [
-            f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
-            f"trained on. Put what belongs together into one split: give a test file of its own"
-        ]
+        if leaks:
+            held_out, training = self.like_train[0].values()
+            yield (
+                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
+                f"trained on. Put what belongs together into one split: give a test file of its own"
+            )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
     """Counts of both splits, and of updates."""
 
@@ -179,24 +158,23 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # in the partial batches at the ends of all epochs
-    examples_per_epoch: int  # in an online run every prompt is one example; `epoch` in the file that `write` makes
+    examples_per_epoch: int  # in an online run every prompt is one example
 
     def longest(self, max_length: int) -> int:
         """Most tokens of a prompt with one response, or `max_length` if only a sample was tokenized."""
         splits = (self.train, self.test)
-        if any(split.tokenized < split.examples for split in splits):
-            return max_length
-        return max(split.longest for split in splits)
+        is_sample = any(split.tokenized < split.examples for split in splits)
+        return max_length if is_sample else max(split.longest for split in splits)
 
     def describe(self, batch_size: int) -> str:
         """Describe both splits and the updates, for the terminal."""
         reports = {"train": self.train, "test": self.test}
         lines = [report.describe(split) for split, report in reports.items()]
-        lines += chain.from_iterable(report.find_warnings(split) for split, report in reports.items())
+        for split, report in reports.items():
+            lines += [f"warning: {warning}" for warning in report.find_warnings(split)]
         updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         if self.dropped_examples:
-            dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
-            updates += f"; {dropped} dropped"
+            updates += f"; examples dropped in partial batches: {self.dropped_examples:,}"
         return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
@@ -212,7 +190,6 @@ class Preflight:
             report["bad_records"] = report["bad_records"][:SHOWN]
         keys = ("split", "dataset", "record", "problem", "reason")
         write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
-        facts["epoch"] = facts.pop("examples_per_epoch")
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -237,22 +214,19 @@ class SplitCounter:
     With `trains_on="prompts"` prompts without examples count too, as an online run answers them.
     """
 
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs") -> None:
+    def __init__(
+        self, encode: TextEncoder, *, max_length: int, max_prompt_length: int, trains_on: str = "pairs"
+    ) -> None:
         self.encode, self.trains_on = encode, trains_on
-        self.counts: Counter[str] = Counter()  # by field of SplitReport
+        self.limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+        self.report = SplitReport()
         if trains_on == "labels":
-            self.counts.update(desirable=0, undesirable=0)
-        self.bad_records: list[tuple[str, int, str]] = []
+            self.report.desirable = self.report.undesirable = 0
         self.digest = hashlib.sha256()  # of all that the examples are made of, in order
         self._weights = array("d")
-        self._weights_by_label = {"desirable_weights": 0.0, "undesirable_weights": 0.0}
-        self._has_margins = False
-        self._formats: dict[str, str] = {}  # of prompts, by dataset
-        self._rows: dict[str, dict[str, list[int]]] = {}
-        self._joined_example = ""
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
         self._seen: set[int] = set()
-        self._late_starts: dict[str, Prompt] = {}  # unscored beginnings of responses, each with a prompt
+        self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Count the texts of prompts, and yield the prompts unchanged.
@@ -261,66 +235,55 @@ class SplitCounter:
         """
         for prompt in prompts:
             self._count_prompt(prompt)
-            examples = [prompt.texts(index) for index in range(len(prompt.examples))]
-            for index, texts in enumerate(examples):
-                self._count_texts(prompt, index, texts)
-            if examples or self.trains_on == "prompts":
-                self._refuse_eos(prompt, chain.from_iterable(texts.values() for texts in examples))
+            for index, example in enumerate(prompt.examples):
+                self._count_example(prompt, index)
+                if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
+                    self._late.add((prompt.index_in_split, index))
+            if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
+                self._refuse_eos(prompt)
             yield prompt
 
-    def count_example(self, name: str, is_so: bool, prompt: Prompt, index: int) -> None:
-        """Count an example, and note which record it is of."""
-        self.counts[name] += is_so
-        if is_so and prompt.rows:
-            self._rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
-
     def _count_prompt(self, prompt: Prompt) -> None:
-        self.counts["prompts"] += 1
+        report, texts = self.report, (prompt.text, *prompt.responses)
+        report.prompts += 1
         content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
         self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
         prompt_format = find_format(prompt.text, rendered=prompt.rendered)
-        if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
-            self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
+        if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
+            report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
         if not (prompt.rendered or prompt.apart):
-            control = find_control(self.encode.tokenizer)
-            self.counts["control_tokens"] += sum(len(control.findall(t)) for t in (prompt.text, *prompt.responses))
-        for response, cuts in zip(prompt.responses, prompt.cuts or (), strict=False):
-            if cuts and cuts[0] == 0:
-                self._late_starts.setdefault(response[: cuts[1]], prompt)
+            report.control_tokens += sum(len(find_control(self.encode.tokenizer).findall(text)) for text in texts)
         self._weights.extend(prompt.weights or ())
-        self._has_margins |= prompt.margins is not None
 
-    def _count_texts(self, prompt: Prompt, index: int, texts: Mapping[str, str]) -> None:
-        """Count an example; `texts` has its responses by role."""
-        responses = list(texts.values())
-        self.counts["examples"] += 1
-        self.count_example("empty_responses", not all(map(str.strip, responses)), prompt, index)
+    def _count_example(self, prompt: Prompt, index: int) -> None:
+        report, texts = self.report, prompt.texts(index)
+        report.examples += 1
+        if not all(map(str.strip, texts.values())):
+            report.count("empty_responses", prompt, index)
         if tuple(texts) == TRAINS_ON["pairs"]:
-            pair, reverse = (hash((prompt.text, *order)) for order in (responses, responses[::-1]))
-            self.count_example("duplicated_pairs", pair in self._seen, prompt, index)
-            self.count_example("contradictory_pairs", reverse in self._seen and reverse != pair, prompt, index)
+            pair, reverse = (hash((prompt.text, *order)) for order in (texts.values(), reversed(texts.values())))
+            if pair in self._seen:
+                report.count("duplicated_pairs", prompt, index)
+            if reverse in self._seen and reverse != pair:
+                report.count("contradictory_pairs", prompt, index)
             self._seen.add(pair)
         elif self.trains_on == "labels":
             [(role, response)] = texts.items()
             label, other_role = ("desirable", "rejected") if role == "chosen" else ("undesirable", "chosen")
-            self.counts[label] += 1
-            is_contrary = hash((prompt.text, other_role, response)) in self._seen
-            self.count_example("contradictory_labels", is_contrary, prompt, index)
+            setattr(report, label, getattr(report, label) + 1)
+            if hash((prompt.text, other_role, response)) in self._seen:
+                report.count("contradictory_labels", prompt, index)
             self._seen.add(hash((prompt.text, role, response)))
-            if prompt.weights is not None:
-                self._weights_by_label[f"{label}_weights"] += prompt.weights[index]
-        joined = [text for text in responses if _are_joined(prompt.text, text)]
+        joined = [text for text in texts.values() if _are_joined(prompt.text, text)]
         if joined and not prompt.rendered:  # a chat template may put no space there
-            self.counts["joined_words"] += 1
-            self._joined_example = self._joined_example or prompt.text[-40:] + joined[0][:40]
+            report.joined_words += 1
+            report.joined_example = report.joined_example or prompt.text[-40:] + joined[0][:40]
 
-    def _refuse_eos(self, prompt: Prompt, responses: Iterable[str]) -> None:
-        """Refuse a text with EOS, unless a chat template has put it there.
-
-        A prompt that is not tokenized apart may have EOS, as it may be a chat that somebody has rendered.
-        """
+    def _refuse_eos(self, prompt: Prompt) -> None:
+        """Refuse a text with EOS; a prompt that is one text with its response may be a rendered chat, and have it."""
         eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
-        for text in () if prompt.rendered else (*([prompt.text] if prompt.apart else ()), *responses):
+        used = {i for example in prompt.examples for i in example.values()}
+        for text in [prompt.text] * prompt.apart + [prompt.responses[i] for i in used]:
             # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
             if eos in text and eos_id in self.encode([text])[text]:
                 start = text.index(eos)
@@ -331,86 +294,49 @@ class SplitCounter:
                     f"{prompt.text[-SHOWN_AROUND:]!r}"
                 )
 
-    def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
+    def count_tokens(self, prompts: PromptTable) -> SplitReport:
         """Count tokens, and return the report of the split.
 
-        Raises InputError for a response that truncation could leave without a scored token.
+        Raises InputError for a response that truncation leaves without a scored token.
         """
-        self._refuse_late_starts(max_length - max_prompt_length)
-        tokenizer = self.encode.tokenizer
+        report, tokenizer = self.report, self.encode.tokenizer
         # the digest has the vocabulary, as tokenizers may give different tokens one id
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
-        longest, longer = 0, []
-        lengths: dict[str, list[int]] = {role: [] for role in TRAINS_ON["pairs"]}  # scored tokens of responses
+        lengths: dict[str, list[int]] = {"chosen": [], "rejected": []}  # scored tokens of responses
+        longer = []
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
-        sample_ids = _sample_examples(counts)
+        sample_ids = sorted({*_sample_examples(counts), *self._late})
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
-            examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            for example, tokens in zip(examples, tokenize(examples, self.encode), strict=True):
-                digest.update(repr([tokens.prompt, *(list(chain(*pieces)) for pieces in tokens.responses)]).encode())
-                self.counts["crossed_limits"] += tokens.crosses
-                prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
-                    example.prompt,
-                    example.pieces,
-                    tokens,
-                    self.encode,
-                    max_length=max_length,
-                    max_prompt_length=max_prompt_length,
-                )
-                found = {"truncated_prompts": prompt_is_cut, "truncated_responses": responses_are_cut}
-                if tuple(example.texts) == TRAINS_ON["pairs"]:
-                    found["identical_pairs"] = responses[0] == responses[1]
-                for name, is_so in found.items():
-                    self.count_example(name, is_so, example.prompt, example.example_index)
-                longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
-                cuts = cut_tokens(example.pieces, tokens, responses) or [()] * len(responses)
-                n_scored = [len(response) - n for response, n in zip(responses, map(count_cut, cuts), strict=True)]
-                by_role = dict(zip(example.texts, n_scored, strict=True))
-                for role in lengths.keys() & by_role.keys():
-                    lengths[role].append(by_role[role])
-                if lengths.keys() <= by_role.keys():
-                    longer.append(by_role["chosen"] > by_role["rejected"])
+            texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
+            for (prompt, index, *_), example in zip(
+                texts, encode_examples(texts, self.encode, **self.limits), strict=True
+            ):
+                digest.update(repr((example.prompt, example.responses)).encode())
+                report.tokens_across_limits += example.crosses
+                if example.prompt_is_cut:
+                    report.count("truncated_prompts", prompt, index)
+                if example.response_is_cut:
+                    report.count("truncated_responses", prompt, index)
+                if example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]:
+                    report.count("identical_pairs", prompt, index)
+                longest = len(example.prompt) + max(map(len, example.responses), default=0)
+                report.longest = max(report.longest, longest)
+                n_scored = dict(zip(example.roles, example.n_scored, strict=True))
+                for role in lengths.keys() & n_scored.keys():
+                    lengths[role].append(n_scored[role])
+                if lengths.keys() <= n_scored.keys():
+                    longer.append(n_scored["chosen"] > n_scored["rejected"])
+        report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
         chosen, rejected = lengths.values()
-        return SplitReport(
-            **self.counts,
-            **self._sum_weights(),
-            has_numbers=bool(self._weights) or self._has_margins,
-            joined_example=self._joined_example,
-            tokenized=len(sample_ids),
-            longest=longest,
-            mean_chosen_tokens=fmean(chosen) if chosen else 0.0,
-            mean_rejected_tokens=fmean(rejected) if rejected else None,
-            chosen_longer=fmean(longer) if longer else None,
-            prompt_formats=self._formats,
-            rows=self._rows,
-            bad_records=self.bad_records,
-            token_digest=digest.hexdigest(),
-        )
-
-    def _refuse_late_starts(self, fewest_tokens: int) -> None:
-        """Refuse responses that truncation could leave without a scored token.
-
-        Such a response would end a run in its middle. Truncation leaves at least a response's first `fewest_tokens`.
-        """
-        ids = self.encode(self._late_starts)
-        for text, prompt in self._late_starts.items():
-            if (n_tokens := len(ids[text])) >= fewest_tokens:
-                raise InputError(
-                    f"dataset {prompt.dataset}: a response begins with {count(n_tokens, 'token')} that are not the "
-                    f"assistant's, and truncation may leave only {fewest_tokens} (max_length - max_prompt_length): "
-                    f"raise max_length, or remove the record whose prompt ends in "
-                    f"{unescape(prompt.text[-SHOWN_AROUND:])!r}"
-                )
-
-    def _sum_weights(self) -> dict[str, float]:
-        weights = np.array(self._weights)
-        if not len(weights):
-            return {}
-        relative_weights = weights / weights.max()  # at most 1, so their squares do not overflow
-        sums = {"effective_examples": float(relative_weights.sum() ** 2 / (relative_weights**2).sum())}
-        return sums | (self._weights_by_label if self.trains_on == "labels" else {})
+        report.mean_chosen_tokens = fmean(chosen) if chosen else 0.0
+        report.mean_rejected_tokens = fmean(rejected) if rejected else None
+        report.chosen_longer = fmean(longer) if longer else None
+        if self._weights:
+            weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
+            report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
+        return report
 
 
 def _are_joined(prompt: str, response: str) -> bool:

@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, SFT target, labelled response or list."""
+    """An example as text: a pair, SFT target, labelled response or list, or a prompt without responses."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples
@@ -32,7 +32,8 @@ class TextExample(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Prompt, index: int) -> TextExample:
-        return cls(prompt, index, prompt.texts(index), prompt.pieces(index))
+        roles = prompt.examples[index] if prompt.examples else {}
+        return cls(prompt, index, prompt.texts(index), prompt.pieces(roles.values()))
 
 
 class Example(NamedTuple):
@@ -43,14 +44,19 @@ class Example(NamedTuple):
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
-    truncated: bool = False  # whether the prompt or a response was truncated
-    prompt_is_cut: bool = False
+    prompt_is_cut: bool = False  # by truncation
+    response_is_cut: bool = False
+    crosses: bool = False  # a token lay across a limit of texts that are tokenized as one (`Tokens`)
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
     # for each response, alternately the start and the end (exclusive) of a part that is not scored; empty if all
     # tokens of the example are scored
     cuts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def truncated(self) -> bool:
+        return self.prompt_is_cut or self.response_is_cut
 
     @property
     def n_tokens(self) -> int:
@@ -177,60 +183,89 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
         yield batch
 
 
-def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Tokens]:
-    """Tokenize examples, whole or apart (`Prompt.apart`), without truncation and EOS."""
+def encode_examples(
+    examples: Sequence[TextExample],
+    encode: TextEncoder,
+    *,
+    max_length: int,
+    max_prompt_length: int,
+    new_tokens: int = 0,
+) -> list[Example]:
+    """Tokenize examples, whole or apart (`Prompt.apart`), and truncate them; responses end with EOS.
+
+    A prompt without responses leaves room for `new_tokens`. Raises InputError for a text that contains EOS, and for a
+    response that truncation leaves without a scored token.
+    """
     apart = [example for example in examples if example.prompt.apart]
     ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
-    others = [example for example in examples if not example.prompt.apart]
-    whole = iter(encode.encode_whole([(e.prompt.text, e.pieces, e.prompt.all_pieces()) for e in others]))
-    return [
-        Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]) if prompt.apart else next(whole)
-        for prompt, _, _, pieces in examples
-    ]
-
-
-def encode_examples(
-    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
-) -> list[Example]:
-    """Tokenize and truncate examples.
-
-    Raises InputError for a text that contains EOS.
-    """
-    encoded, limits = [], {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    for (prompt, example_index, texts, pieces), tokens in zip(examples, tokenize(examples, encode), strict=True):
-        prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
-            prompt, pieces, tokens, encode, **limits
+    # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
+    whole = iter(
+        encode.encode_whole(
+            (prompt.text, [*pieces, *prompt.pieces(range(len(prompt.responses)))])
+            for prompt, _, _, pieces in examples
+            if not prompt.apart
         )
+    )
+    encoded = []
+    for prompt, example_index, texts, pieces in examples:
+        if prompt.apart:
+            tokens = Tokens(ids[prompt.text], [[ids[text] for text in of_one] for of_one in pieces])
+        else:
+            tokens = next(whole)
+        piece_ids = tokens.responses[: len(pieces)]
+        eos = _find_eos(encode.tokenizer, prompt, texts, [*chain(*piece_ids), *[tokens.prompt] * prompt.apart])
+        responses = [[*chain(*of_one), eos] for of_one in piece_ids]
+        kept, cut = truncate_example(
+            prompt,
+            tokens.prompt,
+            responses or [[0] * new_tokens],
+            encode,
+            max_length=max_length,
+            max_prompt_length=max_prompt_length,
+        )
+        cut = cut[: len(responses)]
+        weights, margins = (prompt.weights, prompt.margins) if texts else (None, None)
         encoded.append(
             Example(
-                prompt=tuple(prompt_ids),
-                responses=tuple(map(tuple, responses)),
+                prompt=tuple(kept),
+                responses=tuple(map(tuple, cut)),
                 id=(prompt.index_in_split, example_index),
                 dataset=prompt.dataset,
                 digest=text_digest(prompt.text, texts),
-                truncated=prompt_is_cut or responses_are_cut,
-                prompt_is_cut=prompt_is_cut,
+                prompt_is_cut=kept != tokens.prompt,
+                response_is_cut=cut != responses,
+                crosses=tokens.crosses,
                 roles=tuple(texts),
-                weight=1.0 if prompt.weights is None else prompt.weights[example_index],
-                margin=None if prompt.margins is None else prompt.margins[example_index],
-                cuts=cut_tokens(pieces, tokens, responses),
+                weight=1.0 if weights is None else weights[example_index],
+                margin=None if margins is None else margins[example_index],
+                cuts=cut_tokens(pieces, piece_ids, cut),
             )
         )
     return encoded
 
 
-def cut_tokens(
-    pieces: Sequence[Sequence[str]], tokens: Tokens, responses: Sequence[Sequence[int]]
-) -> tuple[tuple[int, ...], ...]:
-    """Find the cuts of truncated responses, in tokens.
+def _find_eos(tokenizer: Any, prompt: Prompt, texts: Mapping[str, str], token_ids: Iterable[Sequence[int]]) -> int:
+    """Find the id of EOS, which no text may contain, unless a chat template ends turns with it."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
+    if not prompt.rendered and any(eos in ids for ids in token_ids):
+        found = [text for text in (prompt.text, *texts.values()) if tokenizer.eos_token in text]
+        raise InputError(f"EOS token {tokenizer.eos_token!r} inside a text: remove it from {' and '.join(found)!r}")
+    return eos
 
-    Returns an empty tuple if all tokens are scored. `pieces` has the pieces of each response, and `tokens` their ids.
-    Raises InputError if truncation leaves no scored token.
+
+def cut_tokens(
+    pieces: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Sequence[int]]], responses: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Find the cuts of truncated responses, in tokens; `token_ids` has the ids of each piece.
+
+    Returns an empty tuple if all tokens are scored. Raises InputError if truncation leaves no scored token.
     """
     if all(len(texts) == 1 for texts in pieces):
         return ()
     cuts = []
-    for texts, ids, response in zip(pieces, tokens.responses, responses, strict=True):
+    for texts, ids, response in zip(pieces, token_ids, responses, strict=True):
         ends = [*accumulate(map(len, ids[:-1]))]
         if len(ends) % 2:  # the last piece is not scored, nor is EOS
             ends.append(len(response))

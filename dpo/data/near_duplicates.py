@@ -16,7 +16,7 @@ from itertools import chain, islice
 from math import log
 from typing import Any
 
-from dpo.data.table import PromptTable
+from dpo.data.table import PromptTable, find_written
 from dpo.data.tokenization import find_control, unescape
 
 FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
@@ -75,10 +75,11 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
                 answers.setdefault(key, response[:SHOWN])
     named, n_answers = [], 0
     for number, of_prompt in enumerate(answer_keys):
-        examples = [[of_prompt[i] for i in example.values()] for example in test[number].examples]
+        prompt = test[number]
+        examples = [[of_prompt[i] for i in example.values()] for example in prompt.examples]
         n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
         if len(named) < NAMED and number in prompts:
-            ends = {"held_out": test.find_text(number), "training": prompts[number]}
+            ends = {"held_out": find_written(prompt.text, prompt.messages), "training": prompts[number]}
             named.append({which: _show(control.sub(" ", text)[-SHOWN:]) for which, text in ends.items()})
         same = next((answers[key] for example in examples for key in example if key in answers), None)
         if len(named) < NAMED and same is not None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
-from dpo.data.examples import TextExample, list_examples, tokenize
+from dpo.data.examples import TextExample, encode_examples
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
@@ -26,17 +26,15 @@ from dpo.data.table import (
     SPLITS,
     Prompt,
     PromptTable,
-    explaining_table,
     find_or_build,
     iterate_prompts,
-    read_facts,
     write_prompts,
 )
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import DATE_MACRO, find_bos_warnings, identify_tokenizer, load_tokenizer
+from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.plan import DataPlan, Plan
+from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
 from dpo.system.waiting import check_alike, once_per_machine
 
@@ -57,215 +55,27 @@ class TrainingData:
     test_digest: str = ""
 
     @property
-    def n_examples(self) -> int:
-        """Number of examples in both splits."""
-        return int(self.train.counts.sum() + self.test.counts.sum())
-
-    @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of examples and how they are truncated, and of token ids before truncation."""
+        """Digests of examples and how they are truncated, and of their token ids."""
         return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
 
     @classmethod
-    def open(
-        cls, table: Path, facts: Mapping[str, Any], tokenizer: Any, plan: DataPlan, *, online: bool
-    ) -> TrainingData:
-        """Open a table.
-
-        In an `online` run each prompt counts as one training example.
-        """
-        reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
-        examples_per_epoch = reports["train"].prompts if online else reports["train"].examples
+    def open(cls, table: Path, facts: Mapping[str, Any], tokenizer: Any, plan: Plan) -> TrainingData:
+        """Open a table; in an online run each prompt counts as one training example."""
+        train, test = (SplitReport(**facts["reports"][split]) for split in SPLITS)
+        per_epoch = train.prompts if plan.online else train.examples
         updates, dropped_examples = count_updates(
-            examples_per_epoch, batch_size=plan.batch_size, n_epochs=plan.n_epochs, n_examples=plan.n_examples
+            per_epoch, batch_size=plan.data.batch_size, n_epochs=plan.data.n_epochs, n_examples=plan.data.n_examples
         )
         return cls(
-            tokenizer=tokenizer,
-            encode=TextEncoder(tokenizer, largest=facts["largest"]),
-            train=PromptTable(table / "train.arrow"),
-            test=PromptTable(table / "test.arrow"),
-            report=Preflight(
-                **reports,
-                updates=updates,
-                dropped_examples=dropped_examples,
-                examples_per_epoch=examples_per_epoch,
-            ),
+            tokenizer,
+            TextEncoder(tokenizer, largest=facts["largest"]),
+            PromptTable(table / "train.arrow"),
+            PromptTable(table / "test.arrow"),
+            Preflight(train, test, updates, dropped_examples, per_epoch),
             digest=facts["digests"]["train"],
             test_digest=facts["digests"]["test"],
         )
-
-
-class DatasetOptions(NamedTuple):
-    """The settings that the content of a table depends on."""
-
-    names: list[str]
-    dataset_sources: Mapping[str, Any]
-    trains_on: str
-    online: bool  # whether pairs are drawn, so that prompts suffice
-    max_length: int
-    max_prompt_length: int
-    unpair: bool = False
-    list_pairs: str = "all"
-    with_margins: bool = False
-    chat: str = "auto"
-    truncation: str = "auto"
-    new_tokens: int = 0  # that an online run draws
-    bad_records: str = "refuse"
-
-
-def build_table(
-    directory: Path,
-    options: DatasetOptions,
-    tokenizer: Any,
-    get_dataset: GetDataset,
-    *,
-    cache_dir: str | None,
-    silent: bool,
-) -> dict[str, Any]:
-    """Write both splits to a directory; return what was counted meanwhile.
-
-    Raises InputError for unusable data.
-    """
-    encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
-    held_out: dict[str, PreferenceData] = {}
-    trains_on = "prompts" if options.online else options.trains_on
-    for split in SPLITS:
-        counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
-        prompts = iterate_prompts(
-            get_dataset,
-            options.names,
-            split,
-            trains_on=trains_on,
-            unpair=options.unpair,
-            list_pairs=options.list_pairs,
-            with_margins=options.with_margins,
-            notes=notes,
-            left_out=counter.bad_records,
-            held_out=held_out,
-            # the following are options of `get_dataset`
-            silent=silent,
-            dataset_sources=options.dataset_sources,
-            cache_dir=cache_dir,
-            tokenizer=tokenizer,
-            chat=options.chat,
-            **({} if options.bad_records == "refuse" else {"bad_records": options.bad_records}),
-        )
-        if options.truncation == "drop":
-            prompts = _drop_long(prompts, counter, options.max_length, options.new_tokens)
-        elif options.truncation != "auto":
-            mode: Any = options.truncation
-            prompts = (prompt._replace(truncation_mode=mode) for prompt in prompts)
-        write_prompts(path, counter.watch(prompts), trains_on=trains_on)
-        report = counter.count_tokens(
-            PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
-        )
-        reports[split] = asdict(report)
-        if split == "test":
-            train = PromptTable(directory / "train.arrow")
-            reports[split] |= find_near_duplicates(train, PromptTable(path), tokenizer)
-        digests[split] = counter.digest.hexdigest()[:32]
-        counted = "prompts" if options.online else "examples"
-        if not reports[split][counted]:
-            n = reports[split]["too_long"]
-            too_long = f" but {n:,} that are too long: raise max_length, or choose truncation=auto" if n else ""
-            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}{too_long}")
-    return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
-
-
-def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, max_length: int, new_tokens: int) -> Iterator[Prompt]:
-    """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
-    remaining = iter(prompts)
-    while batch := list(islice(remaining, ROWS_PER_BATCH)):
-        examples = [each for prompt in batch for each in list_examples(prompt) or [TextExample(prompt, 0, {}, [])]]
-        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
-        for (prompt, index, *_), tokens in zip(examples, tokenize(examples, counter.encode), strict=True):
-            longest = max([new_tokens, *(sum(map(len, pieces)) + 1 for pieces in tokens.responses)])
-            is_long = len(tokens.prompt) + longest > max_length
-            counter.count_example("too_long", is_long, prompt, index)
-            if not is_long:
-                kept[prompt.index_in_split].append(index)
-        for prompt in batch:
-            indices = kept[prompt.index_in_split]
-            if prompt.examples and indices:
-                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
-                chosen = {name: all_ and [all_[i] for i in indices] for name, all_ in by_example.items()}
-                prompt = prompt._replace(**chosen)
-            if indices:
-                yield prompt
-
-
-def list_code(loader: Path) -> list[Path]:
-    """List a loader's file and all modules of ours that loaders import."""
-    package = Path(__file__).parents[1]
-    folders = [package, *(package / name for name in ("data", "losses", "settings", "system"))]
-    return [loader, *(file for folder in folders for file in sorted(folder.glob("*.py")))]
-
-
-def make_key(
-    options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
-) -> str | None:
-    """Make the name of a table, a digest of its inputs.
-
-    None if a dataset, the tokenizer or the loader cannot be identified.
-    """
-    dataset_states = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
-    tokenizer_digest = identify_tokenizer(tokenizer)
-    loader = inspect.unwrap(get_dataset)
-    if None in dataset_states or tokenizer_digest is None or not inspect.isfunction(loader):
-        return None
-    code_files = list_code(Path(loader.__code__.co_filename))
-    code_digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files]
-    # the states of the datasets say more than their sources, which are left out
-    made_from = [options._replace(dataset_sources={}), dataset_states, tokenizer_digest, code_digests]
-    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
-
-
-def prepare_data(
-    options: DatasetOptions,
-    tokenizer: Any,
-    *,
-    get_dataset: GetDataset,
-    identify: Identify,
-    batch_size: int,
-    batch_parts: int = 1,
-    cache_dir: str | None,
-    folder: str | Path,
-    scratch: Path | None = None,
-    silent: bool,
-) -> tuple[Path, dict[str, Any]]:
-    """Find or build the table; return its directory and facts.
-
-    The table is in `folder/dpo-examples`, but a new table is put into `scratch`, if given. Prints the loaders' notes
-    unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the message suggests
-    is a multiple of `batch_parts`.
-    """
-    find_key = partial(make_key, options, tokenizer, get_dataset, identify, cache_dir)
-    key = find_key()
-
-    def build(directory: Path) -> tuple[dict[str, Any], bool]:
-        facts = build_table(directory, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
-        key_is_valid = find_key() == key  # the key changes if a file was changed while it was read
-        return facts, key_is_valid
-
-    table, is_new = find_or_build(Path(folder) / FOLDER, key, build, scratch=scratch)
-    release_freed_memory()  # the loaders' texts were Python strings
-    with explaining_table(table):
-        facts = read_facts(table)["facts"]
-    if not (silent or is_new):  # the loaders of a new table have printed the notes already
-        print("".join(f"{note}\n" for note in facts["notes"]), end="")
-    train_report = facts["reports"]["train"]
-    n_examples = train_report["prompts"] if options.online else train_report["examples"]
-    if n_examples < batch_size:
-        fix = "add data"
-        if largest := n_examples - n_examples % batch_parts:
-            fix = f"set batch_size={largest} or add data"
-        elif batch_parts > 1:
-            fix += f"; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
-        raise InputError(
-            f"the train split of {', '.join(options.names)} has {count(n_examples, 'example')}, too few for one batch "
-            f"of batch_size={batch_size}: {fix}"
-        )
-    return table, facts
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
@@ -275,58 +85,31 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
-    cache_dir = plan.run.cache_dir
     tokenizer = load_tokenizer(
         plan.model.tokenizer,
-        cache_dir=cache_dir,
+        cache_dir=plan.run.cache_dir,
         trust_remote_code=plan.model.trust_remote_code,
         chat=plan.chat,
-    )
-    if (
-        not silent
-        and plan.chat.template_date != date.today().isoformat()
-        and DATE_MACRO in str(tokenizer.chat_template)
-    ):
-        print(f"the chat template writes the date {plan.chat.template_date}, with which the run began")
-    options = DatasetOptions(
-        plan.data.datasets,
-        plan.data.dataset_sources,
-        trains_on=plan.loss.trains_on,
-        online=plan.online is not None,
-        max_length=plan.data.max_length,
-        max_prompt_length=plan.data.max_prompt_length,
-        unpair=plan.data.unpair,
-        list_pairs=plan.data.list_pairs,
-        with_margins=plan.loss.needs_margins,
-        chat=plan.data.chat,
-        truncation=plan.data.truncation,
-        new_tokens=plan.online.max_new_tokens if plan.online else 0,
-        bad_records=plan.data.bad_records,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
         def prepare() -> str:
             try:
                 table, facts = prepare_data(
-                    options,
+                    plan,
                     tokenizer,
-                    get_dataset=get_dataset,
-                    identify=identify,
-                    batch_size=plan.data.batch_size,
-                    batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
-                    cache_dir=cache_dir,
-                    folder=plan.run.local_dir,
-                    scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
+                    get_dataset,
+                    identify,
+                    scratch=Path(scratch) if plan.run.dry_run else None,
                     silent=silent,
                 )
             except BadRecordsError as error:
                 folder = None if plan.run.dry_run else Path(plan.run.local_dir)
                 raise explain_refusal(error, folder, plan.run.exp_name) from error
-            _check_loss_fits(plan, facts["reports"])
             return json.dumps([str(table), facts])
 
         table, facts = json.loads(once_per_machine(prepare))
-        data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
+        data = TrainingData.open(Path(table), facts, tokenizer, plan)
     names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))
     check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
@@ -336,20 +119,169 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
         )
     if not silent:
-        report, own_leaks = data.report, []
-        if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
-            own_leaks = report.test.find_leaks()
-        warnings = [
-            *find_chat_warnings(tokenizer, report.train.prompt_formats),
-            *find_bos_warnings(tokenizer, data.train[0].text),
-            *find_weight_warnings(report.train, plan.loss.options),
-            *own_leaks,
-        ]
-        print(report.describe(plan.data.batch_size), *(f"warning: {text}" for text in warnings), sep="\n", flush=True)
+        print(data.report.describe(plan.data.batch_size), flush=True)
+        for warning in find_warnings(plan, data):
+            print(f"warning: {warning}", flush=True)
     return data
 
 
-def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> None:
+def prepare_data(
+    plan: Plan,
+    tokenizer: Any,
+    get_dataset: GetDataset,
+    identify: Identify,
+    *,
+    scratch: Path | None = None,
+    silent: bool = True,
+) -> tuple[Path, Mapping[str, Any]]:
+    """Find or build the table; return its directory and facts.
+
+    The table is in the run's `local_dir`, but a new table of a dry run is put into `scratch`. Prints the loaders' notes
+    unless `silent`. Raises InputError for data that is unusable or too small.
+    """
+    find_key = partial(make_key, plan, tokenizer, get_dataset, identify)
+    key = find_key()
+
+    def build(directory: Path) -> tuple[dict[str, Any], bool]:
+        facts = build_table(directory, plan, tokenizer, get_dataset, silent=silent)
+        return facts, find_key() == key  # the key changes if a file was changed while it was read
+
+    table, facts, is_new = find_or_build(Path(plan.run.local_dir) / FOLDER, key, build, scratch=scratch)
+    release_freed_memory()  # the loaders' texts were Python strings
+    if not (silent or is_new):  # the loaders of a new table have printed the notes already
+        print("".join(f"{note}\n" for note in facts["notes"]), end="")
+    _check_fits(plan, facts["reports"])
+    return table, facts
+
+
+def build_table(
+    directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True
+) -> dict[str, Any]:
+    """Write both splits to a directory; return what was counted meanwhile.
+
+    Raises InputError for unusable data.
+    """
+    encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
+    held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
+    trains_on = "prompts" if plan.online else plan.loss.trains_on
+    for split in SPLITS:
+        counter = SplitCounter(
+            encode,
+            trains_on=trains_on,
+            max_length=plan.data.max_length,
+            max_prompt_length=plan.data.max_prompt_length,
+        )
+
+        def load(split: str = split, report: SplitReport = counter.report) -> Iterator[tuple[str, PreferenceData]]:
+            for name in plan.data.datasets:
+                if name in held_out:
+                    data = held_out.pop(name)
+                    print(*() if silent else (f"{note}\n" for note in data.notes), sep="", end="")
+                else:
+                    data = _load_dataset(plan, name, split, tokenizer, get_dataset, trains_on=trains_on, silent=silent)
+                if data.held_out is not None:
+                    held_out[name] = data.held_out
+                notes.extend(data.notes)
+                report.bad_records += [(name, number, reason) for number, reason in data.bad_records]
+                yield name, data
+
+        prompts, path = (
+            iterate_prompts(load(), trains_on, list_pairs=plan.data.list_pairs),
+            directory / f"{split}.arrow",
+        )
+        if plan.data.truncation == "drop":
+            prompts = _drop_long(prompts, counter, plan)
+        elif plan.data.truncation != "auto":
+            prompts = (prompt._replace(truncation_mode=plan.data.truncation) for prompt in prompts)
+        write_prompts(path, counter.watch(prompts), trains_on=trains_on)
+        reports[split] = asdict(counter.count_tokens(PromptTable(path)))
+        digests[split] = counter.digest.hexdigest()[:32]
+        counted = "prompts" if plan.online else "examples"
+        if not reports[split][counted]:
+            n = reports[split]["too_long"]
+            too_long = f" but {n:,} that are too long: raise max_length, or choose truncation=auto" if n else ""
+            raise InputError(f"the {split} split of {', '.join(plan.data.datasets)} has no {counted}{too_long}")
+    train, test = (PromptTable(directory / f"{split}.arrow") for split in SPLITS)
+    reports["test"] |= find_near_duplicates(train, test, tokenizer)
+    return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
+
+
+def _load_dataset(
+    plan: Plan, name: str, split: str, tokenizer: Any, get_dataset: GetDataset, *, trains_on: str, silent: bool
+) -> PreferenceData:
+    """Load a dataset. Raises InputError if it has not what the loss trains on."""
+    options: dict[str, Any] = {"chat": plan.data.chat}
+    if plan.loss.needs_margins:  # a loader of the user may not know these options
+        options["with_margins"] = True
+    if plan.data.bad_records != "refuse":
+        options["bad_records"] = plan.data.bad_records
+    data = get_dataset(
+        name,
+        split,
+        silent=silent,
+        cache_dir=plan.run.cache_dir,
+        dataset_sources=plan.data.dataset_sources,
+        tokenizer=tokenizer,
+        trains_on=trains_on,
+        **options,
+    )
+    if trains_on == "labels" and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
+        raise InputError(
+            f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
+            f"which makes each chosen response desirable and each rejected one undesirable"
+        )
+    if plan.loss.needs_margins and not data.has_margins:
+        raise InputError(
+            f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
+            f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
+        )
+    return data
+
+
+def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:
+    """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
+    remaining, new_tokens = iter(prompts), plan.online.max_new_tokens if plan.online else 0
+    while batch := list(islice(remaining, ROWS_PER_BATCH)):
+        examples = [TextExample.of(prompt, i) for prompt in batch for i in range(max(1, len(prompt.examples)))]
+        encoded = iter(encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize))
+        for prompt in batch:
+            kept = []
+            for index, example in zip(range(max(1, len(prompt.examples))), encoded, strict=False):
+                if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
+                    counter.report.count("too_long", prompt, index)
+                else:
+                    kept.append(index)
+            if kept and prompt.examples:
+                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
+                chosen = {name: values and [values[i] for i in kept] for name, values in by_example.items()}
+                prompt = prompt._replace(**chosen)
+            if kept:
+                yield prompt
+
+
+def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
+    """Make the name of a table, a digest of all that its content depends on.
+
+    None if a dataset, the tokenizer or the loader cannot be identified.
+    """
+    data, loader = plan.data, inspect.unwrap(get_dataset)
+    # the states of the datasets say more than their sources
+    states = [identify(name, plan.run.cache_dir, data.dataset_sources) for name in data.datasets]
+    tokenizer_digest = identify_tokenizer(tokenizer)
+    if None in states or tokenizer_digest is None or not inspect.isfunction(loader):
+        return None
+    made_from = [
+        *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
+        *(data.max_length, data.max_prompt_length, data.truncation, data.unpair, data.list_pairs),
+        *(data.chat, data.bad_records, plan.online.max_new_tokens if plan.online else None),
+    ]
+    digest = hashlib.sha256(json.dumps(made_from).encode())
+    for file in (Path(loader.__code__.co_filename), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _check_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that the loss can train on these data."""
     for split, report in reports.items():
         place = f"the {split} split of {', '.join(plan.data.datasets)}"
@@ -364,42 +296,50 @@ def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> No
                 f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
                 f"no weights: remove the column, or choose another loss, such as loss=dpo"
             )
+    batch_size, n_parts = plan.data.batch_size, plan.data.gradient_accumulation_steps * plan.dims.data_size
+    n_examples = reports["train"]["prompts" if plan.online else "examples"]
+    if n_examples < batch_size:
+        largest = n_examples - n_examples % n_parts  # a batch has equal parts
+        raise InputError(
+            f"the train split of {', '.join(plan.data.datasets)} has {count(n_examples, 'example')}, too few for one "
+            f"batch of batch_size={batch_size}: {f'set batch_size={largest} or ' if largest else ''}add data"
+        )
 
 
-def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
-    """Return a warning about labels of one kind, or unbalanced weights.
+def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
+    """Yield what a user should look at before the run."""
+    report, names = data.report, plan.data.datasets
+    texts = [name for name, prompt_format in report.train.prompt_formats.items() if prompt_format != CHAT]
+    if texts and getattr(data.tokenizer, "chat_template", None):
+        yield (
+            f"the tokenizer has a chat template, but {' and '.join(texts)} {'holds' if len(texts) == 1 else 'hold'} "
+            f"text, which is used as it is: a chat model would be trained without the template with which it is "
+            f"prompted later. For a chat model, give messages in place of text, [{{role: user, content: ...}}], or "
+            f"chat=always for texts of your own; for a base model, text is fine"
+        )
+    yield from find_bos_warnings(data.tokenizer, data.train[0].text)
+    yield from find_weight_warnings(report.train, plan.loss.options)
+    if not DATASETS_IN_HH_FORMAT.issuperset(names):  # nobody can change what published splits share
+        yield from report.test.find_leaks()
+
+
+def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of labels of one kind, or of unbalanced weights.
 
     All desirable examples together should weigh 1 to 4/3 times as much as all undesirable examples (arXiv 2402.01306,
-    section 4). In data with weights, an example counts as its weight.
+    section 4).
     """
     desirable, undesirable = (options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable"))
     if report.desirable is None or not (desirable and undesirable):  # there are no labels, or one kind has weight 0
-        return []
+        return
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
-        return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
-    sums = (report.desirable_weights or report.desirable, report.undesirable_weights or report.undesirable)
-    ratio = desirable * sums[0] / (undesirable * sums[1])
-    if "desirable_weight" not in options or 0.99 <= ratio <= 1.01 * 4 / 3:  # the advised weights are rounded
-        return []
-    return [
-        f"the desirable responses weigh {ratio:.3g} times as much as the undesirable responses, and the paper of KTO "
-        f"advises 1 to 4/3: try loss.desirable_weight from {desirable / ratio:.3g} to {4 / 3 * desirable / ratio:.3g}"
-    ]
-
-
-def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
-    """Return a warning about text for a tokenizer with a chat template.
-
-    `formats` has the prompt format of each dataset.
-    """
-    names = [name for name, prompt_format in formats.items() if prompt_format != CHAT]
-    if not names or not getattr(tokenizer, "chat_template", None):
-        return []
-    verb = "holds" if len(names) == 1 else "hold"
-    return [
-        f"the tokenizer has a chat template, but {' and '.join(names)} {verb} text, which is used as it is: a chat "
-        f"model would be trained without the template with which it is prompted later. For a chat model, give messages "
-        f"in place of text, [{{role: user, content: ...}}], or chat=always for texts of your own; for a base model, "
-        f"text is fine"
-    ]
+        yield f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"
+    elif "desirable_weight" in options and report.effective_examples is None:
+        ratio = desirable * report.desirable / (undesirable * report.undesirable)
+        if not 0.99 <= ratio <= 1.01 * 4 / 3:  # the advised weights are rounded
+            yield (
+                f"the desirable responses weigh {ratio:.3g} times as much as the undesirable responses, and the paper "
+                f"of KTO advises 1 to 4/3: try loss.desirable_weight from {desirable / ratio:.3g} to "
+                f"{4 / 3 * desirable / ratio:.3g}"
+            )

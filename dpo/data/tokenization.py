@@ -62,6 +62,194 @@ def unescape(text: str) -> str:
     return text.replace(ESCAPE, "")
 
 
+def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
+    """Split a response into pieces, scored and not scored in turn.
+
+    The first piece is scored; it is empty if the response begins with text that is not scored. If the number of cuts is
+    odd, neither the last piece nor EOS is scored. A response without cuts is one piece.
+    """
+    return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
+
+
+def remove_final_eos(text: str, tokenizer: Any) -> str:
+    """Remove the EOS that ends a response, because tokenization appends one."""
+    eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
+    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
+
+
+class Tokens(NamedTuple):
+    """Token ids of a prompt and its responses' pieces, without EOS."""
+
+    prompt: list[int]
+    responses: list[list[list[int]]]
+    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
+
+
+class Cut(NamedTuple):
+    """Token ids of each part, and where the text was cut first."""
+
+    ids: list[list[int]]
+    was_cut: tuple[bool, ...]
+
+
+class TextEncoder:
+    """Tokenizes texts without special tokens; threads may share it.
+
+    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest` is
+    the largest token id so far.
+    """
+
+    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
+        self.tokenizer, self.largest = tokenizer, largest
+        self._lock = Lock()  # backends are made once
+        self._n_embeddings = math.inf  # unknown until `check_vocabulary`
+
+    def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Tokenize the distinct texts, each apart; return the token ids of each.
+
+        Raises InputError for a token id without an embedding in the model.
+        """
+        with self._lock:
+            cuts = self._encode_parts(((text,), True) for text in texts)
+        self._check(cuts.values())
+        return {text: cut.ids[0] for ((text,), _), cut in cuts.items()}
+
+    def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
+        """Tokenize prompts with their responses, which are pieces, each conversation as one text.
+
+        The prompt is cut off first if it must be for one of the responses: all continue the same tokens.
+        """
+        jobs = [
+            [((prompt, *pieces), True) for pieces in responses] or [((prompt,), True)]
+            for prompt, responses in conversations
+        ]
+        encoded = []
+        with self._lock:
+            cuts = self._encode_parts(chain.from_iterable(jobs))
+            apart = [  # where the prompt is cut off first, or its tokens differ
+                any(
+                    cuts[job].was_cut[:1] == (True,) or cuts[job].ids[0] != cuts[of_prompt[0]].ids[0]
+                    for job in of_prompt
+                )
+                for of_prompt in jobs
+            ]
+            # prompt and responses of these
+            halves = [
+                [((parts[:1], True), (parts[1:], False)) for parts, _ in of_prompt] if is_apart else []
+                for of_prompt, is_apart in zip(jobs, apart, strict=True)
+            ]
+            cuts |= self._encode_parts(chain.from_iterable(chain.from_iterable(halves)))
+        self._check(cuts.values())
+        for of_prompt, of_halves in zip(jobs, halves, strict=True):
+            own = [cuts[response] for _, response in of_halves] or [cuts[job] for job in of_prompt]
+            if of_halves:
+                ids = cuts[of_halves[0][0]].ids[0], [cut.ids for cut in own]
+            else:
+                ids = own[0].ids[0], [cut.ids[1:] for cut in own if len(cut.ids) > 1]
+            encoded.append(Tokens(*ids, crosses=bool(of_halves) or any(any(cut.was_cut) for cut in own)))
+        return encoded
+
+    def check_vocabulary(self, n_embeddings: float) -> None:
+        """Raise InputError for a token id without an embedding.
+
+        The texts tokenized so far are checked now, and later texts when they are tokenized: texts may be tokenized
+        before or after the model is loaded.
+        """
+        self._n_embeddings = n_embeddings
+        if self.largest >= n_embeddings:
+            raise InputError(
+                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; "
+                f"set model.tokenizer_name_or_path to the model's own tokenizer"
+            )
+
+    def _check(self, cuts: Iterable[Cut]) -> None:
+        self.largest = max(self.largest, *(max(ids, default=-1) for cut in cuts for ids in cut.ids), -1)
+        self.check_vocabulary(self._n_embeddings)
+
+    def _encode_parts(self, jobs: Iterable[Job]) -> dict[Job, Cut]:
+        """Tokenize the distinct texts, all in one call."""
+        distinct = list(dict.fromkeys(jobs))
+        found: dict[Job, Cut] = {}
+        divided: dict[Job, list[Job]] = {}
+        for job, (ids, limits) in zip(distinct, self._encode(distinct), strict=True):
+            if None in limits:  # tokenize what is between these limits apart
+                parts, begins = job
+                starts = [0, *(i for i, limit in enumerate(limits, start=1) if limit is None), len(parts)]
+                divided[job] = [(parts[i:j], begins and i == 0) for i, j in pairwise(starts)]
+            else:
+                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], (False,) * len(limits))
+        if divided:
+            below = self._encode_parts(chain.from_iterable(divided.values()))
+            for job, jobs in divided.items():
+                # a text that was divided may be cut at further places
+                was_cut = [*chain.from_iterable((*below[each].was_cut, True) for each in jobs)][:-1]
+                found[job] = Cut([*chain.from_iterable(below[each].ids for each in jobs)], tuple(was_cut))
+        return found
+
+    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], Cuts]]:
+        """Tokenize texts, and count the tokens before each limit of their parts."""
+        if self._settings is None:
+            return [self._encode_in_python(*job) for job in jobs]
+        encoded: dict[Job, tuple[list[int], Cuts]] = {}
+        inner = [job for job in jobs if not job[1]]
+        for marker in MARKERS if inner else ():
+            marked = self._encode_bare([(marker, *parts) for parts, _ in inner])
+            for job, (ids, (first, *rest)) in zip(inner, marked, strict=True):
+                if first is not None:
+                    encoded[job] = ids[first:], [None if limit is None else limit - first for limit in rest]
+            inner = [job for job in inner if job not in encoded]
+        bare = [job for job in jobs if job not in encoded]
+        encoded |= zip(bare, self._encode_bare([parts for parts, _ in bare]), strict=True)
+        return [encoded[job] for job in jobs]
+
+    def _encode_bare(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
+        escaped = [parts for parts in texts if any(ESCAPE in part for part in parts)]
+        if not escaped:
+            return self._plain.encode(texts)
+        encoded = dict(zip(escaped, self._twin.encode(escaped), strict=True))
+        plain = [parts for parts in texts if parts not in encoded]
+        encoded |= zip(plain, self._plain.encode(plain), strict=True)
+        return [encoded[parts] for parts in texts]
+
+    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], Cuts]:
+        """Tokenize the parts one by one, as there are no offsets; a marker goes before those that do not begin."""
+        if any(ESCAPE in part for part in parts):
+            raise InputError(
+                f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
+                f"in the message {unescape(''.join(parts))[:200]!r} for ordinary text: remove them"
+            )
+
+        def call(text: str) -> list[int]:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        ids = []
+        for i, part in enumerate(parts):
+            marked = [(call(marker), call(marker + part)) for marker in (() if begins and i == 0 else MARKERS)]
+            behind = (both[len(alone) :] for alone, both in marked if both[: len(alone)] == alone)
+            ids.append(next(behind, None) or call(part))
+        return [*chain(*ids)], [*accumulate(map(len, ids[:-1]))]
+
+    @cached_property
+    def _settings(self) -> dict[str, Any] | None:
+        """The settings of a fast tokenizer; None for a tokenizer in Python."""
+        if not self.tokenizer.is_fast:
+            return None
+        try:
+            settings = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        except Exception:  # the library's own error for a tokenizer with parts in Python
+            return None
+        return settings | {"post_processor": None, "truncation": None, "padding": None}
+
+    @cached_property
+    def _plain(self) -> Backend:
+        return Backend(self.tokenizer, self._settings or {}, {})
+
+    @cached_property
+    def _twin(self) -> Backend:
+        names = {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
+        return Backend(self.tokenizer, _rename_tokens(self._settings or {}, names), names)
+
+
 class Backend:
     """A fast tokenizer without what changes offsets.
 
@@ -70,12 +258,12 @@ class Backend:
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any], names: dict[str, str]) -> None:
         self.names, self._control = names, find_control(tokenizer)
-        self._tokens = Tokenizer.from_str(json.dumps(_rename_tokens(settings, names) if names else settings))
+        self._tokens = Tokenizer.from_str(json.dumps(settings))
         self._tokens.encode_special_tokens = not names and bool(getattr(tokenizer, "split_special_tokens", False))
         ids = {self._tokens.token_to_id(name): tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
         self._renamed = {private: token for private, token in ids.items() if private != token}
-        stripping = [token["content"] for token in settings["added_tokens"] if token["lstrip"] or token["rstrip"]]
-        self._stripping = {names.get(content, content) for content in stripping}
+        added = settings["added_tokens"]
+        self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
         """Tokenize each text, and count the tokens before each limit of its parts."""
@@ -128,236 +316,3 @@ def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> dict[str,
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
     return settings
-
-
-class Tokens(NamedTuple):
-    """Token ids of a prompt and its responses' pieces, without EOS."""
-
-    prompt: list[int]
-    responses: list[list[list[int]]]
-    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
-
-
-class Cut(NamedTuple):
-    """Token ids of each part, and where the text was cut first."""
-
-    ids: list[list[int]]
-    was_cut: tuple[bool, ...]
-
-
-class PartsEncoder:
-    """Tokenizes texts of several parts, without special tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, jobs: Iterable[Job]) -> dict[Job, Cut]:
-        """Tokenize the distinct texts, all in one call."""
-        distinct = list(dict.fromkeys(jobs))
-        found: dict[Job, Cut] = {}
-        divided: dict[Job, list[Job]] = {}
-        for job, (ids, limits) in zip(distinct, self._encode(distinct), strict=True):
-            if None in limits:  # tokenize what is between these limits apart
-                parts, begins = job
-                starts = [0, *(i for i, limit in enumerate(limits, start=1) if limit is None), len(parts)]
-                divided[job] = [(parts[i:j], begins and i == 0) for i, j in pairwise(starts)]
-            else:
-                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], (False,) * len(limits))
-        if divided:
-            below = self(chain.from_iterable(divided.values()))
-            for job, jobs in divided.items():
-                # a text that was divided may be cut at further places
-                was_cut = [*chain.from_iterable((*below[each].was_cut, True) for each in jobs)][:-1]
-                found[job] = Cut([*chain.from_iterable(below[each].ids for each in jobs)], tuple(was_cut))
-        return found
-
-    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], Cuts]]:
-        if self._settings is None:
-            return [self._encode_in_python(*job) for job in jobs]
-        encoded: dict[Job, tuple[list[int], Cuts]] = {}
-        inner = [(parts, begins) for parts, begins in jobs if not begins]
-        for marker in MARKERS if inner else ():
-            marked = self._encode_bare([(marker, *parts) for parts, _ in inner])
-            for job, (ids, (first, *rest)) in zip(inner, marked, strict=True):
-                if first is not None:
-                    encoded[job] = ids[first:], [None if limit is None else limit - first for limit in rest]
-            inner = [job for job in inner if job not in encoded]
-        bare = [job for job in jobs if job not in encoded]
-        encoded |= zip(bare, self._encode_bare([parts for parts, _ in bare]), strict=True)
-        return [encoded[job] for job in jobs]
-
-    def _encode_bare(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
-        escaped = [parts for parts in texts if any(ESCAPE in part for part in parts)]
-        plain = [*{*texts} - {*escaped}]
-        encoded = dict(zip(plain, self._plain.encode(plain), strict=True))
-        if escaped:
-            encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
-        return [encoded[parts] for parts in texts]
-
-    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], Cuts]:
-        """Tokenize the parts one by one, as there are no offsets; a marker goes before those that do not begin."""
-        if any(ESCAPE in part for part in parts):
-            raise InputError(
-                f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
-                f"in the message {unescape(''.join(parts))[:200]!r} for ordinary text: remove them"
-            )
-
-        def call(text: str) -> list[int]:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        ids = []
-        for i, part in enumerate(parts):
-            marked = [(call(marker), call(marker + part)) for marker in (() if begins and i == 0 else MARKERS)]
-            behind = (both[len(alone) :] for alone, both in marked if both[: len(alone)] == alone)
-            ids.append(next(behind, None) or call(part))
-        return [*chain(*ids)], [*accumulate(map(len, ids[:-1]))]
-
-    @cached_property
-    def _settings(self) -> dict[str, Any] | None:
-        """The settings of a fast tokenizer; None for a tokenizer in Python."""
-        if not self.tokenizer.is_fast:
-            return None
-        try:
-            settings = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        except Exception:  # the library's own error for a tokenizer with parts in Python
-            return None
-        return settings | {"post_processor": None, "truncation": None, "padding": None}
-
-    @cached_property
-    def _plain(self) -> Backend:
-        return Backend(self.tokenizer, self._settings or {}, {})
-
-    @cached_property
-    def _twin(self) -> Backend:
-        names = {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
-        return Backend(self.tokenizer, self._settings or {}, names)
-
-
-class TextEncoder:
-    """Tokenizes texts without special tokens; threads may share it.
-
-    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest` is
-    the largest token id so far.
-    """
-
-    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
-        self.tokenizer, self.largest = tokenizer, largest
-        self._parts = PartsEncoder(tokenizer)
-        self._lock = Lock()  # a tokenizer is not safe for threads: a call changes its settings
-        self._n_embeddings = math.inf  # unknown until `check_vocabulary`
-
-    def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize the distinct texts, each apart; return the token ids of each.
-
-        Raises InputError for a token id without an embedding in the model.
-        """
-        distinct = list(dict.fromkeys(texts))
-        if not distinct:
-            return {}
-        plain = [text for text in distinct if ESCAPE not in text]
-        with self._lock:
-            cuts = self._parts(((text,), True) for text in distinct if ESCAPE in text)
-            ids = {text: cut.ids[0] for ((text,), _), cut in cuts.items()}
-            if plain:
-                encoded = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-                ids |= zip(plain, encoded, strict=True)
-        self._check(ids.values())
-        return ids
-
-    def encode_whole(
-        self, conversations: Sequence[tuple[str, Sequence[Sequence[str]], Sequence[Sequence[str]]]]
-    ) -> list[Tokens]:
-        """Tokenize prompts with their responses, each conversation as one text.
-
-        A conversation is (prompt, responses as pieces, further responses to the prompt). All these responses decide
-        whether the prompt is tokenized apart, so that its tokens do not depend on which of them are asked for.
-        """
-        jobs = [
-            [((prompt, *pieces), True) for pieces in (*responses, *others)] or [((prompt,), True)]
-            for prompt, responses, others in conversations
-        ]
-        with self._lock:
-            cuts = self._parts(chain.from_iterable(jobs))
-            apart = [  # where the prompt is cut off first, or its tokens differ
-                any(cuts[job].was_cut[:1] == (True,) for job in of_prompt)
-                or any(cuts[job].ids[0] != cuts[of_prompt[0]].ids[0] for job in of_prompt)
-                for of_prompt in jobs
-            ]
-            jobs_apart = (
-                job
-                for (prompt, responses, _), is_apart in zip(conversations, apart, strict=True)
-                if is_apart
-                for job in (((prompt,), True), *((tuple(pieces), False) for pieces in responses))
-            )
-            cuts |= self._parts(jobs_apart)
-        encoded = []
-        for (prompt, responses, _), of_prompt, is_apart in zip(conversations, jobs, apart, strict=True):
-            if is_apart:
-                ids = [cuts[tuple(pieces), False].ids for pieces in responses]
-                encoded.append(Tokens(cuts[(prompt,), True].ids[0], ids, crosses=True))
-            else:
-                own = [cuts[job] for job in of_prompt[: len(responses)]]
-                crosses = any(any(cut.was_cut) for cut in own)
-                encoded.append(Tokens(cuts[of_prompt[0]].ids[0], [cut.ids[1:] for cut in own], crosses))
-        self._check(ids for tokens in encoded for ids in (tokens.prompt, *chain(*tokens.responses)))
-        return encoded
-
-    def _check(self, token_ids: Iterable[Sequence[int]]) -> None:
-        self.largest = max(self.largest, *(max(ids, default=-1) for ids in token_ids), -1)
-        self.check_vocabulary(self._n_embeddings)
-
-    def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raise InputError for a token id without an embedding.
-
-        The texts tokenized so far are checked now, and later texts when they are tokenized: texts may be tokenized
-        before or after the model is loaded.
-        """
-        self._n_embeddings = n_embeddings
-        if self.largest >= n_embeddings:
-            raise InputError(
-                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; "
-                f"set model.tokenizer_name_or_path to the model's own tokenizer"
-            )
-
-
-def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
-    """Split a response into pieces, scored and not scored in turn.
-
-    The first piece is scored; it is empty if the response begins with text that is not scored. If the number of cuts is
-    odd, neither the last piece nor EOS is scored. A response without cuts is one piece.
-    """
-    return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
-
-
-def remove_final_eos(text: str, tokenizer: Any) -> str:
-    """Remove the EOS that ends a response, because `append_eos` appends one."""
-    eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
-    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
-
-
-def append_eos(
-    prompt: str,
-    responses: Sequence[Sequence[str]],
-    tokens: Tokens,
-    tokenizer: Any,
-    *,
-    rendered: bool = False,
-    apart: bool = True,
-) -> tuple[list[int], list[list[int]]]:
-    """Append EOS to the token ids of each response.
-
-    Returns the ids of the prompt, and those of each response, which is a list of pieces. Raises InputError if a text
-    contains EOS, unless a chat template has `rendered` the texts: there EOS ends a turn. A prompt that is not tokenized
-    apart may have EOS too, as it may be a chat that somebody has rendered.
-    """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    texts = [("response", text) for text in chain(*responses)]
-    ids = [*chain(*tokens.responses)]
-    if apart:
-        texts, ids = [("prompt", prompt), *texts], [tokens.prompt, *ids]
-    for (kind, text), text_ids in zip(texts, ids, strict=True):
-        if eos in text_ids and not rendered:
-            raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    return tokens.prompt, [[*chain(*pieces), eos] for pieces in tokens.responses]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -187,13 +187,12 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
-def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
-    """Return a warning if prompts, of which `prompt` is one, lack the BOS of the tokenizer."""
+def find_bos_warnings(tokenizer: Any, prompt: str) -> Iterator[str]:
+    """Yield a warning if prompts, of which `prompt` is one, lack the BOS of the tokenizer."""
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    if not adds_bos or prompt.startswith(bos):
-        return []
-    return [
-        f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack it: "
-        f"write it into the prompts, as docs/faq.md says"
-    ]
+    if adds_bos and not prompt.startswith(bos):
+        yield (
+            f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
+            f"it: write it into the prompts, as docs/faq.md says"
+        )

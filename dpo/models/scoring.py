@@ -222,7 +222,7 @@ class RewardModel:
         """
         if self.form in ("policy", "chat"):
             if self.form == "policy" and not prompt.apart:
-                [tokens] = self._encode.encode_whole([(prompt.text, [[answer]], [])])
+                [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
                 token_ids = tokens.prompt + tokens.responses[0][0]
             else:
                 texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]

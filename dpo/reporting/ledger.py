@@ -36,8 +36,8 @@ class Ledger(Appender):
         self.stream = self.run_dir / STREAM
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
-        splits = (context.data.report.train, context.data.report.test)
-        self.weighted = any(split.has_numbers for split in splits)
+        columns = {*context.data.train.columns, *context.data.test.columns}
+        self.weighted = not columns.isdisjoint(("weights", "margins"))
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

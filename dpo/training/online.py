@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
-from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Tokens, choose_sampling, write_turns
@@ -263,14 +262,14 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 
     The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
     """
-    example = TextExample(prompt, 0, {}, [])
-    [tokens] = tokenize([example], data.encode)
-    limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
-    fed, _, is_cut, _ = truncate_example(
-        prompt, [], tokens, data.encode, new_tokens=plan.online.max_new_tokens, **limits
+    [example] = encode_examples(
+        [TextExample(prompt, 0, {}, [])],
+        data.encode,
+        max_length=plan.data.max_length,
+        max_prompt_length=plan.data.max_prompt_length,
+        new_tokens=plan.online.max_new_tokens,
     )
-    ids = (prompt.index_in_split, 0)
-    return Example(tuple(fed), (), id=ids, dataset=prompt.dataset, truncated=is_cut, prompt_is_cut=is_cut)
+    return example._replace(roles=TRAINS_ON["pairs"])
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
@@ -298,7 +297,7 @@ def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
     return encoded_prompt._replace(
         responses=tuple(answer.tokens for answer in drawn.pair),
         digest=text_digest(drawn.prompt, texts),
-        truncated=encoded_prompt.truncated or not all(answer.ended for answer in drawn.pair),
+        response_is_cut=not all(answer.ended for answer in drawn.pair),
     )
 
 

@@ -85,7 +85,8 @@ def make_reference(
     plan: Plan, reference: Any, policy: Any, frozen_digest: str | None, data: TrainingData, mesh: Mesh
 ) -> Reference | None:
     """Make the reference of the policy's own module, or of a model that is loaded and distributed."""
-    n_rows, identity = data.n_examples, (data.identity, plan.data.max_length, plan.data.max_prompt_length)
+    n_rows = int(data.train.counts.sum() + data.test.counts.sum())
+    identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
     if plan.loss.mismatched:
         n_rows *= 2  # a mismatched example for each example
         identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed

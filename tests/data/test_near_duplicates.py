@@ -52,7 +52,7 @@ def test_a_prompt_is_found_by_its_words_and_not_by_those_that_all_share(
     assert (report.prompts_like_train, report.answers_in_train) == (int(is_alike), 0)
     assert len(report.like_train) == int(is_alike)
     if is_alike:
-        assert all(text in report.find_leaks()[0] for text in ("1 of 1 held-out prompts", training))
+        assert all(text in next(report.find_leaks()) for text in ("1 of 1 held-out prompts", training))
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_an_answer_of_five_words_is_found_whichever_its_role(tokenizer, tmp_path
     train = [prompt_of("q", "It lasts ten hours or more.", "Ten hours.")]
     report = find(tokenizer, tmp_path, train, [prompt_of("Another question", chosen, rejected)])
     assert (report.prompts_like_train, report.answers_in_train) == (0, n)
-    assert len(report.find_leaks()) == n
+    assert len([*report.find_leaks()]) == n
 
 
 def test_below_one_percent_nothing_is_said():
     like = [{"held_out": "a", "training": "b"}]
     counts = {"prompts": 1000, "examples": 1000, "answers_in_train": 0, "like_train": like}
-    assert SplitReport(prompts_like_train=9, **counts).find_leaks() == []
+    assert [*SplitReport(prompts_like_train=9, **counts).find_leaks()] == []
     [warning] = SplitReport(prompts_like_train=10, **counts).find_leaks()
     assert warning.startswith("10 of 1,000 held-out prompts have nearly all words of a training prompt, so")
     assert "'a' is held out, and 'b' trained on" in warning

@@ -17,7 +17,7 @@ from support.runs import run_here, write_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dpo.data.custom import get_custom
-from dpo.data.examples import encode_examples, list_examples
+from dpo.data.examples import TextExample, encode_examples, list_examples
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import MARKERS, TextEncoder, escape_control, unescape
 
@@ -60,6 +60,7 @@ def make_tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
     )
 
 
+LIMITS = {"max_length": 999, "max_prompt_length": 99}
 KINDS = ("normalizer", "always", "first", "never", "bytes", "bytes, trimmed")
 TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS}
 BEFORE_ANSWER = {"newline": "<A>\n", "space": "[/I] ", "nothing": "</s>"}
@@ -99,11 +100,8 @@ def make_records(kind: str, system: bool) -> tuple[str, list[dict]]:
 
 def read(tokenizer, kind: str, system: bool = False):
     trains_on, records = make_records(kind, system)
-
-    def load(name, split, **options):
-        return get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on, chat="never")
-
-    [prompt] = iterate_prompts(load, ["mine"], "train", trains_on=trains_on)
+    data = get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on, chat="never")
+    [prompt] = iterate_prompts([("mine", data)], trains_on)
     return prompt
 
 
@@ -118,7 +116,7 @@ def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, befor
         examples = list_examples(prompt)
         for example, encoded in zip(
             examples,
-            encode_examples(examples, TextEncoder(tokenizer), max_length=999, max_prompt_length=99),
+            encode_examples(examples, TextEncoder(tokenizer), **LIMITS),
             strict=True,
         ):
             all_cuts = encoded.cuts or [()] * len(example.pieces)
@@ -141,7 +139,7 @@ def test_log_probabilities_are_those_of_plain_transformers_on_the_conversation(k
     config = transformers.LlamaConfig(**SMALL, vocab_size=len(tokenizer))
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     prompt = read(tokenizer, kind)
-    examples = encode_examples(list_examples(prompt), TextEncoder(tokenizer), max_length=999, max_prompt_length=99)
+    examples = encode_examples(list_examples(prompt), TextEncoder(tokenizer), **LIMITS)
     for response, text, found in zip(
         examples[0].responses, prompt.responses, plain_logps(model, examples), strict=True
     ):
@@ -193,7 +191,8 @@ def test_a_model_trained_on_answers_without_a_space_answers_without_one(tmp_path
 def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_responses(tokenizer_kind):
     tokenizer = TOKENIZERS[tokenizer_kind]
     prompt = read(tokenizer, "texts, joined")
-    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, prompt.all_pieces(), [])])
+    pieces = prompt.pieces(range(2))
+    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, pieces)])
     assert tokens.crosses
     assert tokens.prompt == tokenizer(prompt.text)["input_ids"]
     marker = tokenizer(MARKERS[0])["input_ids"]
@@ -202,8 +201,10 @@ def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_response
         if tokenizer_kind.startswith("bytes"):  # without a space to add, exactly as the text alone
             assert ids == tokenizer(text)["input_ids"]
     # a response that alone would not cross gets the same prompt, as all responses of a prompt do
-    [alone] = TextEncoder(tokenizer).encode_whole([(prompt.text, [[" cat"]], prompt.all_pieces())])
-    assert alone.prompt == tokens.prompt
+    [example] = encode_examples(
+        [TextExample(prompt, 0, {"rejected": " cat"}, [[" cat"]])], TextEncoder(tokenizer), **LIMITS
+    )
+    assert example.prompt == tuple(tokens.prompt)
 
 
 @pytest.mark.parametrize("escaped", ["", "\ufdd0"])
@@ -213,7 +214,7 @@ def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags,
     tokenizer = copy.deepcopy(TOKENIZERS["never"])
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", **flags)]})
     pieces = ["cat ", "<|end|>", "\n<s>[I] the", "<|end|>\n", "It is"]
-    [tokens] = TextEncoder(tokenizer).encode_whole([("the" + escaped, [pieces], [])])
+    [tokens] = TextEncoder(tokenizer).encode_whole([("the" + escaped, [pieces])])
     whole = tokenizer("the" + "".join(pieces), add_special_tokens=False)["input_ids"]
     assert [*tokens.prompt, *chain(*tokens.responses[0])] == whole
     end = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -225,7 +226,7 @@ def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags,
 def test_escaped_control_tokens_are_ordinary_text_and_others_stay(tokenizer_kind):
     tokenizer = TOKENIZERS[tokenizer_kind]
     content = escape_control("a </s> cat<s>", tokenizer)
-    [tokens] = TextEncoder(tokenizer).encode_whole([(f"<s>[I] {content}</s>", [["It is", content]], [])])
+    [tokens] = TextEncoder(tokenizer).encode_whole([(f"<s>[I] {content}</s>", [["It is", content]])])
     control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>"]))
     ids = [*tokens.prompt, *chain(*tokens.responses[0])]
     assert [token for token in ids if token in control] == [*tokenizer.convert_tokens_to_ids(["<s>", "</s>"])]
@@ -243,6 +244,6 @@ def test_a_tokenizer_without_offsets_drops_a_marker_before_each_part():
             return TOKENIZERS["always"](text, add_special_tokens=add_special_tokens)
 
     prompt, response = "<s><A>\n", "It is"
-    [tokens] = TextEncoder(InPython()).encode_whole([(prompt, [[response]], [])])
+    [tokens] = TextEncoder(InPython()).encode_whole([(prompt, [[response]])])
     whole = TOKENIZERS["always"](prompt + response, add_special_tokens=False)["input_ids"]
     assert [*tokens.prompt, *tokens.responses[0][0]] == whole

@@ -11,6 +11,7 @@ from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS
 from support.runs import GOLDEN, write_rows
 from transformers import AutoTokenizer
 
+from dpo.data import counts
 from dpo.data.asking import as_messages, render
 from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
@@ -45,7 +46,7 @@ EOS = "<|endoftext|>"
 
 def encode(data, tokenizer, **limits):
     """The examples of custom data as token ids."""
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="pairs")
+    prompts = iterate_prompts([("mine", data)], "pairs")
     texts = [example for prompt in prompts for example in list_examples(prompt)]
     return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
 
@@ -130,7 +131,7 @@ def test_eos_after_a_call_is_not_scored_if_another_token_ends_calls(end, eos, ch
 def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat, tmp_path):
     tokenizer = chat(WITH_TOOLS)
     data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
-    prompts = [*iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")]
+    prompts = [*iterate_prompts([("mine", data)], "prompts")]
     write_prompts(tmp_path / "train.arrow", prompts)
     assert [*PromptTable(tmp_path / "train.arrow")] == prompts
     assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
@@ -166,16 +167,18 @@ def test_a_prompt_ends_between_tokens(chat):
     assert [response[:11] for response in entry["responses"]] == ["<tool_call>", "<think>Gree"]
 
 
-def test_a_response_that_truncation_may_leave_unscored_is_refused_before_the_run(chat, tokenizer):
-    late = {**LOOKED_UP, "prompt": [*ASK, CALL], "chosen": [RESULT, *SKY], "rejected": [RESULT, assistant("Green.")]}
-    data = get_custom([late], "mine", chat(WITH_TOOLS))
-    counter = SplitCounter(TextEncoder(tokenizer))
-    prompts = [*counter.watch(iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="pairs"))]
-    assert prompts[0].cuts is not None
-    with pytest.raises(
-        InputError, match=r"dataset mine: a response begins with \d+ tokens that are not the assistant's"
-    ):
-        counter.count_tokens(None, max_length=10, max_prompt_length=8)
+def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(chat, tmp_path, monkeypatch):
+    """Also if it is not in the sample whose tokens are counted."""
+    monkeypatch.setattr(counts, "COUNTED_WHOLE", 1)
+    monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
+    results = {"chosen": RESULT, "rejected": {**RESULT, "content": "No."}}
+    rows = [{side: [user(f"{i}?"), CALL, result, *SKY] for side, result in results.items()} for i in range(20)]
+    tokenizer = chat(WITH_TOOLS)
+    data = get_custom(rows, "mine", tokenizer)
+    counter = SplitCounter(TextEncoder(tokenizer), max_length=10, max_prompt_length=8)
+    write_prompts(tmp_path / "a.arrow", counter.watch(iterate_prompts([("mine", data)], "pairs")))
+    with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
+        counter.count_tokens(PromptTable(tmp_path / "a.arrow"))
 
 
 def test_tools_reach_the_template_and_make_another_prompt(chat):

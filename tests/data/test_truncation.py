@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.records import plan_of_data
 from support.runs import write_rows
 
 from dpo.data.counts import SplitReport
 from dpo.data.examples import encode_examples, list_examples
-from dpo.data.preflight import DatasetOptions, build_table
-from dpo.data.table import PromptTable
+from dpo.data.preflight import build_table
+from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder
-from dpo.data.truncation import truncate
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
@@ -41,12 +42,11 @@ class Built(NamedTuple):
     digest: str
 
 
-def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **options: Any) -> Built:
-    write_rows(tmp_path / "mine" / "train.jsonl", rows)
-    write_rows(tmp_path / "mine" / "test.jsonl", rows)
-    sources = {"mine": str(tmp_path / "mine")}
-    chosen = DatasetOptions(["mine"], sources, **{"trains_on": "pairs", "online": False, **LIMITS, **options})
-    facts = build_table(tmp_path, chosen, tokenizer, get_dataset, cache_dir=None, silent=True)
+def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **values: Any) -> Built:
+    for split in ("train", "test"):
+        write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
+    plan = plan_of_data(tmp_path, {"mine": str(tmp_path / "mine")}, **LIMITS, **values)
+    facts = build_table(tmp_path, plan, tokenizer, get_dataset)
     examples = [example for prompt in PromptTable(tmp_path / "train.arrow") for example in list_examples(prompt)]
     encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
     return Built(encoded, facts["reports"]["train"], facts["digests"]["train"])
@@ -58,7 +58,7 @@ def chat_row(turns: list[dict], n_words: int = 9) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "responses", "mode", "as_reference", "expected"),  # to 6 tokens, and 2 of the prompt; 0 is EOS
+    ("prompt", "responses", "mode", "apart", "expected"),  # to 6 tokens, and 2 of the prompt; 0 is EOS
     [
         # what fits exactly is not cut, even if the prompt exceeds its limit
         ([1, 2, 3], [[7, 8, 0], [9, 0]], "keep_end", True, ([1, 2, 3], [[7, 8, 0], [9, 0]])),
@@ -70,8 +70,9 @@ def chat_row(turns: list[dict], n_words: int = 9) -> dict:
         ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", False, ([1], [[7, 8, 9, 10, 11], [5, 0]])),
     ],
 )
-def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(prompt, responses, mode, as_reference, expected):
-    assert truncate(prompt, responses, mode, 6, 2, as_reference=as_reference) == expected
+def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(prompt, responses, mode, apart, expected):
+    text = Prompt("a", [], [], mode, False, apart=apart)
+    assert truncate_example(text, prompt, responses, None, max_length=6, max_prompt_length=2) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,22 +131,14 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     short = {"prompt": "a b", "chosen": " c", "rejected": " d", "margin": 1}
     long = {"prompt": "a b", "chosen": " c" * 70, "rejected": " d", "margin": 2}
     other = {"prompt": "a b c" * 30, "chosen": " c", "rejected": " d", "margin": 3}
-    options = {"truncation": "drop", "with_margins": True}
-    examples, report, _ = build(tmp_path, tokenizer, [long, short, other], **options)
+    values = {"truncation": "drop", "loss.offset_by_margin": True}
+    examples, report, _ = build(tmp_path, tokenizer, [long, short, other], **values)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     [warning] = SplitReport(**report).find_warnings("train")
-    assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length and is left")
+    assert warning.startswith("in 2 of 3 examples (train) the example is longer than max_length and is left out: raise")
     with pytest.raises(InputError, match="has no examples but 2 that are too long: raise max_length"):
-        build(tmp_path, tokenizer, [long, other], **options)
-
-
-@pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
-def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
-    report = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n)
-    found = [*report.find_warnings("train")]
-    assert bool(found) == is_warned
-    assert all("max_length" in warning and "truncation" in warning for warning in found)
+        build(tmp_path, tokenizer, [long, other], **values)
 
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from support.runs import read_metrics, run_here, small_run
 
 from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
-from dpo.data.counts import SplitReport
 from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.ledger import Ledger
@@ -149,11 +148,12 @@ def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
 
 # --- the callback --------------------------------------------------------------------------------------------------
 
-EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False) for i in range(4)]
+EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}") for i in range(4)]
 
 
 def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
-    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8, train=SplitReport(), test=SplitReport()))
+    split = SimpleNamespace(columns=())
+    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8), train=split, test=split)
     ledger = Ledger(
         RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
     )

@@ -194,7 +194,7 @@ def test_names_cannot_escape(name, tmp_path):
     assert any(problem.key == "exp_name" for problem in find_problems(resolve(config)))
     before = set(os.listdir(tmp_path))
     options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
-    assert list(iterate_prompts(get_dataset, [name], "train", dataset_sources={name: str(folder)}, **options))
+    assert get_dataset(name, "train", dataset_sources={name: str(folder)}, **options)
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
@@ -463,10 +463,10 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, na
     encode = TextEncoder(tokenizer)
     try:
         options = {"trains_on": trains_on, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
-        counter = SplitCounter(encode)
-        write_prompts(tmp_path / "rows.arrow", counter.watch(iterate_prompts(get_dataset, [name], "train", **options)))
+        counter, data = SplitCounter(encode, **lengths), get_dataset(name, "train", **options)
+        write_prompts(tmp_path / "rows.arrow", counter.watch(iterate_prompts([(name, data)], trains_on)))
         prompts = PromptTable(tmp_path / "rows.arrow")
-        counter.count_tokens(prompts, **lengths)
+        counter.count_tokens(prompts)
     except InputError:
         return
     order = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0}

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from dpo.settings.files import dotted, load_defaults
+from dpo.settings.plan import Plan, make_plan
 from support.runs import write_rows
 
 CONFIG = {
@@ -89,3 +91,10 @@ def write_run(
         json.dumps({**PREFLIGHT, **(preflight or {}), "updates": total}), encoding="utf-8"
     )
     return folder
+
+
+def plan_of_data(folder: Path, sources: Mapping[str, str], *, loss: str = "dpo", **values: Any) -> Plan:
+    """The plan of a run on these datasets, whose table is in `folder`."""
+    own = {"datasets": list(sources), "dataset_sources": sources, "local_dirs": [str(folder)]}
+    limits = {"max_length": 64, "max_prompt_length": 32, "batch_size": 1, "n_epochs": 2}
+    return make_plan({**dict(dotted(load_defaults(loss=loss))), **limits, **own, **values})
