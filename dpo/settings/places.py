@@ -19,6 +19,7 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
+SOURCE_FORMAT = "dataset_sources.NAME.format"  # a key that went
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 
 
@@ -49,9 +50,8 @@ class Source:
         """
         key = f"dataset_sources.{name}"
         source = value if isinstance(value, Mapping) else {"path": value}
-        if "format" in source:
-            raise InputError(f"{key}.format was removed after {REMOVED['dataset_sources.NAME.format']}")
-        if not is_text(source.get("path")) or set(source) - {"path", "revision", "columns"}:
+        keys = {"path", "revision", "columns", "format"}  # the config of an earlier run may have a format
+        if not is_text(source.get("path")) or set(source) - keys:
             raise InputError(
                 f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
                 f"...}}"
@@ -115,11 +115,14 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
     left = [value for value in datasets if not _is_placed(value, sources)]
     problems = [Problem("datasets", str(_find_problem(value, sources))) for value in left]
     for name, value in sources.items():
+        key = f"dataset_sources.{name}"
         try:
             if value is not None:
                 Source.parse(name, value)
         except InputError as error:
-            problems.append(Problem("dataset_sources", str(error)))
+            problems.append(Problem(key, str(error)))
+        if isinstance(value, Mapping) and "format" in value:
+            problems.append(Problem(f"{key}.format", f"{key}.format was removed after {REMOVED[SOURCE_FORMAT]}"))
     return problems
 
 

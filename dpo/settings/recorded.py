@@ -13,7 +13,7 @@ from typing import Any
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings.files import MISSING
-from dpo.settings.keys import KEYS, REMOVED
+from dpo.settings.keys import KEYS
 from dpo.settings.places import find_dataset_problems
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems
@@ -29,27 +29,19 @@ def plan_recorded(config: Mapping[str, Any], *, where: str | Path, prefixes: tup
     try:
         if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
-        plan = resolve({**config, "dataset_sources": _drop_removed(config.get("dataset_sources") or {}, where)})
+        plan = resolve(config)
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
     recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
     problems = find_value_problems({"model.name_or_path": MISSING, **recorded})
-    problems += find_dataset_problems([], plan.values["dataset_sources"])
+    for problem in find_dataset_problems([], plan.values["dataset_sources"]):
+        if problem.key.endswith(".format"):
+            print(f"{where}, which is read without it: {problem.sentence}")
+        else:
+            problems.append(problem)
     if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
         raise InputError(f"{where}: {'; '.join(sentences)}")
     return plan
-
-
-def _drop_removed(sources: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
-    """Drop the keys of `dataset_sources` that went, and say so."""
-    kept = {}
-    for name, source in sources.items():
-        kept[name] = source
-        if isinstance(source, Mapping) and "format" in source:
-            key, reason = f"dataset_sources.{name}.format", REMOVED["dataset_sources.NAME.format"]
-            print(f"{key}={source['format']} of {where} is ignored: it was removed after {reason}")
-            kept[name] = {key: value for key, value in source.items() if key != "format"}
-    return kept
 
 
 def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:

@@ -28,26 +28,21 @@ Values = Mapping[str, Any]  # by dotted key
 WEIGHTS = "loss.weights."
 
 
-class Need(NamedTuple):
-    """What keys need to have an effect; reported once for each that is set, that is, neither null nor at its default.
-
-    A need that reads a key with a wrong value is skipped, as that value is reported.
-    """
-
-    keys: str  # separated by spaces
-    what: str
-    is_met: Callable[[Values, Plan], Any]
-
-
 class Check(NamedTuple):
     """A condition under which a config is refused, or warned about.
 
     A check that reads a key with a wrong value is skipped, as that value is reported. In a sentence, `{lr}` is the
-    value of `lr`, and `{processes}` and the like are the facts of `_fill`.
+    value of `lr`, and `{processes}` and the like are the facts of `_run_checks`.
     """
 
     is_broken: Callable[[Values, Plan], Any]
     sentence: str
+    keys: str = ""  # if any, it is reported once for each of them that is set: neither null nor at its default
+
+
+def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any], verb: str = "needs") -> Check:
+    """Make the check of what keys, separated by spaces, need to have an effect."""
+    return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} {verb} {what}", keys)
 
 
 def _list_losses(is_listed: Callable[[Loss], Any]) -> str:
@@ -58,40 +53,26 @@ def _has_reference_and_pairs(loss: Loss) -> bool:
     return loss.trains_on == "pairs" and loss.reference
 
 
+NO_EFFECT = "has no effect: it needs"
 SEVERAL_PROCESSES = "several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: {_list_losses(lambda loss: loss.reference)}"
 
 # fmt: off
-NEEDED = (  # without it, a key is refused. v: the right values, p: the plan
-    Need("fsdp_shard_size model.fsdp_policy_mp", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
-    Need("tensor_parallel_size", "trainer=TensorParallelTrainer",
+REFUSED = (  # v: the right values, p: the plan
+    needs("fsdp_shard_size model.fsdp_policy_mp", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
+    needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
          lambda v, p: p.trainer.cuts_layers or v["tensor_parallel_size"] == 1),
-    Need("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers),
-    Need("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant"),
-    Need("loss.wpo loss.ld_alpha", f"a loss of pairs with a reference: {_list_losses(_has_reference_and_pairs)}",
+    needs("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers),
+    needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant"),
+    needs("loss.wpo loss.ld_alpha", f"a loss of pairs with a reference: {_list_losses(_has_reference_and_pairs)}",
          lambda v, p: _has_reference_and_pairs(p.loss)),
-    Need("loss.f_divergence", "a loss that depends only on the difference of the log-ratios: "
+    needs("loss.f_divergence", "a loss that depends only on the difference of the log-ratios: "
          f"{_list_losses(lambda loss: loss.reference and loss.margin_only)}",
          lambda v, p: p.loss.reference and p.loss.margin_only),
-    Need("unpair", f"a loss of labels: {_list_losses(lambda loss: loss.trains_on == 'labels')}",
+    needs("unpair", f"a loss of labels: {_list_losses(lambda loss: loss.trains_on == 'labels')}",
          lambda v, p: p.loss.trains_on == "labels"),
-    Need("online.sync_reference_every", f"lora=none and {LOSS_WITH_REFERENCE}",
+    needs("online.sync_reference_every", f"lora=none and {LOSS_WITH_REFERENCE}",
          lambda v, p: p.reference == "model" and p.lora is None),
-)
-NEEDED_FOR_EFFECT = (  # without it, a key is warned about
-    Need("lr_scaling", SEVERAL_PROCESSES, lambda v, p: p.dims.data_size > 1),
-    Need("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
-    Need("list_pairs", f"a loss of pairs: {_list_losses(lambda loss: loss.trains_on == 'pairs')}",
-         lambda v, p: p.loss.trains_on == "pairs"),
-    Need("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
-    Need("model.reference_dtype", f"a reference that is a second model (not lora.reference=base) and "
-         f"{LOSS_WITH_REFERENCE}", lambda v, p: p.reference == "model"),
-    Need("online.reward_model online.reward_format", "online.scorer=reward_model",
-         lambda v, p: v["online.scorer"] == "reward_model"),
-    Need("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function"),
-    Need("online.keyword", "online.scorer=keyword", lambda v, p: v["online.scorer"] == "keyword"),
-)
-REFUSED = (
     # --- processes
     Check(lambda v, p: p.launched and p.dims.world_size > 1 and not p.trainer.multi_process,
           "trainer={trainer} is one process, and {processes} were launched: use trainer=FSDPTrainer"),
@@ -194,7 +175,18 @@ REFUSED = (
           "max_prompt_length={max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more than "
           "max_length={max_length}: lower one of them, or raise max_length"),
 )
-DISCOURAGED = (
+WARNED = (
+    needs("lr_scaling", SEVERAL_PROCESSES, lambda v, p: p.dims.data_size > 1, NO_EFFECT),
+    needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha", NO_EFFECT),
+    needs("list_pairs", f"a loss of pairs: {_list_losses(lambda loss: loss.trains_on == 'pairs')}",
+         lambda v, p: p.loss.trains_on == "pairs", NO_EFFECT),
+    needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference, NO_EFFECT),
+    needs("model.reference_dtype", f"a reference that is a second model (not lora.reference=base) and "
+         f"{LOSS_WITH_REFERENCE}", lambda v, p: p.reference == "model", NO_EFFECT),
+    needs("online.reward_model online.reward_format", "online.scorer=reward_model",
+         lambda v, p: v["online.scorer"] == "reward_model", NO_EFFECT),
+    needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function", NO_EFFECT),
+    needs("online.keyword", "online.scorer=keyword", lambda v, p: v["online.scorer"] == "keyword", NO_EFFECT),
     Check(lambda v, p: p.trainer == BASIC and p.gpus > 1,
           "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
           "trainer=FSDPTrainer uses them all at once"),
@@ -226,8 +218,7 @@ def find_problems(plan: Plan) -> list[Problem]:
     right = {key: value for key, value in values.items() if key not in wrong_keys or key.startswith(WEIGHTS)}
     return [
         *wrong,
-        *_find_needs(NEEDED, "needs", right, plan),
-        *(Problem("", sentence) for sentence in _run_checks(REFUSED, right, plan)),
+        *_run_checks(REFUSED, right, plan),
         *find_dataset_problems(right.get("datasets", []), values.get("dataset_sources", {})),
     ]
 
@@ -250,31 +241,17 @@ def check_values(plan: Plan) -> None:
 
 def find_warnings(plan: Plan) -> list[str]:
     """List the warnings about a plan without problems, one sentence each."""
-    needs = _find_needs(NEEDED_FOR_EFFECT, "has no effect: it needs", plan.values, plan)
     used = plan.data.datasets
     unused = [name for name, source in plan.data.dataset_sources.items() if source is not None and name not in used]
     return [
-        *(problem.sentence for problem in needs),
-        *_run_checks(DISCOURAGED, plan.values, plan),
+        *(problem.sentence for problem in _run_checks(WARNED, plan.values, plan)),
         *(f"dataset_sources.{name} has no effect: datasets={','.join(used)} does not name it" for name in unused),
     ]
 
 
-def _find_needs(needs: Sequence[Need], verb: str, values: Values, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each key that is set and lacks what it needs."""
+def _run_checks(checks: Sequence[Check], values: Values, plan: Plan) -> Iterator[Problem]:
+    """Yield what the checks find."""
     defaults = dict(dotted(load_defaults(**options_in(values))))
-    for need in needs:
-        with suppress(KeyError):  # of a key without a right value
-            if need.is_met(values, plan):
-                continue
-            for key in need.keys.split():
-                value = values.get(key)
-                if value is not None and value != defaults.get(key):
-                    yield Problem(key, f"{key}={_as_typed(value)} {verb} {need.what}")
-
-
-def _run_checks(checks: Sequence[Check], values: Values, plan: Plan) -> Iterator[str]:
-    """Yield the sentences of the checks that find something."""
     facts = {
         "processes": plan.dims.world_size,
         "data_processes": plan.dims.data_size,
@@ -284,9 +261,17 @@ def _run_checks(checks: Sequence[Check], values: Values, plan: Plan) -> Iterator
         **values,
     }
     for check in checks:
+        set_keys = [key for key in check.keys.split() if values.get(key) not in (None, defaults.get(key))]
         with suppress(KeyError):  # of a key without a right value
-            if check.is_broken(values, plan):
-                yield re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(facts[match[1]])), check.sentence)
+            if (set_keys or not check.keys) and check.is_broken(values, plan):
+                for key in set_keys or [""]:
+                    facts |= {"KEY": key, "VALUE": values.get(key)}
+                    yield Problem(key, _fill(check.sentence, facts))
+
+
+def _fill(sentence: str, facts: Values) -> str:
+    """Replace each `{name}` in a sentence by its value."""
+    return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(facts[match[1]])), sentence)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

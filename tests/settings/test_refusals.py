@@ -8,8 +8,9 @@ import pytest
 from support.commands import RUNS, compose, find_refusals
 from support.runs import ROOT
 
+from dpo.settings import validation
 from dpo.settings.plan import resolve
-from dpo.settings.validation import NEEDED, NEEDED_FOR_EFFECT, find_problems, find_warnings
+from dpo.settings.validation import find_problems, find_warnings
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
@@ -235,7 +236,7 @@ def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, type
 
 def test_every_key_that_needs_another_is_in_a_table():
     commands = [f" {command}" for command, _ in (*REFUSED, *NO_EFFECT)]
-    keys = [key for need in (*NEEDED, *NEEDED_FOR_EFFECT) for key in need.keys.split()]
+    keys = [key for check in (*validation.REFUSED, *validation.WARNED) for key in check.keys.split()]
     assert [key for key in keys if not any(f" {key}=" in command for command in commands)] == []
 
 
