@@ -45,10 +45,8 @@ def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> C
         *(
             ("pairs", f"Question {better} {worse} id", {}, f"Question {better} {worse}")
             for better, worse in (
-                ("preferred", "dispreferred"), ("good_answer", "bad_answer"), ("Winner", "Loser"), ("win", "lose"),
-                ("positive", "negative"), ("preferred-answer", "non-preferred-answer"), ("best", "worst"),
-                ("answer_chosen", "answer_rejected"), ("bestCompletion", "worstCompletion"),
-                ("GOOD-REPLY", "BAD-REPLY"),
+                ("good_answer", "bad_answer"), ("Winner", "Loser"), ("positive", "negative"),
+                ("preferred-answer", "non-preferred-answer"), ("answer_chosen", "answer_rejected"),
             )
         ),
         ("targets", "prompt chosen rejected messages completion", {}, "prompt chosen rejected"),  # pairs before targets

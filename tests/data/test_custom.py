@@ -68,6 +68,13 @@ def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     assert take(rows, tokenizer, "labels") == [{"chosen": " yes"}, {"rejected": " hm"}, {"rejected": " no"}]
 
 
+def test_a_rejected_response_may_be_empty(tokenizer):
+    pair = {"prompt": "Q:", "chosen": " yes", "rejected": ""}
+    assert take([pair], tokenizer, "pairs") == [{"chosen": " yes", "rejected": ""}]
+    label = {"prompt": "Q:", "completion": "", "label": False}
+    assert take([label], tokenizer, "labels") == [{"rejected": ""}]
+
+
 def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokenizer):
     rows = [{"prompt": "Q:", "chosen": " yes", "rejected": " no"}, {"prompt": "Q:", "chosen": " a", "rejected": " no"}]
     expected = [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]

@@ -20,7 +20,6 @@ LABEL = {**TARGET, "label": True}
 LIST = {"prompt": "Is it?", "responses": [" Yes.", " No."], "scores": [2, 1]}
 CHAT = {"prompt": [user("Is it?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")]}
 EMPTY_IN_CHAT = {**CHAT, "chosen": [assistant(" ")]}
-THINKING = {**CHAT, "rejected": [assistant("")]}  # an empty rejected response says something
 
 
 @pytest.mark.parametrize(
@@ -66,16 +65,6 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, trains_on, rea
     file.write_text(text + "\n")
     with pytest.raises(InputError, match=r"record|line"):
         get_dataset("mine", "train", bad_records="skip", **options)
-
-
-@pytest.mark.parametrize("row", [{**GOOD, "rejected": ""}, THINKING, {**LABEL, "completion": "", "label": False}])
-def test_a_rejected_response_may_be_empty(row, tokenizer, chat, tmp_path):
-    if row is THINKING:
-        tokenizer = chat("{% for message in messages %}<{{ message.role }}>{{ message.content }};{% endfor %}")
-    write_rows(tmp_path / "train.jsonl", [row])
-    trains_on = "labels" if "label" in row else "pairs"
-    sources = {"mine": str(tmp_path)}
-    assert get_dataset("mine", "train", dataset_sources=sources, tokenizer=tokenizer, trains_on=trains_on)
 
 
 def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):

@@ -92,19 +92,30 @@ def test_class_labels_have_their_names(place, tmp_path, monkeypatch):
     assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev", "eval"])
-def test_the_test_split_may_have_another_name_if_there_is_no_test(tmp_path, name):
-    write(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
-    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
-    write(tmp_path / "test.csv", ROWS[1:])
-    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[1:]
+@pytest.mark.parametrize(
+    ("split", "names", "found"),
+    [
+        (
+            "train",
+            ["data/train-1-of-2.jsonl", "data/train-0-of-2.jsonl", "README.jsonl"],
+            ["data/train-0-of-2.jsonl", "data/train-1-of-2.jsonl"],
+        ),
+        ("test", ["train.jsonl", "validation.jsonl"], ["validation.jsonl"]),
+        ("test", ["dev.jsonl", "test.csv"], ["test.csv"]),
+        ("test", ["train", "eval"], ["eval"]),  # a saved `DatasetDict`
+        ("train", ["train_sft.jsonl", "test_sft.jsonl"], ["train_sft.jsonl"]),
+        ("train", ["train_sft", "train_prefs"], ["train_prefs"]),
+    ],
+)
+def test_a_split_is_found_by_its_name_and_its_shards_are_read_in_order(tmp_path, split, names, found):
+    for name in names:
+        write(tmp_path / name, [{"name": name}])
+    before = sorted(tmp_path.rglob("*"))
+    assert list(load_rows(Source(str(tmp_path)), split)) == [{"name": name} for name in found]
+    assert sorted(tmp_path.rglob("*")) == before  # no cache and no lock
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
-    for name in ("a.csv", "a.tsv", "a.jsonl", "a.json"):
-        write(tmp_path / name, ROWS)
-        (tmp_path / name).write_bytes("\ufeff".encode() + (tmp_path / name).read_bytes())
-        assert list(load_rows(Source(str(tmp_path / name)), "train")) == ROWS, name
+TABLE = "question,good,bad\nHow?,So,Or “so”\n"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +124,20 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
         ("prompt\tchosen\na;, b\tc\n", {"prompt": "a;, b", "chosen": "c"}),
         ('\ufeffprompt;chosen\r\na;"b; c"\r\n', {"prompt": "a", "chosen": "b; c"}),
         ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
+        *(
+            (text, {"question": "How?", "good": "So", "bad": "Or “so”"})
+            for text in (
+                TABLE.replace("\n", "\n,,\n"),
+                TABLE.replace("\n", ",,\n"),
+                ",," + TABLE.replace("\n", "\n0,,", 1),  # the numbers that pandas writes, and another unnamed column
+            )
+        ),
     ],
 )
-def test_the_first_line_of_a_csv_tells_what_separates_columns(tmp_path, text, row):
-    (tmp_path / "a.csv").write_text(text)
-    assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == [row]
+def test_a_table_may_have_other_separators_empty_rows_and_columns_without_a_name(tmp_path, text, row):
+    for name, data in (("a.csv", text.encode()), ("a.CSV.gz", gzip.compress(text.encode()))):
+        (tmp_path / name).write_bytes(data)
+        assert list(load_rows(Source(str(tmp_path / name)), "train")) == [row]
 
 
 @pytest.mark.parametrize(
@@ -226,26 +246,6 @@ def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files
         assert message.format(dir=tmp_path) in str(error.value)
 
 
-TABLE = "question,good,bad\nHow?,So,Or “so”\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        TABLE.replace("\n", "\n,,\n"),
-        TABLE.replace("\n", ",,\n"),
-        ",," + TABLE.replace("\n", "\n0,,", 1),  # the numbers that pandas writes, and another column without a name
-        TABLE.replace(",", ";"),
-    ],
-)
-@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
-def test_empty_rows_and_columns_without_a_name_are_no_data(tmp_path, text, suffix):
-    data = text.encode()
-    (tmp_path / f"a{suffix}").write_bytes(gzip.compress(data) if suffix == ".csv.gz" else data)
-    rows = load_rows(Source(str(tmp_path / f"a{suffix}")), "train")
-    assert list(rows) == [{"question": "How?", "good": "So", "bad": "Or “so”"}]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -262,16 +262,6 @@ def test_a_table_that_a_spreadsheet_wrote_otherwise_is_refused_with_the_fix(tmp_
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=re.escape(message)):
             load_rows(Source(str(tmp_path / name)), "train")
-
-
-def test_preferences_and_targets_may_be_splits_of_their_own(tmp_path):
-    for name in ("train_sft", "test_sft"):
-        write(tmp_path / "chats" / f"{name}.jsonl", ROWS)
-    parts = {name: datasets.Dataset.from_list(ROWS[:1]) for name in ("train_prefs", "train_sft", "test_prefs")}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
-    for split in ("train", "test"):
-        assert list(load_rows(Source(str(tmp_path / "chats")), split)) == ROWS
-        assert list(load_rows(Source(str(tmp_path / "both")), split)) == ROWS[:1]
 
 
 def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
@@ -305,25 +295,15 @@ def test_the_hub_is_never_asked_for_a_path(path, monkeypatch, tmp_path):
 def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(monkeypatch):
     calls = []
 
-    def load_dataset(*args, **kwargs):
-        calls.append((args, kwargs))
+    def load_dataset(path, **options):
+        calls.append((path, options))
         return datasets.Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-
-    data = get_dataset(
-        "mine",
-        "test",
-        cache_dir="/cache",
-        dataset_sources={"mine": {"path": "somebody/pairs", "revision": "v2"}},
-    )
-    get_dataset("mine", "train", dataset_sources={"mine": "somebody/pairs"})
-
+    source = {"path": "somebody/pairs", "revision": "v2"}
+    data = get_dataset("mine", "test", cache_dir="/cache", dataset_sources={"mine": source})
     assert data["a"]["responses"] == [" b", " c"]
-    assert calls == [
-        (("somebody/pairs",), {"split": "test", "cache_dir": "/cache", "revision": "v2"}),
-        (("somebody/pairs",), {"split": "train", "cache_dir": None, "revision": None}),
-    ]
+    assert calls == [("somebody/pairs", {"split": "test", "cache_dir": "/cache", "revision": "v2"})]
 
 
 def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(monkeypatch, tmp_path):
