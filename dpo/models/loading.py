@@ -5,7 +5,6 @@ They are loaded one after the other, so that a host holds at most one whole mode
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,7 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.models.adapters import (
-    CONFIG,
-    POLICY,
-    REFERENCE,
-    add_adapter,
-    find_adapter,
-    load_adapter,
-    make_adapter_config,
-    read_adapter,
-)
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, make_adapter_config, read_adapter
 from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.scalar_head import install_scalar_head
@@ -78,41 +68,31 @@ def find_weights(plan: Plan) -> Weights:
     archive = plan.model.archive
     if archive is None:
         return Weights()
-    exists = os.path.exists(os.path.expanduser(archive))  # if not, `locate_weights` raises below
-    if plan.reference == "adapter" and exists and find_adapter(archive) is None:
+    weights = locate_weights(archive)
+    if weights.adapter is None and plan.reference == "adapter":
         raise InputError(
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
             f"or choose lora.reference=base"
         )
-    weights = locate_weights(archive)
-    if weights.adapter is None:
-        return weights
-    merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
-    if plan.lora is None:
-        choose = "choose lora=lora lora.reference=adapter" if plan.loss.reference else "choose lora=lora"
-        raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
-    if plan.reference == "base":
+    # with lora.reference=base the reference would be the adapter's base alone
+    if weights.adapter is not None and (plan.lora is None or plan.reference == "base"):
+        keys = "lora=lora lora.reference=adapter" if plan.loss.reference else "lora=lora"
         raise InputError(
-            f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be the "
-            f"adapter's base alone: choose lora.reference=adapter, or {merge}"
-        )
-    if weights.archive is not None and not weights.archive.is_file():
-        raise InputError(
-            f"{weights.archive}, the base of {weights.adapter}, does not exist: put the base's new path into "
-            f"{weights.adapter / CONFIG}, as base_model_name_or_path"
+            f"model.archive={archive} is an adapter: choose {keys}, or merge it first: python -m scripts.export "
+            f"{archive} DIR --merge, then model.name_or_path=DIR"
         )
     return weights
 
 
 def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base."""
-    adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
-    if adapter is None:
-        return []
-    base = locate_weights(adapter).base
+    base, name = find_weights(plan).base, plan.model.name_or_path
     if base is None or resolve_name(base) == resolve_name(name):
         return []
-    return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure they are the same"]
+    return [
+        f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}: make sure "
+        f"they are the same"
+    ]
 
 
 def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:

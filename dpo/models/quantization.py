@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.scalar_head import find_scalar_head
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import release_freed_memory, silence_bitsandbytes
@@ -84,7 +84,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
     Layers are quantized one by one, on `device` if given, so that it never holds the whole model unquantized. The rest
-    of the model then moves there too, unless it is on the meta device. Raises InputError as `layers_to_quantize` does.
+    of the model then moves there too, unless it is on the meta device. Raises InputError without bitsandbytes.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
@@ -108,33 +108,19 @@ def _transpose_conv1d(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Ten
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """The names of a model's linear layers but the head, as far as their weights fill whole blocks.
-
-    Raises InputError if there is none, or bitsandbytes has no kernels for this machine.
-    """
-    check_bitsandbytes()
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")
+    """The names of a model's linear layers but the head, as far as their weights fill whole blocks."""
+    silence_bitsandbytes()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with explaining_library(
+        lambda error: InputError(
+            f"lora=qlora needs bitsandbytes with kernels for this machine (pip install bitsandbytes; python -m "
+            f"bitsandbytes says what is wrong), or use lora=lora: {one_sentence(error)}"
+        )
+    ):
+        _quantize(torch.zeros(BLOCK, device=device))
     head = model.get_output_embeddings() or find_scalar_head(model)
-    names = [
+    return [
         name
         for name, layer in model.named_modules()
         if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not head and layer.weight.numel() % BLOCK == 0
     ]
-    if not names:
-        raise InputError(f"{type(model).__name__} has no linear layers that could be 4-bit: use lora=lora")
-    return names
-
-
-def check_bitsandbytes() -> None:
-    """Raise InputError if bitsandbytes is missing or has no kernels here."""
-    silence_bitsandbytes()
-    try:
-        from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib
-    except ImportError as error:
-        raise InputError(f"lora=qlora needs the package bitsandbytes: pip install bitsandbytes ({error})") from error
-    if isinstance(lib, ErrorHandlerMockBNBNativeLibrary):
-        raise InputError(
-            "lora=qlora needs kernels that bitsandbytes does not have for this machine (python -m bitsandbytes says "
-            "why): use lora=lora"
-        )

@@ -54,11 +54,9 @@ def install_scalar_head(model: Any) -> None:
 
 def draw_head(model: Any, seed: int) -> torch.Tensor:
     """Draw a head's weight, (1, H) in float32, as transformers initializes it."""
-    head = torch.nn.Linear(getattr(model, HEAD).in_features, 1, bias=False)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        model._init_weights(head)
-    return head.weight.detach()
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
 
 
 def reward(model: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ has the names of the class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
-Names = dict[str, str]  # names elsewhere, by names in the text model
-Shapes = dict[str, tuple[int, ...]]
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 
 def is_text_part(config: Any) -> bool:
@@ -39,12 +38,9 @@ def name_in_class(model: Any, config: Any) -> None:
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
     model.checkpoint_class = type(whole).__name__
-    model.names_in_class = _match_names(model, _find_shapes(model.state_dict()), _find_shapes(whole.state_dict()))
+    model.names_in_class = _match_names(model, model.state_dict(), _find_shapes(whole.state_dict()))
     if not model.names_in_class:
-        raise InputError(
-            f"the weights of {type(model).__name__} cannot be told from the others in {model.checkpoint_class}, which "
-            f"has more parts than text, so that no adapter could have its names: give a model for text alone"
-        )
+        raise _ambiguous(f"the class {model.checkpoint_class}", model)
 
 
 def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
@@ -64,19 +60,14 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
 
 def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
     """A text model's weights by their names in the files; InputError unless each of them has one place there."""
-    shapes = {key: shape for file in _find_files(name, cache_dir) for key, _, shape in _read_headers(file)}
+    shapes = {key: shape for key, (_, shape) in _read_headers(name, cache_dir).items()}
     own = model.state_dict()
     for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
-        if names := _match_names(model, _find_shapes(weights), shapes):
-            tensors = {theirs: weights[name] for name, theirs in names.items()}
+        if names := _match_names(model, weights, shapes):
+            tensors = {theirs: weights[ours] for ours, theirs in names.items()}
             # an expert is a view of all experts, and a file takes no views
-            is_view = {key: t.untyped_storage().nbytes() > t.nbytes and not t.is_meta for key, t in tensors.items()}
-            return {key: tensor.clone() if is_view[key] else tensor for key, tensor in tensors.items()}
-    raise InputError(
-        f"model.name_or_path={name} has more parts than text, and in its safetensors files the tensors of its text "
-        f"part ({type(model).__name__}) cannot be told from the others, so that no export could hold all parts: give a "
-        f"model for text alone"
-    )
+            return {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
+    raise _ambiguous(f"the files of model.name_or_path={name}", model)
 
 
 def complete_checkpoint(
@@ -92,12 +83,20 @@ def complete_checkpoint(
     return tensors
 
 
-def _match_names(model: Any, own: Shapes, theirs: Shapes) -> Names:
-    """Match names that differ in a prefix; none if that is ambiguous.
+def find_integer_weights(name: str, cache_dir: str | None) -> list[str]:
+    """Names of a model's weights whose values are integers or 8-bit floats, for which scales would be needed."""
+    headers = _read_headers(name, cache_dir)
+    return [key for key, (dtype, _) in headers.items() if key.endswith(".weight") and dtype not in FLOATS]
+
+
+def _match_names(
+    model: Any, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """The names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
 
     The base model's weights have one prefix in common, those of its head perhaps another. A tied head may be missing.
     """
-    embeddings = model.get_input_embeddings()
+    embeddings, own = model.get_input_embeddings(), _find_shapes(weights)
     base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
     tied = set(model.all_tied_weights_keys)
     names = {}
@@ -105,41 +104,41 @@ def _match_names(model: Any, own: Shapes, theirs: Shapes) -> Names:
         group = {name.removeprefix(base) if is_base else name: name for name in own if name.startswith(base) is is_base}
         required = {short: name for short, name in group.items() if name not in tied}
         first = next(iter(required or group), "")
-        prefixes = {match[1] for key in theirs if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
-        fitting = [p for p in prefixes if all(theirs.get(p + short) == own[name] for short, name in required.items())]
+        prefixes = {match[1] for key in shapes if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
+        fitting = [p for p in prefixes if all(shapes.get(p + short) == own[name] for short, name in required.items())]
         if len(fitting) != 1 and required:
             return {}
-        names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in theirs}
+        names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in shapes}
     return names
 
 
-def _find_shapes(weights: Mapping[str, torch.Tensor]) -> Shapes:
+def _ambiguous(place: str, model: Any) -> InputError:
+    return InputError(
+        f"in {place}, which has more parts than text, the weights of the text part ({type(model).__name__}) cannot be "
+        f"told from the others, so that no export could hold all parts: give a model for text alone"
+    )
+
+
+def _find_shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def _find_files(name: str, cache_dir: str | None) -> list[Path]:
     """The safetensors files of a directory or Hub id."""
+    options: Any = {"cache_dir": cache_dir, "_raise_exceptions_for_missing_entries": False}
+    name = str(Path(name).expanduser())
+    if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
+        return [Path(file) for file in get_checkpoint_shard_files(name, index, cache_dir=cache_dir)[0]]
+    file = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+    return [Path(file)] if file else []
+
+
+def _read_headers(name: str, cache_dir: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor in the safetensors files of a model, by name."""
+    headers = {}
     with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
-        options: Any = {"cache_dir": cache_dir, "_raise_exceptions_for_missing_entries": False}
-        name = str(Path(name).expanduser())
-        if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
-            return [Path(file) for file in get_checkpoint_shard_files(name, index, cache_dir=cache_dir)[0]]
-        file = cached_file(name, SAFE_WEIGHTS_NAME, **options)
-        return [Path(file)] if file else []
-
-
-def _read_headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield name, dtype and shape of each tensor of a file."""
-    with (
-        explaining_library(lambda error: InputError(f"{path} cannot be read: {one_sentence(error)}")),
-        safe_open(path, framework="pt") as file,
-    ):
-        for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-            tensor = file.get_slice(key)
-            yield key, tensor.get_dtype(), tuple(tensor.get_shape())
-
-
-def find_integer_weights(name: str, cache_dir: str | None) -> list[str]:
-    """Names of a model's weights whose values are integers or 8-bit floats, for which scales would be needed."""
-    headers = [header for file in _find_files(name, cache_dir) for header in _read_headers(file)]
-    return [key for key, dtype, _ in headers if key.endswith(".weight") and dtype not in ("F64", "F32", "F16", "BF16")]
+        for path in _find_files(name, cache_dir):
+            with safe_open(path, framework="pt") as file:
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (the file is no mapping)
+                headers |= {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+    return headers

@@ -6,7 +6,6 @@ or float16, on a GPU; key and value heads that queries share are not copied. Pad
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from dpo.models.packing import Segments
 from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
 
-# torch 2.11 does not have this option, and groups heads without it
-GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options that some models' layers pass; s_aux is for sinks
 
 
@@ -47,13 +44,12 @@ def attention_forward(
     With `segments` there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
     Raises InputError for layers that need more than this, such as a mask.
     """
-    extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if segments is not None and attention_mask.numel() != 1:  # with segments, the usual mask is a dummy of one element
-        extras.append("a mask of its own")
-    if extras:
+    # with segments, the usual mask is a dummy of one element
+    has_own_mask = segments is not None and attention_mask.numel() != 1
+    if has_own_mask or any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise InputError(
-            f"model.attn_implementation={VARLEN} does not support {type(module).__name__}, which has {extras[0]}: use "
-            f"sdpa"
+            f"model.attn_implementation={VARLEN} does not support {type(module).__name__}, which changes the scores "
+            f"of attention: use sdpa"
         )
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -69,6 +65,6 @@ def attention_forward(
         scale=scaling,
         # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **GROUPED,
+        enable_gqa=True,
     )
     return out[None], None

@@ -17,7 +17,7 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, FACTOR_NAME, POLICY, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.adapters import POLICY, adapter_weights, base_weights, find_adapter, read_base
 from dpo.models.scalar_head import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 
 # buffers that transformers stored in 2023, and computes today
@@ -78,11 +78,6 @@ def read_archive(
         raise InputError(f"{key}{path} cannot be read as a policy.pt: {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
-    if any(FACTOR_NAME.fullmatch(name) for name in state):
-        raise InputError(
-            f"{key}{path} holds an adapter, not the weights of a model: give the adapter's directory, which also has "
-            f"{CONFIG}"
-        )
     expected = model.state_dict(keep_vars=True)
     for old, new in RENAMED.items():
         if old in state and new in expected:
@@ -91,34 +86,23 @@ def read_archive(
     if find_scalar_head(model) is not None and HEAD_WEIGHT not in state:  # the weights of a language model
         state = {name: tensor for name, tensor in state.items() if name not in (*LM_HEAD, *RENAMED)}
         del expected[HEAD_WEIGHT]
-    if mismatches := _find_mismatches(state, expected):
+    # tied weights are one object with several names in the model, and a file may have any of these names
+    shared_ids = {id(expected[name]) for name in state if name in expected}
+    unfit = {
+        "unexpected": state.keys() - expected.keys(),
+        "missing": {name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids},
+        "of another shape": {n for n in state.keys() & expected.keys() if state[n].shape != expected[n].shape},
+        "integers, as of a quantized model": {
+            n for n in state.keys() & expected.keys()
+            if expected[n].is_floating_point() and not state[n].is_floating_point()
+        },
+    }  # fmt: skip
+    if any(unfit.values()):
+        kinds = [f"{kind}: {', '.join(sorted(names)[:3])}" for kind, names in unfit.items() if names]
         raise InputError(
-            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): "
-            f"{'; '.join(mismatches)}"
+            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): {'; '.join(kinds)}"
         )
     return state
-
-
-def _find_mismatches(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Texts on unknown, missing, reshaped and integer tensors of a file, if any.
-
-    In `expected`, tied weights are one object with several names; a file may have any of these names.
-    """
-    shared_names = [name for name in state if name in expected]
-    shared_ids = {id(expected[name]) for name in shared_names}
-    by_kind = {
-        "unexpected": sorted(state.keys() - expected.keys()),
-        "missing": sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids),
-        "integers, as of a quantized model": [
-            n for n in shared_names if expected[n].is_floating_point() and not state[n].is_floating_point()
-        ],
-    }
-    reshaped = [
-        f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
-        for name in shared_names
-        if state[name].shape != expected[name].shape
-    ]
-    return [f"{kind}: {', '.join(names[:3])}" for kind, names in by_kind.items() if names] + reshaped[:2]
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:

@@ -30,7 +30,6 @@ from dpo.models.quantization import Linear4bit
 from dpo.models.scoring import load_reward_model
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
-from dpo.settings.validation import find_problems
 from dpo.system.host import find_device_memory, resident_memory
 from dpo.training.batches import Batches
 from dpo.training.online import add_placeholders, encode_prompt, some_prompts
@@ -233,39 +232,25 @@ def decide_frozen_weights(plan: Plan) -> Plan:
     return whole if held <= MAX_HELD_SHARE * available else sharded
 
 
-SUGGESTIONS = (  # settings that may save memory: a key, and a function that returns the value to try, or None
-    ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
-    ("activation_checkpointing", lambda plan: True),
-    ("cache_reference_logps", lambda plan: "all" if plan.reference == "model" else None),
-    # with several processes autocast would keep a second copy of all weights
-    ("model.autocast", lambda plan: None if plan.trainer.multi_process else "bfloat16"),
-    ("model.fsdp_policy_mp", lambda plan: "bfloat16" if plan.trainer.multi_process else None),
-    ("fsdp_frozen_weights", lambda plan: "sharded" if plan.dims.shard_size > 1 and plan.has_frozen_weights else None),
-    ("lora", lambda plan: "lora" if plan.lora is None else None if plan.quantized else "qlora"),
-    ("max_length", lambda plan: plan.data.max_length // 2),
-)
-
-
 def suggest_settings(plan: Plan) -> str:
-    """Settings that may save memory, in the order in which to try them."""
-    suggestions = []
-    for key, choose_value in SUGGESTIONS:
-        value = choose_value(plan)
-        if value is None or plan.values.get(key) == value:
-            continue
-        changed = plan.change(key, value)
-        if not find_problems(changed):
-            text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
-            suggestions.append(f"{key}={text}")
+    """Settings that save memory and that the run does not have, in the order in which to try them."""
+    suggestions = [f"gradient_accumulation_steps={2 * plan.data.gradient_accumulation_steps}"]
+    if not plan.training.activation_checkpointing:
+        suggestions.append("activation_checkpointing=true")
+    if plan.reference == "model" and not plan.caches_reference_first and not plan.online:
+        suggestions.append("cache_reference_logps=all")
+    if plan.lora is None:
+        suggestions.append("lora=lora")
+    suggestions.append(f"max_length={plan.data.max_length // 2}")
     return f"{', '.join(suggestions)}, a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
     memory, notes = predict(plan, data)
-    available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
+    available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
     total = f"{memory.total() / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB"
     print(f"{'total':>12} {total}", *notes, sep="\n")
     if memory.total() > available:
@@ -284,8 +269,9 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        memory, notes = predict(plan, data)
-        available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
-        needed = f"a process needs about {memory.total() / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB"
-        advice = "; ".join([needed, *notes, f"try {suggest_settings(plan)}"])
-        raise RunError(f"out of memory: {advice} ({' '.join(str(error).split())[:200]})") from error
+        needed = predict(plan, data)[0].total() / 1e9
+        available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process) / 1e9
+        raise RunError(
+            f"out of memory: a process needs about {needed:.2f} GB, and its device has {available:.2f} GB; try "
+            f"{suggest_settings(plan)} ({one_sentence(error)[:200]})"
+        ) from error

@@ -23,8 +23,6 @@ from support.gpu import (
 )
 from support.runs import GOLDEN, distance, find_differences, golden_command
 
-from dpo.errors import InputError
-from dpo.models.quantization import check_bitsandbytes
 from dpo.system.launching import get_open_port
 
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
@@ -139,11 +137,8 @@ FEATURE_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below
 @limit(60)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_train_as_on_a_cpu(name, tmp_path, record):
-    if name == "qlora" and GPU:
-        try:
-            check_bitsandbytes()
-        except InputError as error:
-            pytest.skip(str(error))
+    if name == "qlora":
+        pytest.importorskip("bitsandbytes")
     own = (*COMMON, "gradient_accumulation_steps=2", *FEATURES[name], "n_examples=16", "eval_every=8",
            f"dataset_sources.hh={few_words(tmp_path, 16)}")  # fmt: skip
     runs = [Run(tmp_path, "device", *own, **WITHOUT_TF32)]

@@ -179,7 +179,7 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
 @pytest.mark.parametrize(
     ("family", "extra"),
     [
-        ("gemma2", "Gemma2Attention, which has softcap"),
+        ("gemma2", "Gemma2Attention, which changes the scores of attention"),
         ("falcon, attention code of its own", "FalconForCausalLM, whose attention is code of its own"),
     ],
 )
