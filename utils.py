@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dpo.data.collation import pad_to_length
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError
 from dpo.models.pretrained import disable_dropout
 from dpo.parallel.sharding import get_block_class_from_model
 from dpo.system.launching import get_open_port, init_distributed
+from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir, get_local_run_dir
 
 __all__ = [
@@ -46,41 +46,25 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, and return the local path.
+    """Copy `HOST:PATH` by scp to `local_path`, by default PATH, unless it exists; return the local path.
 
-    `local_path` is by default PATH. Nothing is copied if `local_path` exists, or if HOST is this machine. Raises
-    InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file is left.
+    Nothing is copied if HOST is this machine. A failed copy raises CalledProcessError and leaves no file.
     """
     host, colon, path = remote_path.partition(":")
     if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
         raise InputError(f"remote_path={remote_path} must be HOST:PATH")
-    full_name = socket.gethostname()
-    if host in (full_name, full_name.partition(".")[0]):  # this machine, with or without its domain
+    if host == socket.gethostname():
         return path
     local = Path(local_path or path)
-    if os.path.lexists(local):
-        return str(local)
-    local.parent.mkdir(parents=True, exist_ok=True)
-    temporary = local.with_name(f".{local.name}.dpo.{os.getpid()}")
-    print(f"copying {remote_path} to {local}")
-    command = ["scp", "--", remote_path, str(temporary)]
-    try:
-        result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if result.returncode:
-            raise RunError(f"scp cannot copy {remote_path}: {result.stderr.strip()[:300]}")
-        temporary.replace(local)
-    except FileNotFoundError as error:
-        raise RunError(f"{remote_path} cannot be copied: this machine has no scp, or scp wrote no file") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not local.exists():
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(local) as temporary:
+            subprocess.run(["scp", "--", remote_path, str(temporary)], check=True)
     return str(local)
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
-    """Every rank's `values` concatenated along dimension 0, in rank order.
-
-    With one process, returns `values` itself.
-    """
+    """Every rank's `values` concatenated along dimension 0, in rank order; with one process `values` itself."""
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
@@ -108,10 +92,7 @@ def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
-    """Print this process's allocated and peak memory on each visible GPU.
-
-    If `rank` is given, only GPU `rank` is shown.
-    """
+    """Print this process's allocated and peak memory on each visible GPU, or on GPU `rank` alone."""
     for device in range(torch.cuda.device_count()):
         if rank is not None and device != rank:
             continue

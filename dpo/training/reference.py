@@ -99,7 +99,7 @@ class ReferenceLogps:
         stored = from_rank_0(read_logps(path, self._table.shape) if is_rank_0 and path.exists() else None)
         if stored is None:
             stored = np.full_like(self._table, np.nan)
-        is_stored: np.ndarray = ~np.isnan(stored).any(axis=1)
+        is_stored = np.logical_not(np.isnan(stored).any(axis=1))
         self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
         n_scored, is_checked = 0, False
         for batch in batches:
