@@ -67,13 +67,6 @@ def clock_time(seconds: float) -> str:
     return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 
-def hours(value: float) -> str:
-    """Hours as text, in whole numbers from ten on."""
-    if 0 <= value < 0.1:
-        return f"{value:.2g}"
-    return f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
-
-
 def shortened(text: str) -> str:
     """A text stripped, and cut after LONGEST_TEXT characters."""
     text = text.strip()

@@ -110,7 +110,7 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     """Draw each chart for which a run has values."""
     for chart, lines in plan_charts(runs):
         svg, png = draw(chart, lines)
-        yield Picture(chart.name, describe(chart, lines), svg, png)
+        yield Picture(chart.name, f"{chart.title} against examples", svg, png)
 
 
 def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
@@ -229,17 +229,3 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
     axis.tick_params(colors=LIGHT.muted, length=0, which="both")
     axis.spines[:].set_visible(False)
     axis.set_xlabel("examples", color=LIGHT.muted)
-
-
-def describe(chart: Chart, lines: Sequence[Line]) -> str:
-    """Describe a picture in words, for readers who cannot see it."""
-    format_value = percent if chart.in_percent else format_number
-    sentences = [f"{chart.title} against examples."]
-    for line in lines:
-        clauses = [
-            f"{kind} from {format_value(values[0])} to {format_value(values[-1])}"
-            for kind, (_, values) in (("training", line.updates), ("evaluation", line.evaluations))
-            if len(values)
-        ]
-        sentences.append(f"{line.label}: {'; '.join(clauses)}." if line.label else f"{'; '.join(clauses)}.")
-    return " ".join(sentences)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, look_up, number, rank_answers, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
-from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
+from dpo.numbers import count, duration, figure, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
 from dpo.system.plain_files import make_directory, replacing
 from dpo.system.redaction import redact
@@ -134,38 +134,27 @@ def describe_run(run: Run) -> str:
 class Cost(NamedTuple):
     """Time, tokens and devices of a run; NaN where unknown."""
 
+    secs: float  # from start to end or until now, without pauses between; of a crashed run, in updates alone
     updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
-    elapsed_secs: float  # from start to end or until now, without pauses between; NaN if the run crashed
     tokens: float
     devices: float
     kind: str  # GPU or CPU
-
-    @property
-    def secs(self) -> float:
-        return self.elapsed_secs if self.elapsed_secs >= self.updating_secs else self.updating_secs
 
 
 def measure_cost(run: Run) -> Cost:
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
     # a single process uses all GPUs that it sees
     devices = (processes if processes > 1 else float(len(gpus))) if gpus else number(run.env.get("cpus"))
-    started, ended = (_parse_time(run.env.get(name)) for name in ("started", "ended"))
-    ended = datetime.now(UTC) if run.state.word == "training" else ended
-    elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
-    elapsed += number(run.env.get("seconds_before", 0))  # before the last resume
     examples, speed = np.diff(run.train.examples, prepend=0.0), run.train["examples_per_second"]
     seconds = np.divide(examples, speed, out=np.full_like(speed, np.nan), where=speed > 0)  # of each update
+    secs = updating = float(np.nansum(seconds))
+    times = [run.env.get("started"), str(datetime.now(UTC)) if run.state.word == "training" else run.env.get("ended")]
+    with suppress(ValueError, TypeError):  # no times, or times without a zone
+        started, ended = (datetime.fromisoformat(str(time)) for time in times)
+        elapsed = (ended - started).total_seconds() + number(run.env.get("seconds_before", 0))  # before the last resume
+        secs = max(updating, elapsed)  # the run may have ended in order earlier, and crashed since
     tokens = float(np.nansum(seconds * run.train["tokens_per_second"]))
-    return Cost(float(np.nansum(seconds)), elapsed, tokens, devices, "GPU" if gpus else "CPU")
-
-
-def _parse_time(text: Any) -> datetime | None:
-    """Parse a time with its zone; None for anything else."""
-    try:
-        time = datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return time if time.tzinfo else None
+    return Cost(secs, updating, tokens, devices, "GPU" if gpus else "CPU")
 
 
 def list_results(run: Run, cost: Cost) -> dict[str, tuple[str, str]]:
@@ -188,7 +177,7 @@ def list_results(run: Run, cost: Cost) -> dict[str, tuple[str, str]]:
     if cost.secs > 0:
         results["Time"] = duration(cost.secs), "in updates alone" if cost.secs == cost.updating_secs else ""
         if cost.devices > 0:
-            results[f"{cost.kind}-hours"] = hours(cost.secs * cost.devices / 3600), count(cost.devices, cost.kind)
+            results[f"{cost.kind}-hours"] = figure(cost.secs * cost.devices / 3600), count(cost.devices, cost.kind)
     return results
 
 
@@ -204,7 +193,7 @@ def describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     return {
         "devices": gpus or f"{figure(cost.devices)} CPU cores, no GPU",
         "processes": _as_text(env.get("processes", "")),
-        "time from start to end or now, without pauses": duration(cost.elapsed_secs),
+        "time": duration(cost.secs),
         "time in updates": duration(cost.updating_secs),
         "tokens": large(cost.tokens),
         "trainable parameters": f"{large(trainable)} of {large(total)}" if total > 0 else "",

@@ -56,7 +56,8 @@ class ReportWriter(Callback):
     def on_end(self) -> None:
         """Write the last report, and log its path."""
         if self._process is not None:  # that report lacks the run's end
-            self._kill(self._process)
+            self._process.kill()
+            self._process.communicate()
         process = self._begin("--ended", stderr=subprocess.PIPE)
         failure = ""
         try:
@@ -64,15 +65,9 @@ class ReportWriter(Callback):
             if process.returncode:  # the last line of a traceback is its message
                 failure = errors.decode("utf-8", "replace").strip().rpartition("\n")[2][:300] or "it was killed"
         except subprocess.TimeoutExpired:
-            self._kill(process)
+            process.kill()
+            process.communicate()
             failure = f"it took more than {LAST_SECS} s"
         run_dir = self.context.run_dir
         failed = f"warning: the report was not written: {failure}; to write it, run python -m scripts.report {run_dir}"
         self.context.log(failed if failure else f"report: {run_dir / REPORT}")
-
-    def _kill(self, process: subprocess.Popen) -> None:
-        """End a process, and remove what it has not finished."""
-        process.kill()
-        process.communicate()
-        for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.dpo.*.{process.pid}.tmp"):
-            unfinished.unlink()

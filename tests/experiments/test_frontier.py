@@ -14,11 +14,10 @@ from support.models import plain_logps
 
 from dpo.data.examples import Example
 from dpo.models.pretrained import Source, load_model
-from experiments.frontier import exact, files, plain
+from experiments.frontier import exact, files
 from experiments.frontier.picture import draw as draw_picture
-from experiments.frontier.reading import at_equal_kl, collect_curve, mean_and_interval, summarize, tables
-from experiments.frontier.sweep import Run
-from experiments.frontier.task import Pairs, Task, draw_pairs, noisy_scorer
+from experiments.frontier.reading import at_equal_kl, collect_curve, mean_and_interval, tables
+from experiments.frontier.task import Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17, for_tuning=9)
 
@@ -75,12 +74,6 @@ def test_labels_are_bradley_and_terrys_for_pairs_and_for_what_is_drawn_online():
     assert (scores[:, 0] > scores[:, 1]).mean() == pytest.approx(chance, abs=0.015)
 
 
-def test_the_two_responses_of_a_pair_differ(model):
-    rng = np.random.default_rng(0)
-    pairs = draw_pairs(TASK, TASK.train_prompts, lambda asked: exact.draw(model, TASK, asked, rng), rng)
-    assert (pairs.chosen != pairs.rejected).any(-1).all()
-
-
 # --- what a model makes of it -----------------------------------------------------------------------------------------
 
 
@@ -92,30 +85,6 @@ def test_the_leaves_have_the_log_probabilities_that_the_trainer_scores(model, lo
             (scored,) = plain_logps(model, examples)
         assert scored.tolist() == pytest.approx(logps[i].tolist(), abs=2e-5)
     assert np.exp(logps).sum(-1) == pytest.approx(np.ones(17))
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_the_leaves_have_the_scores_of_a_reward_model(per_token, model):
-    reward_model = plain.RewardModel(model, per_token=per_token)
-    torch.nn.init.normal_(reward_model.head.weight)
-    found = reward_model.leaf_scores(TASK, TASK.test_prompts[:5])
-    for prompt, scores in zip(TASK.test_prompts[:5], found, strict=True):
-        with torch.no_grad():
-            expected = reward_model(np.repeat(prompt[None], len(TASK.leaves), 0), TASK.leaves)
-        assert scores == pytest.approx(expected.numpy(), abs=1e-3)
-    assert found.std() > 0.1
-
-
-def test_reward_and_kl_agree_with_samples(model, logps):
-    """KL against a uniform reference, whose log-probabilities are known."""
-    n, rng = 6000, np.random.default_rng(1)
-    rewards = TASK.reward(TASK.test_prompts[:1, None], TASK.leaves[None])
-    drawn = exact.draw(model, TASK, np.repeat(TASK.test_prompts[:1], n, 0), rng)
-    indices = (drawn[:, None] == TASK.leaves[None]).all(-1).argmax(-1)
-    uniform = np.full_like(logps[:1], -math.log(27))
-    point = exact.make_point(logps[:1], uniform, rewards)
-    for expected, values in ((point.reward, rewards[0, indices]), (point.kl, (logps - uniform)[0, indices])):
-        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(n)
 
 
 def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it():
@@ -163,24 +132,6 @@ def test_exact_rl_ascends_reward_less_beta_kl(model):
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(weight.grad.sum().item(), rel=5e-3)
 
 
-def test_unlikelihood_is_the_sum_of_its_two_terms(model):
-    pairs = Pairs(TASK.train_prompts[:3], TASK.leaves[[5, 9, 20]], TASK.leaves[[7, 2, 11]])
-    policy, compute_loss = plain.make_unlikelihood(model, TASK, pairs, Run("unlikelihood", 0.3, 0, 1e-3, 1))
-    with torch.no_grad():
-        chosen, rejected = (plain.token_logps(policy, pairs.prompts, part) for part in pairs[1:])
-        expected = -chosen.sum(-1) - 0.3 * (1 - rejected.exp()).log().sum(-1)
-        assert compute_loss(np.arange(3)).item() == pytest.approx(expected.mean().item(), rel=1e-5)
-
-
-def test_a_reward_model_learns_which_responses_are_chosen(model):
-    prompts = np.tile(TASK.train_prompts, (2, 1))  # more than a batch
-    pairs = Pairs(prompts, *(np.repeat(TASK.leaves[[i]], len(prompts), 0) for i in (-1, 0)))
-    for method in ("rm_last", "rm_tokens"):
-        reward_model = plain.train(model, TASK, pairs, Run(method, None, 0, 3e-3, 1), updates=15)
-        scores = reward_model.leaf_scores(TASK, TASK.test_prompts[:3])
-        assert (scores[:, -1] > scores[:, 0]).all()
-
-
 # --- what the rows say ------------------------------------------------------------------------------------------------
 
 
@@ -221,16 +172,6 @@ def test_an_interval_is_students():
     assert mean_and_interval(np.array([-1.0, 0.0, 1.2]), "+") == "+0.07 [-2.67, +2.80]"
     assert mean_and_interval(np.array([1.0])) == "1.00"
     assert mean_and_interval(np.array([1.0, np.nan])) == "-"
-
-
-def test_with_several_tasks_an_interval_is_over_their_means():
-    units = [(task, seed) for task in range(3) for seed in range(4)]
-    values = np.array([task + 10 * (seed - 1.5) for task, seed in units])
-    assert summarize(values, units) == mean_and_interval(np.array([0.0, 1.0, 2.0]))
-    assert summarize(values[:4], units[:4]) == mean_and_interval(values[:4])
-    missing = np.append(values, np.nan)
-    assert summarize(missing, [*units, (2, 4)]) == f"{mean_and_interval(np.array([0.0, 1.0, 2.0]))} (12 of 13)"
-    assert summarize(np.array([1.0, np.nan]), units[:2]) == "-"
 
 
 def test_the_tables_and_the_picture_of_rows(made_rows):

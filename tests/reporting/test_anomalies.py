@@ -150,7 +150,7 @@ def test_a_loss_whose_weights_move_is_not_held_against_its_start():
     assert not CollapseWarner.is_wanted(watched("dpo", wpo=True))
 
 
-@pytest.mark.parametrize("n_before", [1, 7, 20, 60])
+@pytest.mark.parametrize("n_before", [1, 20, 60])
 def test_a_run_that_continues_warns_as_if_it_had_not_stopped(n_before):
     rng = np.random.default_rng(0)
     losses, margins = rng.exponential(size=(2, 60))  # the first update shows the start of a run that was not evaluated
@@ -165,29 +165,3 @@ def test_a_run_that_continues_warns_as_if_it_had_not_stopped(n_before):
     assert logged_before + logged_after == logged
     assert len(logged) == 1
     assert after.state_dict() == whole.state_dict()
-
-
-LOSS_BY_MARGIN = {  # and the loss of equal models
-    "dpo": (lambda m: np.logaddexp(0, -m), math.log(2)),
-    "ipo": (lambda m: (m / 0.1 - 5) ** 2, 25.0),
-    "hinge": (lambda m: np.maximum(0, 1 - m), 1.0),
-}
-
-
-@pytest.mark.parametrize(("batch_size", "runs"), [(1, 4), (16, 4), pytest.param(4, 40, marks=pytest.mark.slow)])
-def test_good_runs_are_not_called_collapsed(batch_size, runs):
-    """600 updates whose margins grow to a mean and a spread.
-
-    A few pairs are far out (Student's t, 3).
-    """
-    rng, called = np.random.default_rng(0), 0
-    kinds = [("dpo", 0.2, 0.5), ("dpo", 1, 2), ("dpo", 1, 3), ("ipo", 0.3, 0.5), ("hinge", 0.5, 1)]
-    for loss, mean, spread in kinds * runs:
-        compute, at_start = LOSS_BY_MARGIN[loss]
-        grown = 1 - np.exp(-np.arange(600) / 100)[:, None]
-        pairs = grown * (mean + spread * rng.standard_t(3, (600, batch_size)) / math.sqrt(3))
-        warner, logged = watching(loss, batch_size=batch_size)
-        warner.on_evaluation(evaluated(0, at_start, 0.0))
-        feed(warner, compute(pairs).mean(1).tolist(), pairs.mean(1).tolist())
-        called += any("collapsed" in line for line in logged)
-    assert called / (len(kinds) * runs) < 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -97,19 +96,3 @@ def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeyp
     command = f"python -m scripts.report {writer.context.run_dir}"
     assert writer.logged == [f"warning: the report was not written: {why}; to write it, run {command}"]
     assert_gone([int(pid) for pid, *_ in started(writer)])
-
-
-def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
-    begin = "open(f'{sys.argv[2]}/.report.html.dpo.host.{os.getpid()}.tmp', 'w').close()"
-    program(f"{begin}; '--ended' in sys.argv or time.sleep(60)")
-    folder = writer.context.run_dir / "report"
-    folder.mkdir()
-    (folder / ".report.html.dpo.host.1.tmp").touch()  # of another process, which may be writing
-    writer.on_evaluation(EVALUATION)
-    wait_for(lambda: len(os.listdir(folder)) == 2)
-    [begun] = set(os.listdir(folder)) - {".report.html.dpo.host.1.tmp"}
-
-    writer.on_end()
-
-    assert begun not in os.listdir(folder)
-    assert ".report.html.dpo.host.1.tmp" in os.listdir(folder)

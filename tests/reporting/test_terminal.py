@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.runs import compose
 
-from dpo.numbers import clock_time, compact, duration, hours
+from dpo.numbers import clock_time, compact, duration
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress, table
@@ -162,7 +162,6 @@ def test_numbers_and_durations_are_short():
     assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
     texts = [duration(s) for s in (8.41, 59.97, 75, 732, 7500)]
     assert texts == ["8.41 s", "1 min", "1 min 15 s", "12 min 12 s", "2 h 5 min"]
-    assert [hours(s / 3600) for s in (20, 31, 3600)] == ["0.0056", "0.0086", "1.00"]
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
