@@ -196,12 +196,10 @@ def get_dataset(
 
     Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
 
-    `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. For custom
-    data, `tokenizer` renders chat messages, and texts as `chat` says (`config/config.yaml`); `trains_on` says what kind
-    of examples the columns must provide, and `with_margins` whether a column `margin` is read. The test split of a
-    source without splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42; it comes with
-    the train split as `held_out`, so that the source is read once. Raises InputError for an unknown name, a missing
-    split, a row without a field, and empty data.
+    `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. The test
+    split of a source without splits, such as one file, is a tenth of its prompts; it comes with the train split as
+    `held_out`, so that the source is read once. The other arguments are for custom data: see `get_custom`. Raises
+    InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
     if name == "demo":
@@ -230,13 +228,11 @@ def get_dataset(
             bad=bad,
         )
     if source.has_no_splits and name != "se":  # se makes its own test split
-        n, train, test = len(data), data.select_split("train"), data.select_split("test")
-        # in place of the notes about the records, which are printed with the train split
-        test.notes = [
+        n, test = len(data), data.hold_out()
+        test.notes.append(
             f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(test):,} of {n:,}"
-        ]
-        train.held_out = test
-        data = train if split == "train" else test
+        )
+        data = data if split == "train" else test
     if not data:
         raise InputError(
             f"dataset {name} ({source.path}) has no examples in its {split} split; of one file, a tenth of the prompts "

@@ -164,20 +164,14 @@ class PreferenceData(dict[str, Entry]):
             others |= {"messages": records[-1].messages, "tools": records[-1].tools or None}
             yield prompt, responses, examples, others | {"cuts": cuts if any(cuts) else None}
 
-    def select_split(self, split: str) -> PreferenceData:
-        """Select the train or test split of data that has no splits.
-
-        A random tenth of the prompts, at least one, is the test split.
-        """
+    def hold_out(self) -> PreferenceData:
+        """Take a test split out of data that has no splits: a random tenth of the prompts, at least one."""
         prompts = list(self)
         random.Random(42).shuffle(prompts)
-        n_test = max(1, len(prompts) // 10)
-        selected = set(prompts[:n_test] if split == "test" else prompts[n_test:])
-        part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
-        part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
-        part.notes = self.notes
-        part.bad_records = self.bad_records if split == "train" else []  # they are of no split
-        return part
+        selected = set(prompts[: max(1, len(prompts) // 10)])
+        self.held_out = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
+        self.held_out.update((prompt, self.pop(prompt)) for prompt in list(self) if prompt in selected)
+        return self.held_out
 
 
 # --- fields and messages -------------------------------------------------------------------------------------------
@@ -252,8 +246,10 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if role == "tool_response":  # ms-swift's
         given["role"] = "tool"
     elif role in CALLERS:
-        calls = _parse_calls(get_field(given, "content", where), where)
-        given |= {"role": "assistant", "content": "", "tool_calls": calls}
+        calls = get_field(given, "content", where)
+        with suppress(ValueError):
+            calls = json.loads(calls)
+        given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     if "tool_calls" in given:
         calls = [_read_call(call, where) for call in get_field(given, "tool_calls", where, list)]
         del given["tool_calls"]
@@ -271,23 +267,10 @@ def _join_parts(parts: list[Any], where: str) -> str:
     return "".join(get_field(part, "text", where) for part in parts)
 
 
-def _parse_calls(text: str, where: str) -> list[Any]:
-    """Parse the JSON of a call, or of a list of calls."""
-    calls = None
-    with suppress(ValueError):
-        calls = json.loads(text)
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise InputError(
-            f'{where}: the call of a tool must be JSON like {{"name": ..., "arguments": ...}}, and is {text!r:.80}: '
-            f"correct it, or remove the record"
-        )
-    return [{"function": call} for call in calls]
-
-
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
-    function = call.get("function", call) if isinstance(call, Mapping) else call
+    outer = call if isinstance(call, Mapping) and "function" in call else {"function": call}
+    function = outer["function"]
     name = get_field(function, "name", where)
     given = arguments = function.get("arguments") or {}
     with suppress(ValueError):
@@ -297,7 +280,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
             f"{where}: the arguments of {name} must be an object or JSON of one, and are {given!r:.80}: correct them, "
             f"or remove the record"
         )
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
 def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:

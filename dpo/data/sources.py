@@ -293,12 +293,10 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
         yield from _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
         return
     if isinstance(content, Mapping):
-        lists = {key: value for key, value in content.items() if key != TOOLS and _are_records(value)}
+        lists = [value for key, value in content.items() if key != TOOLS and _are_records(value)]
         if len(lists) > 1:
-            raise InputError(
-                f"{file} holds {len(lists)} lists of records ({', '.join(lists)}): give each a file of its own"
-            )
-        content = next(iter(lists.values()), [content] if any(content.values()) else [])
+            raise InputError(f"{file} holds {len(lists)} lists of records: give each a file of its own")
+        content = lists[0] if lists else [content] if any(content.values()) else []
     for value in content if isinstance(content, list) else [content]:
         check_depth(value)
         yield 0, value

@@ -305,7 +305,7 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
         ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
         (
             {"prompt": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "look"}]},
-            'the call of a tool must be JSON like {"name": ..., "arguments": ...}, and is \'look\': correct it',
+            "'look' stands where an object with the field 'name' is expected",
         ),
     ],
 )
