@@ -7,14 +7,12 @@ tools, questions and the headers of turns are not. In messages, the strings of c
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
 from dpo.data.asking import (
-    MARK,
     TemplateRejects,
     apply_template,
     check_texts,
@@ -28,21 +26,17 @@ from dpo.data.tokenization import remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.numbers import count
 
-N_CHECKED = 100  # first conversations whose tools are checked
-SHOWN = 60  # characters of a text that the template leaves out
+SHOWN = 60  # characters of a text in a note
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 # what is counted of conversations, and the note on it; {example} is the first text that it is of
 NOTES = {
-    "turns not scored": "{origin}: the chat template leaves out or changes text of turns that are not scored in {n} of "
-    "{conversations}, such as {example}",
-    "turns scored": "warning: {origin}: the chat template leaves out or changes text of scored turns in {n} of "
-    "{conversations}, such as {example}",
+    "changed": "warning: {origin}: the chat template leaves out or changes text in {n} of {conversations}, such as "
+    "{example}",
+    "tools": "warning: {origin}: the chat template leaves out tools in prompts, {n} in all, such as {example}",
     "rewritten": "warning: {origin}: in {n} of {conversations} the chat template renders earlier turns of the response "
     "differently once others follow, so only the last answer is scored: give one record for each answer to train on "
     "all",
     "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
-    "tools ignored": "warning: {origin}: the chat template ignores tools: in {n} of {with_tools} with tools the model "
-    "does not see them",
     "open ends": "{origin}: the generation prompt ends in {example}, which the conversation lacks in {n} of "
     "{conversations}: it is not fed there",
 }
@@ -66,12 +60,9 @@ class ChatTemplate:
 
     def describe(self, origin: str) -> list[str]:
         """Describe what the template does to the conversations of `origin`."""
-        totals = {
-            "conversations": count(self._counts["conversations"], "conversation"),
-            "with_tools": count(self._counts["with tools"], "prompt"),
-        }
+        conversations = count(self._counts["conversations"], "conversation")
         return [
-            note.format(origin=origin, n=f"{n:,}", example=repr(self._examples.get(name, "")), **totals)
+            note.format(origin=origin, n=f"{n:,}", example=repr(self._examples.get(name)), conversations=conversations)
             for name, note in NOTES.items()
             if (n := self._counts[name])
         ]
@@ -90,56 +81,12 @@ class ChatTemplate:
         before, *answers = (
             self._escape(messages, "a message", where) for messages in (record.prompt, *record.responses)
         )
-        tools = self._escape(record.tools, "a tool", where)
+        tools = self._escape(record.tools, "a tool", where) or None
         try:
             return self._render(record, before, answers, tools, where)
         except TemplateRejects as error:
             what = "messages or tools" if tools else "messages"
             raise InputError(f"{where}: the tokenizer's chat template rejects these {what}: {error}") from error
-
-    def _render(self, record: Record, before: Messages, answers: Sequence[Messages], tools: Any, where: str) -> Record:
-        conversation = _Conversation(self.tokenizer, tools)
-        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
-        chats = [_continue(before, answer) if continued else before + answer for answer in answers]
-        dialogues = [conversation.render(chat) for chat in chats]
-        # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
-        open_prompt, start = conversation.find_start(before, dialogues, continued=continued)
-        if start is None:
-            lost = next(filter(None, (_find_dropped(before, text) for text in dialogues)), "")
-            change = f", without {unescape(lost)[:SHOWN]!r}" if lost else ""
-            raise InputError(
-                f"{where}: the chat template renders the prompt differently once a response follows{change}, so it is "
-                f"not known where the response starts: {FIX}, or use text instead"
-            )
-        for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
-            self._check(before, answer, text)
-        if tools and self._counts["with tools"] < N_CHECKED:
-            self._counts["with tools"] += 1
-            self._counts["tools ignored"] += render_open(self.tokenizer, before) == open_prompt
-        if start < len(open_prompt):
-            self._note("open ends", open_prompt[start:][-SHOWN:], len(dialogues))
-        texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
-        cuts = []
-        for chat, dialogue, text in zip(chats, dialogues, texts, strict=True):
-            turns = range(len(before) - continued, len(chat))
-            found = conversation.find_cuts(chat, turns, dialogue, start)
-            if found is None:
-                self._note("rewritten")
-                begin = conversation.find_last_answer(chat, dialogue, start)
-                if begin is None:
-                    raise InputError(
-                        f"{where}: the chat template leaves out or moves the last answer, so it is not known which "
-                        f"text is scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
-                    )
-                found = [0, begin - start]
-            if conversation.ends_as_call(chat, dialogue):
-                found.append(len(text))  # so the EOS that tokenization appends is not scored
-            cuts.append(found)
-        return record._replace(prompt=open_prompt[:start], responses=texts, cuts=cuts, messages=record.prompt)
-
-    def _note(self, name: str, example: str = "", n: int = 1) -> None:
-        self._counts[name] += n
-        self._examples.setdefault(name, example)
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
         """Make strings of control tokens in messages or tools ordinary text."""
@@ -151,70 +98,89 @@ class ChatTemplate:
                     self._note("escaped", text[:SHOWN])
         return escaped
 
-    def _check(self, prompt: Messages, answer: Messages, dialogue: str) -> None:
-        """Record what the template leaves out or changes; without an answer, the prompt is the conversation."""
-        self._counts["conversations"] += 1
-        scored = [message for message in answer if message["role"] == "assistant"]
-        not_scored = [*prompt, *(message for message in answer if message["role"] != "assistant")]
-        for turns, messages in (("turns not scored", not_scored), ("turns scored", scored)):
-            if dropped := _find_dropped(messages, dialogue):
-                self._note(turns, unescape(dropped)[:SHOWN])
+    def _note(self, name: str, example: str = "") -> None:
+        self._counts[name] += 1
+        self._examples.setdefault(name, example)
 
+    def _render(self, record: Record, before: Messages, answers: Sequence[Messages], tools: Any, where: str) -> Record:
+        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
+        chats = [_continue(before, answer) if continued else before + answer for answer in answers]
+        dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
+        open_prompt, start = self._find_start(before, tools, dialogues, continued=continued)
+        if start is None:
+            raise InputError(
+                f"{where}: the chat template renders the prompt differently once a response follows, so it is not "
+                f"known where the response starts: {FIX}, or use text instead"
+            )
+        texts, cuts = [], []
+        for chat, dialogue in zip(chats, dialogues, strict=True):
+            texts.append(remove_final_eos(dialogue[start:], self.tokenizer))
+            found = self._find_cuts(chat, len(before) - continued, tools, dialogue, start)
+            if found is None:
+                self._note("rewritten")
+                begin = self._find_begin(chat[:-1], tools, dialogue)
+                if begin is None or begin < start:
+                    raise InputError(
+                        f"{where}: the chat template leaves out or moves the last answer, so it is not known which "
+                        f"text is scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
+                    )
+                found = [0, begin - start]
+            if self._ends_as_call(chat, tools, dialogue):
+                found.append(len(texts[-1]))  # so the EOS that tokenization appends is not scored
+            cuts.append(found)
+            if start < len(open_prompt):
+                self._note("open ends", open_prompt[start:][-SHOWN:])
+        for chat, dialogue in zip(chats or [before], dialogues or [open_prompt], strict=True):
+            self._counts["conversations"] += 1
+            if (lost := _find_lost(chat, dialogue)) is not None:
+                self._note("changed", unescape(lost)[:SHOWN])
+        for tool in tools or ():
+            function = tool.get("function")
+            if isinstance(function, dict) and str(function.get("name", "")) not in open_prompt:
+                self._note("tools", unescape(str(function["name"])))
+        return record._replace(prompt=open_prompt[:start], responses=texts, cuts=cuts, messages=record.prompt)
 
-class _Conversation:
-    """A record's conversations, with the tools that they may call."""
-
-    def __init__(self, tokenizer: Any, tools: Any) -> None:
-        self.tokenizer, self.tools = tokenizer, tools or None
-
-    def render(self, messages: Messages) -> str:
-        return apply_template(self.tokenizer, messages, tools=self.tools)
-
-    def find_start(
-        self, prompt: Messages, dialogues: Sequence[str], *, continued: bool = False
+    def _find_start(
+        self, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
     ) -> tuple[str, int | None]:
         """Render a prompt as it is asked, and find where in this text the responses start.
 
-        None if the dialogues do not begin with the prompt.
+        None if the dialogues do not begin with the prompt. The generation prompt may have what a finished turn lacks,
+        such as a thinking tag: what all begin with is kept.
         """
-        open_text = render_open(self.tokenizer, prompt, tools=self.tools, continued=continued)
+        open_text = render_open(self.tokenizer, prompt, tools=tools, continued=continued)
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
             return open_text, len(open_text)
-        closed_text = open_text if continued else self.render(prompt)
+        closed_text = open_text if continued else apply_template(self.tokenizer, prompt, tools=tools)
         if not shared.startswith(closed_text):
             return open_text, None
-        return open_text, max(len(closed_text), self._find_token_end(open_text, dialogues))
-
-    def _find_token_end(self, text: str, others: Sequence[str]) -> int:
-        """Find the end of the tokens with which all texts begin.
-
-        The common text may end inside a token: <think> and <tool_call> begin with <t.
-        """
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
-            return len(common_start(text, *others))
-        encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
-        shared = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
-        return max((end for _, (_, end) in zip(shared, encoded["offset_mapping"][0], strict=False)), default=0)
+            return open_text, len(shared)
+        # the common text may end inside a token: <think> and <tool_call> begin with <t
+        encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
+        same = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
+        end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
+        return open_text, max(len(closed_text), end)
 
-    def find_cuts(self, messages: Messages, turns: range, dialogue: str, start: int) -> list[int] | None:
-        """Find alternately where text that is not scored begins and ends.
+    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int) -> list[int] | None:
+        """Find alternately where text that is not scored begins and ends, in the response.
 
-        `turns` are the indices of the response's messages. Positions count from the beginning of the response, which is
-        `start` in the dialogue. None if the template renders the turns before others differently.
+        The response has the messages from `first` on, and is the dialogue from `start` on. None if the template renders
+        its turns differently before others.
         """
         cuts: list[int] = []
         scored_end = start  # where the last scored turn ends
-        for i in turns:
-            if messages[i]["role"] != "assistant":
+        for i, message in enumerate(chat):
+            if i < first or message["role"] != "assistant":
                 continue
-            begin = start if i == turns[0] else self._find_begin(messages[:i], dialogue)
+            begin = start if i == first else self._find_begin(chat[:i], tools, dialogue)
             if begin is None or begin < scored_end:
                 return None
             if begin > scored_end:
                 cuts += (scored_end - start, begin - start)
-            if i < turns[-1]:
-                turn = self.render(messages[: i + 1])
+            if i < len(chat) - 1:
+                turn = apply_template(self.tokenizer, chat[: i + 1], tools=tools)
                 if not dialogue.startswith(turn):
                     return None
                 # a turn ends with EOS, as the last turn does, and not with the space that the template adds
@@ -222,42 +188,26 @@ class _Conversation:
                 scored_end = len(turn.rstrip() if ends_in_eos else turn)
         return cuts
 
-    def find_last_answer(self, messages: Messages, dialogue: str, start: int) -> int | None:
-        """Find where the last message begins, or at least its content.
-
-        None if the template leaves it out or moves it.
-        """
-        begin = self._find_begin(messages[:-1], dialogue)
-        if begin is not None and begin >= start:
-            return begin
-        marked = self.render([*messages[:-1], {**messages[-1], "content": MARK + messages[-1]["content"]}])
-        _, mark, rest = marked.partition(MARK)
-        begin = len(dialogue) - len(rest.lstrip())
-        return begin if mark and dialogue.endswith(rest.lstrip()) and begin >= start else None
-
-    def _find_begin(self, messages: Messages, dialogue: str) -> int | None:
+    def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
         """Find where the assistant's turn after these messages begins.
 
         None if the dialogue has them otherwise, or nothing after them.
         """
         try:
-            _, begin = self.find_start(messages, [dialogue])
+            _, begin = self._find_start(messages, tools, [dialogue])
         except TemplateRejects:
             return None
         return begin if begin is not None and begin < len(dialogue) else None
 
-    def ends_as_call(self, messages: Messages, dialogue: str) -> bool:
-        """Return whether a dialogue ends with a token that ends calls.
-
-        In templates such as gpt-oss's that token stands in place of EOS.
-        """
-        if not messages[-1].get("tool_calls"):
+    def _ends_as_call(self, chat: Messages, tools: Any, dialogue: str) -> bool:
+        """Return whether a dialogue ends with a token that ends calls, as gpt-oss's stands in place of EOS."""
+        if not chat[-1].get("tool_calls"):
             return False
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         last = max((token for token in special if dialogue.rstrip().endswith(token)), key=len, default="")
         if last in ("", self.tokenizer.eos_token):
             return False
-        answer = self.render([*messages[:-1], {"role": "assistant", "content": "."}])
+        answer = apply_template(self.tokenizer, [*chat[:-1], {"role": "assistant", "content": "."}], tools=tools)
         return not answer.rstrip().endswith(last)
 
 
@@ -267,28 +217,19 @@ def _continue(prompt: Messages, answer: Messages) -> Messages:
     return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
 
 
-def _list_parts(messages: Messages) -> Iterator[str]:
-    """Yield the texts of messages that the model should see."""
-    for message in messages:
+def _find_lost(chat: Messages, rendered: str) -> str | None:
+    """Find a text of messages that is not in the rendered text."""
+    for text in _list_parts(chat):
+        # as it is, or as a template writes JSON
+        if text.strip() not in rendered and json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in rendered:
+            return text
+    return None
+
+
+def _list_parts(chat: Messages) -> Iterator[str]:
+    """Yield the texts that the model should see."""
+    for message in chat:
         yield from (message[key] for key in ("content", *THOUGHTS) if message.get(key))
         for call in message.get("tool_calls", ()):
             yield call["function"]["name"]
             yield from iterate_texts(call["function"]["arguments"])
-
-
-def _find_dropped(messages: Messages, rendered: str) -> str:
-    """Find words of messages that a rendered text lacks.
-
-    Returns what the first incomplete text lacks: its beginning, up to the longest end of the text that is there, and
-    then to the end of a word. Empty if all texts are there.
-    """
-
-    def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
-        return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
-
-    texts = (text.strip() for text in _list_parts(messages))
-    text = next((text for text in texts if not is_there(text)), "")
-    # bisection, as with an end of the text every shorter end is there too
-    n_lacking = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))
-    rest_of_word = takewhile(lambda character: not character.isspace(), text[n_lacking:])
-    return text[:n_lacking] + "".join(rest_of_word)

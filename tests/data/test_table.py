@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import hashlib
 import json
 import multiprocessing
@@ -15,9 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support import warm
 from support.records import plan_of_data
-from support.runs import GOLDEN, make_environment, run_python, train, write_rows
+from support.runs import GOLDEN, train, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
@@ -70,17 +68,6 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
     assert stored.counts.tolist() == [2, 1, 0, 1]
     with pytest.raises(IndexError):
         stored[4]
-
-
-def test_tables_do_not_import_pandas(tmp_path):
-    """Most functions of pyarrow would."""
-    script = (
-        "import sys; from pathlib import Path; from dpo.data.table import *; path = Path(sys.argv[1]);"
-        "write_prompts(path, [Prompt('a', ['b'], [{'chosen': 0}], 'keep_end', False)]);"
-        "assert list(PromptTable(path)) and 'pandas' not in sys.modules"
-    )
-    result = run_python("-c", script, str(tmp_path / "table.arrow"))
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch, capsys):
@@ -145,13 +132,6 @@ def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkey
     assert calls == ["train", "test"] * 2
     assert first == second
     assert list_tables(tmp_path) == {first}
-
-
-def test_a_place_whose_name_is_not_utf_8_may_have_tables(source, tmp_path):
-    place = prepare(tmp_path / os.fsdecode(b"\xff"), {"hh": str(source)})
-    assert len(PromptTable(place / "train.arrow")) == len(
-        PromptTable(prepare(tmp_path, {"hh": str(source)}) / "train.arrow")
-    )
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "facts", "junk", "fifo", "not ours"])
@@ -343,21 +323,3 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
         "correct it, or remove the record"
     ]
     assert "Traceback" not in result.stderr
-
-
-def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(command, tmp_path):
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "train.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**28))  # takes a minute
-    overrides = command("run", "trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'slow'}")
-    process = warm.Python("train.py", *overrides, environment=make_environment(), merge=True)
-    try:
-        said = ""
-        while "reading the data of" not in said and process.poll() is None:
-            time.sleep(0.1)
-            said += process.stdout.read()
-        process.send_signal(signal.SIGTERM)
-        start = time.monotonic()
-        assert process.wait(60) == 143, process.stdout.read()
-        assert time.monotonic() - start < 20
-    finally:
-        process.kill()

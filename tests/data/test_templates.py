@@ -94,11 +94,8 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
 
 
-@pytest.mark.parametrize(
-    "failing", ["{{ 1 % 0 }}", "{{ 2.0 ** 9999 }}", "{{ 'a'.format_map({}).x.y }}", "{{ '{b}'.format() }}"]
-)
-def test_errors_of_a_template_are_explained_in_training_and_sampling(failing, chat):
-    tokenizer = chat(failing + WITHOUT_TOOLS)
+def test_errors_of_a_template_are_explained_in_training_and_sampling(chat):
+    tokenizer = chat("{{ 1 % 0 }}" + WITHOUT_TOOLS)
     rejected = "^here: the tokenizer's chat template rejects these messages: "
     with pytest.raises(InputError, match=rejected):
         ChatTemplate(tokenizer).render(Record(ASK, [SKY]), "here")
@@ -189,7 +186,6 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
     question = f"<user>Which colour?{EOS}\n<assistant>"
     assert [*data] == [f"(look)\n{question}", f"(hear)\n{question}", question]
     assert [*data.tools.values()] == [TOOLS, others]
-    assert not any("ignores" in note for note in data.notes)
     # LLaMA-Factory's are functions alone
     functions = json.dumps([tool["function"] for tool in TOOLS])
     assert [*get_custom([{**LOOKED_UP, "tools": functions}], "mine", chat(WITH_TOOLS)).tools.values()] == [TOOLS]
@@ -209,7 +205,6 @@ def make_call(arguments):
     [
         ({"at": "sky", "far": None, "in": [{"x": 1, "y": None}]}, '{"at": "sky", "in": [{"x": 1}]}'),
         ('{"at": "caf\\u00e9", "far": null}', '{"at": "caf\u00e9", "far": null}'),
-        (None, "{}"),
         ("", "{}"),
     ],
 )
@@ -222,22 +217,26 @@ def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arr
     assert render([*ASK, make_call(arguments)], "chat", tokenizer, "").endswith(f"[{written}]{EOS}\n<assistant>")
 
 
-def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
-    data = get_custom([{**LOOKED_UP, "tools": [{**TOOLS[0], "strict": None}]}], "mine", chat(WITH_TOOLS))
-    assert [*data.tools.values()] == [TOOLS]
-    assert render(ASK, "chat", chat(WITH_TOOLS), "", json.dumps(TOOLS)) == next(iter(data))
-    with pytest.raises(InputError, match="here: only a chat template shows tools to the model: give --format chat, or"):
-        render(ASK, "hh", chat(WITH_TOOLS), "here", TOOLS)
-
-
 @pytest.mark.parametrize(
     ("row", "template", "note"),
     [
         (
             LOOKED_UP,
             WITHOUT_TOOLS,
-            "warning: mine: the chat template ignores tools: in 1 of 1 prompt with tools the model does not see them",
+            "warning: mine: the chat template leaves out tools in prompts, 1 in all, such as 'look'",
         ),
+        (
+            LOOKED_UP,
+            AS_JSON.replace("for m in messages", "for m in messages if m.role != 'tool'"),
+            "warning: mine: the chat template leaves out or changes text in 1 of 2 conversations, such as 'A "
+            "clear day'",
+        ),
+        (
+            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Hm?"), user("Sing"), *SKY], "rejected": SKY},
+            THINKING,
+            "in 1 of 2 conversations, such as '<think>So.</think>Hm?'",
+        ),
+        ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
         (
             LOOKED_UP,
             WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
@@ -245,31 +244,12 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
             "not fed there",
         ),
         (
-            LOOKED_UP,
-            "{% for m in messages if m.role != 'tool' %}" + TURN + END,
-            "mine: the chat template leaves out or changes text of turns that are not scored in 1 of 2 conversations, "
-            "such as 'A clear day'",
-        ),
-        (
-            {"prompt": [user("Hi"), assistant("<think>So.</think>Hm?"), user("Sing")], "chosen": SKY, "rejected": SKY},
-            THINKING,
-            "text of turns that are not scored in 2 of 2 conversations, such as '<think>So.</think>Hm?'",
-        ),
-        (
-            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Hm?"), user("Sing"), *SKY], "rejected": SKY},
-            THINKING,
-            "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
-            "as '<think>So.</think>Hm?'",
-        ),
-        (LOOKED_UP, WITH_TOOLS, "of scored turns in 1 of 2 conversations, such as 'at'"),
-        ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
-        (
             {"prompt": "Q\nA:", "chosen": " a", "rejected": " b", "tools": TOOLS},
             WITH_TOOLS,
             "warning: mine: texts of 1 record have tools, which only a chat template shows to the model: ",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_changes_is_said(row, template, note, chat):
     notes = get_custom([row], "mine", chat(template)).notes
     assert any(note in said for said in notes), notes
@@ -286,40 +266,20 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
     ("change", "message"),
     [
         ({"tools": "[{"}, "record 1 of mine: tools must be a list of function schemas (objects), or JSON of "),
-        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or leave it out, for a column "),
-        ({"tools": {"name": "look"}}, "for a column with columns={tools: null}"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
         (
             {"prompt": [*ASK, make_call("sky"), RESULT]},
             "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
         ),
-        (
-            {"chosen": [{**CALL, "content": None, "tool_calls": []}]},
-            "record 1 of mine: content is missing, and m",
-        ),
-        ({"chosen": [{**SKY[0], "reasoning": ["hm"]}]}, "record 1 of mine: reasoning is ['hm'], and must be text: co"),
         ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: a message has an unpaired UTF-16 surrogate"),
         ({"tools": [{"name": "\ud83d"}]}, "record 1 of mine: a tool has an unpaired UTF-16 surrogate"),
         ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
-        ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
-        (
-            {"prompt": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "look"}]},
-            "'look' stands where an object with the field 'name' is expected",
-        ),
     ],
 )
 def test_bad_tools_and_calls_are_named(change, message, chat):
     with pytest.raises(InputError, match=re.escape(message)):
         get_custom([{**LOOKED_UP, **change}], "mine", chat(WITH_TOOLS))
-
-
-def test_a_column_may_be_left_out(chat):
-    row = {**LOOKED_UP, "tools": "hammer", "weight": "heavy", "system": "a b"}
-    nulls = dict.fromkeys(("tools", "weight", "margin", "system"))
-    data = get_custom([row], "mine", chat(WITH_TOOLS), nulls)
-    assert [*data] == [f"<user>Which colour?{EOS}\n<assistant>"]
-    assert (data.tools, data.weight) == ({}, {})
 
 
 END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
@@ -358,7 +318,7 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
         # as Mistral's, which puts a system turn into a last question alone
         (
             WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'system' or messages | length < 3"),
-            "renders the prompt differently once a response follows, without 'Be kind.', so it is not known where",
+            "renders the prompt differently once a response follows, so it is not known where",
         ),
         # the last answer is left out
         (
@@ -394,7 +354,7 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
-@pytest.mark.parametrize("place", ["content", "reasoning_content", "argument", "key", "name", "tool"])
+@pytest.mark.parametrize("place", ["content", "argument", "key", "tool"])
 @pytest.mark.parametrize("control", [EOS, "<|start|>"])
 def test_control_tokens_in_messages_are_text_and_are_counted(place, control, chat):
     tokenizer = chat(AS_JSON.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content"))
@@ -493,13 +453,6 @@ def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
     assert digests[0] != digests[4]
 
 
-def test_no_digest_tells_what_a_tokenizer_with_python_code_of_its_own_does(tokenizer, monkeypatch):
-    assert identify_tokenizer(tokenizer) is not None
-    own = type("Own", (type(tokenizer),), {"__module__": "transformers_modules.mine.tokenization"})
-    monkeypatch.setattr(tokenizer, "__class__", own)
-    assert identify_tokenizer(tokenizer) is None
-
-
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}
 SEEN = f"<user>Which colour?{EOS}\n<assistant>", ["Blue.", "  Green."]
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
@@ -526,10 +479,8 @@ def test_texts_get_the_chat_template_and_a_note_says_so(row, trains_on, said, ch
 
 @pytest.mark.parametrize(
     "end",
-    ["\nAssistant:", "\n\n### Response:", "\n### Response:\n", "\n### Response", "\n**Answer:**", "\nTL;DR:", "\nA: ",
-     "\nRéponse :", "\nAnswer (short):", "\nOutput =>", "\n<assistant>", " [/INST]", "<|im_start|>assistant\n",
-     f"{EOS}assistant\n", "<turn>model\n", " ASSISTANT:", " A:"],
-)  # fmt: skip
+    ["\nAssistant:", "\n### Response:\n", "\n**Answer:**", "\nRéponse :", " [/INST]", "<turn>model\n", " ASSISTANT:"],
+)
 def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told(end, chat):
     """Most of its prompts do: a few may end so by chance."""
     tokenizer = chat(WITH_TOOLS)
@@ -541,17 +492,8 @@ def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told
     assert get_custom(rows, "mine", tokenizer, chat="always").rendered
     assert get_custom(rows[:70], "mine", tokenizer).rendered
     assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
-
-
-@pytest.mark.parametrize(
-    "end",
-    ["\n#endif", "\n#include <stdio.h>", "\n#cats #ai", "\n# Title", "[B]bold[/B]", " in French:", "\n12:30:", "\n..."],
-)
-def test_prompts_that_end_in_no_header_of_an_answer_are_rendered(end, chat):
-    rows = [{**TEXT, "prompt": f"What is this, number {i}?{end}"} for i in range(3)]
-    assert get_custom(rows, "mine", chat(WITH_TOOLS)).rendered
-    different = [{**TEXT, "prompt": f"Explain\n{word}:"} for word in ("else", "thanks", "task")]
-    assert get_custom(different, "mine", chat(WITH_TOOLS)).rendered
+    others = [{**TEXT, "prompt": f"What is this?{end}"} for end in ("\n#endif", "\n12:30:", " in French:", "\n...")]
+    assert get_custom(others, "mine", tokenizer).rendered
 
 
 def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
@@ -564,10 +506,3 @@ def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
     assert entry["responses"] == ["Blue.", "Green."]
     [prompt] = get_custom([shared], "mine", chat(WITH_TOOLS), chat="always")
     assert prompt.startswith("<user>Which colour?")
-
-
-def test_texts_without_a_template_are_as_they_are_and_always_is_refused(tokenizer):
-    data = get_custom([TEXT], "mine", tokenizer)
-    assert ([*data], data.rendered, data.notes[1:]) == (["Which colour?"], False, [])
-    with pytest.raises(InputError, match="the tokenizer has no chat template: name a tokenizer with one"):
-        get_custom([TEXT], "mine", tokenizer, chat="always")
