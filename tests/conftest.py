@@ -63,18 +63,6 @@ def hangups_are_heard():
     signal.signal(signal.SIGHUP, earlier)
 
 
-@pytest.fixture
-def fake_group(monkeypatch):
-    """A process group of two, of which this process is the first; its collectives do nothing."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    monkeypatch.setattr("dpo.parallel.mesh._set_pg_timeout", lambda *arguments: None)  # the fake group has no timeout
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="session")
 def loaded_tiny_llama():
     import torch

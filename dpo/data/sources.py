@@ -22,7 +22,7 @@ from dpo.data.schema import is_message
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import TOOLS
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
-from dpo.system.plain_files import check_depth, check_readable
+from dpo.system.plain_files import check_readable
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
@@ -272,7 +272,6 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
             continue
         try:
             value = json.loads(line.rstrip())  # so errors at its end name its last column
-            check_depth(value)
         except json.JSONDecodeError as error:
             value = InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}")
         except (ValueError, RecursionError) as error:  # too many digits of a number, or levels of lists
@@ -298,7 +297,6 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
             raise InputError(f"{file} holds {len(lists)} lists of records: give each a file of its own")
         content = lists[0] if lists else [content] if any(content.values()) else []
     for value in content if isinstance(content, list) else [content]:
-        check_depth(value)
         yield 0, value
 
 

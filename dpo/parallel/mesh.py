@@ -65,11 +65,6 @@ class Mesh:
         dist.all_gather_object(values, value)
         return values
 
-    def gather_list(self, values: list) -> list:
-        """The lists of all data ranks, joined in rank order."""
-        by_data_rank = self.gather_all(values)[:: self.tensor_size]  # ranks along `tensor` have equal lists
-        return [value for values_of_rank in by_data_rank for value in values_of_rank]
-
 
 def is_rank_0() -> bool:
     """Return whether this process is rank 0, or the only process."""

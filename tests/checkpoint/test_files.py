@@ -96,48 +96,6 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["step-8"]
 
 
-def test_files_then_manifest_then_names_reach_the_disk_and_only_then_the_name_that_counts(tmp_path, monkeypatch):
-    done = []
-
-    def noting(call, what):
-        def noted(*arguments):
-            name = os.readlink(f"/proc/self/fd/{arguments[0]}") if isinstance(arguments[0], int) else arguments[1]
-            done.append(f"{what} {Path(name).relative_to(tmp_path)}")
-            return call(*arguments)
-
-        return noted
-
-    monkeypatch.setattr(os, "fsync", noting(os.fsync, "sync"))
-    monkeypatch.setattr(os, "rename", noting(os.rename, "rename to"))
-    write_checkpoint(tmp_path / "step-8", {"a": {}, "b": {}})
-    point(tmp_path / "LATEST", tmp_path / "step-8")
-
-    parts = [f"sync .step-8.dpo-tmp{name}" for name in ("/a.pt", "/b.pt", "/manifest.json", "")]
-    assert done == [*parts, "rename to step-8", "sync .", "sync ."]
-
-
-def test_a_link_is_moved_without_a_moment_in_which_it_is_missing(tmp_path):
-    targets = [tmp_path / "step-8", tmp_path / "step-16"]
-    for target in targets:
-        target.mkdir()
-    point(tmp_path / "LATEST", targets[0])
-    seen, stop = set(), threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.add(os.readlink(tmp_path / "LATEST") if os.path.lexists(tmp_path / "LATEST") else None)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for i in range(500):
-        point(tmp_path / "LATEST", targets[i % 2])
-    stop.set()
-    watcher.join()
-
-    assert seen == {"step-8", "step-16"}  # relative, so that a run can be moved
-    assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-16", "step-8"]
-
-
 class Counter:
     def state_dict(self) -> dict[str, int]:
         return {"a": 1}

@@ -23,7 +23,7 @@ from support.faults import (
     start_interpreter,
     start_run,
 )
-from support.runs import assert_gone, find_differences, find_workers, read_metrics, train
+from support.runs import find_differences, read_metrics, train
 from support.warm import Python
 
 from dpo.checkpoint import saver
@@ -160,11 +160,6 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update,
     assert find_checkpoints(tmp_path / "run") == []
 
 
-def wait_forever() -> None:
-    print("checks", flush=True)
-    time.sleep(600)
-
-
 # --- in several processes ------------------------------------------------------------------------------------------
 
 
@@ -195,20 +190,6 @@ def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, command, asser
     assert_continues_sharded()
 
 
-@SLOW  # 30 s of waiting; that a worker that hangs ends all is in test_launching
-def test_a_rank_that_hangs_ends_the_run_within_the_timeout_and_it_continues(
-    command, assert_continues_sharded, tmp_path
-):
-    process = start_run(command("run", *SHARDED, "collective_timeout_secs=5"))
-    wait_for_updates(tmp_path / "run", 3, process)
-    os.kill(children_of(process.pid)[1], signal.SIGSTOP)
-    started = time.monotonic()
-    assert process.wait(60) == 1, process.text
-    assert "did not answer within collective_timeout_secs=5" in process.text
-    assert time.monotonic() - started < 40
-    assert_continues_sharded()
-
-
 def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(command, assert_continues_sharded, tmp_path):
     process = start_run(command("run", *SHARDED))
     wait_for_updates(tmp_path / "run", 2, process)
@@ -230,18 +211,6 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(command
     assert said.count("Ctrl-C: stopping after saving what was trained; press Ctrl-C again") == 1
     assert said.count("stopped by Ctrl-C: rerun the same command") == 1
     assert "Traceback" not in said
-    assert_continues_sharded()
-
-
-@SLOW
-def test_workers_end_with_their_parent_and_the_run_continues(command, assert_continues_sharded, tmp_path):
-    process = start_interpreter("train.py", *command("run", *SHARDED))
-    wait_for_updates(tmp_path / "run", 3, process)
-    workers = find_workers(process.pid)
-    process.kill()
-    process.communicate(timeout=20)  # the workers hold its output open
-    assert len(workers) == 2
-    assert_gone(workers)
     assert_continues_sharded()
 
 

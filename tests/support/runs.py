@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +89,11 @@ def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
 def assert_gone(pids: list[int], within: float = 10) -> None:
     """Wait until none of these processes runs; fail if one stays."""
     deadline = time.monotonic() + within
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids}, some are still there"
-        time.sleep(0.1)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < deadline, f"of {pids}, some are still there"
+                time.sleep(0.1)
 
 
 def write_rows(path: Path, rows: list) -> Path:
@@ -107,65 +103,61 @@ def write_rows(path: Path, rows: list) -> Path:
     return path
 
 
-def write_prompts(folder: Path) -> Path:
-    """Write 22 training prompts and 8 test prompts without responses."""
+def write_splits(folder: Path, make_row: Callable[[str, int], dict]) -> Path:
+    """Write 22 training records and 8 test records, made of the split's name and their number."""
     for split, n in (("train", 22), ("test", 8)):
-        prompts = [f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:" for i in range(n)]
-        write_rows(folder / f"{split}.jsonl", [{"prompt": prompt, "id": i} for i, prompt in enumerate(prompts)])
+        write_rows(folder / f"{split}.jsonl", [make_row(split, i) for i in range(n)])
     return folder
+
+
+def write_prompts(folder: Path) -> Path:
+    """Write prompts without responses."""
+    return write_splits(folder, lambda split, i: {"prompt": ask(split, i), "id": i})
+
+
+def ask(split: str, i: int) -> str:
+    return f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"
 
 
 def write_lists(folder: Path) -> Path:
-    """Write ranked lists of 2 to 5 responses, 22 to train on and 8 to test."""
-    for split, n in (("train", 22), ("test", 8)):
-        rows = []
-        for i in range(n):
-            responses = [f" It is {'very ' * (i * k % 5)}near number {k}." for k in range(2 + i % 4)]
-            scores = [(3 * k + i) % 7 for k in range(len(responses))]
-            prompt = f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"
-            rows.append({"prompt": prompt, "responses": responses, "scores": scores})
-        write_rows(folder / f"{split}.jsonl", rows)
-    return folder
+    """Write ranked lists of 2 to 5 responses."""
+
+    def make_row(split: str, i: int) -> dict:
+        responses = [f" It is {'very ' * (i * k % 5)}near number {k}." for k in range(2 + i % 4)]
+        scores = [(3 * k + i) % 7 for k in range(len(responses))]
+        return {"prompt": ask(split, i), "responses": responses, "scores": scores}
+
+    return write_splits(folder, make_row)
 
 
 def write_weighted(folder: Path) -> Path:
-    """Write pairs with weights and margins, 22 to train on and 8 to test."""
-    for split, n in (("train", 22), ("test", 8)):
-        rows = []
-        for i in range(n):
-            prompt = f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"
-            chosen, rejected = f" It is {'very ' * (i % 4)}near.", f" Who {'really ' * (i % 3)}knows {i}?"
-            numbers = {"weight": 0.5 + i % 3, "margin": (i % 5) / 2}
-            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, **numbers})
-        write_rows(folder / f"{split}.jsonl", rows)
-    return folder
+    """Write pairs with weights and margins."""
+
+    def make_row(split: str, i: int) -> dict:
+        chosen, rejected = f" It is {'very ' * (i % 4)}near.", f" Who {'really ' * (i % 3)}knows {i}?"
+        numbers = {"weight": 0.5 + i % 3, "margin": (i % 5) / 2}
+        return {"prompt": ask(split, i), "chosen": chosen, "rejected": rejected, **numbers}
+
+    return write_splits(folder, make_row)
 
 
 def write_chats(folder: Path) -> Path:
-    """Write 22 training pairs and 8 test pairs of chats with tools."""
-    for split, n in (("train", 22), ("test", 8)):
-        rows = []
-        for i in range(n):
-            tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")[: 1 + i % 2]]
-            function = {"name": "look", "arguments": {"at": f"{split} {i}"}}
-            looked = [
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-                {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"},
-            ]
-            ask, good, bad = (
-                {"role": role, "content": text}
-                for role, text in (
-                    ("user", f"What is at {i}?"),
-                    ("assistant", f"{i} stars."),
-                    ("assistant", "Who knows?"),
-                )
-            )
-            asked = [{**bad, "content": "Where?"}, ask]
-            # chosen begins with a call, rejected with an answer; in some pairs both have calls
-            chosen, rejected = [*looked, good], [*asked, *looked, bad] if i % 3 else [bad]
-            rows.append({"prompt": [ask], "chosen": chosen, "rejected": rejected, "tools": tools})
-        write_rows(folder / f"{split}.jsonl", rows)
-    return folder
+    """Write pairs of chats with tools."""
+
+    def make_row(split: str, i: int) -> dict:
+        tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")[: 1 + i % 2]]
+        function = {"name": "look", "arguments": {"at": f"{split} {i}"}}
+        looked = [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"},
+        ]
+        question = {"role": "user", "content": f"What is at {i}?"}
+        good, bad, doubt = ({"role": "assistant", "content": text} for text in (f"{i} stars.", "Who knows?", "Where?"))
+        # chosen begins with a call, rejected with an answer; in some pairs both have calls
+        chosen, rejected = [*looked, good], [doubt, question, *looked, bad] if i % 3 else [bad]
+        return {"prompt": [question], "chosen": chosen, "rejected": rejected, "tools": tools}
+
+    return write_splits(folder, make_row)
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -298,15 +290,3 @@ def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
     else:
         return [] if repr(a) == repr(b) else [key]
     return [unequal for name in names for unequal in _find_unequal_keys(a[name], b[name], f"{key}.{name}")]
-
-
-def find_workers(parent: int) -> list[int]:
-    """List the process ids of the ranks that a run has started."""
-    workers = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # the fields after the name: state, parent, ...
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
-                workers.append(int(folder.name))
-    return workers

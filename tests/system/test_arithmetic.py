@@ -15,8 +15,6 @@ from dpo.models.answers import Sampling, answer
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
 
 @pytest.fixture(autouse=True)
 def restored():
