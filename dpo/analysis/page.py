@@ -112,20 +112,10 @@ def render(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """Loss, adapter, model and data in a line."""
-    datasets, facts = run.setting("datasets"), [f"loss={run.objective.name}"]
-    if (beta := run.setting("loss.beta")) is not None:
-        facts[0] += f" with beta {beta}"
-    if run.setting("lora.name", "none") != "none":
-        settings = [f"{key} {run.setting(f'lora.{key}')}" for key in ("r", "alpha", "reference")]
-        facts.append(f"lora={run.setting('lora.name')} with {', '.join(settings)}")
-    if run.online:
-        facts.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
-    if model := run.setting("model.name_or_path"):
-        facts.append(f"model {model}")
-    if datasets:
-        facts.append(f"data {', '.join(map(str, datasets))}")
-    return " \N{MIDDLE DOT} ".join(facts)
+    """The settings that say what was trained, in a line."""
+    keys = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_path", "datasets")
+    settings = {key: run.setting(key) for key in keys}
+    return " \N{MIDDLE DOT} ".join(f"{key}={_as_text(v)}" for key, v in settings.items() if v not in (None, "none"))
 
 
 # --- results and cost -------------------------------------------------------------------------------------------------

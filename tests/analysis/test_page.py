@@ -134,7 +134,7 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     assert "worst: score 0, 1 token, cut off" in text
     assert "best, rejected: score" in text
     assert "The mean score of the policy's answers was 1.5 at first and is 1.5 now, at online/kl 4. On held-out" in text
-    assert "online, 3 answers scored by keyword" in text
+    assert "online.name=online" in text
     assert {"online_score", "online_kl", "online_answers", "held_out_score", "win_rate"} <= drawn_charts([run]).keys()
     assert not any(name.startswith("online") for name in drawn_charts([made(tmp_path / "other")]))
 
@@ -185,7 +185,7 @@ def test_a_run_with_an_adapter_says_what_is_trained(tmp_path):
     lora = {"name": "lora", "r": 8, "alpha": 32, "dropout": 0, "target_modules": "auto", "reference": "base"}
     counts = {"parameters": {"trainable": 2_442_240, "total": 136_957_248}}
     page = page_of(made(tmp_path / "lora", env=counts, config={"lora": lora}))
-    assert "loss=dpo with beta 0.1 \u00b7 lora=lora with r 8, alpha 32, reference base \u00b7 model" in page.texts["p"]
+    assert "loss.name=dpo \u00b7 loss.beta=0.1 \u00b7 lora.name=lora \u00b7 model.name_or_path=tiny" in page.texts["p"]
     assert "trainable parameters2.44M of 137M" in page.texts["tr"]
 
 
