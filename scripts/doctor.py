@@ -16,53 +16,48 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from dpo.system.host import host_memory
-from dpo.system.redaction import redact
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 OPTIONAL = ("tensor-parallel", "setuptools")
-OK, PROBLEM = "ok", "problem"
-Finding = tuple[str, str]  # level, and what was found
 
 
-def check_software() -> Iterator[Finding]:
-    installed = []
+def list_problems() -> list[str]:
+    """Print what there is, and return what is wrong."""
+    problems, installed = [], []
     for name, tested in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text("utf-8"), re.M):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name not in OPTIONAL:
-                yield PROBLEM, f"{name} is not installed: pip install -r requirements.txt"
+                problems.append(f"{name} is not installed: pip install -r requirements.txt")
             continue
-        installed.append(f"{name} {version}")
-        if version.split(".")[0] != tested.split(".")[0]:
-            yield "warning", f"the tests ran with {name} {tested}, and {version} is installed"
-    yield OK, f"python {platform.python_version()}, {', '.join(installed)}"
+        other = version.split(".")[0] != tested.split(".")[0]
+        installed.append(f"{name} {version}{f' (the tests ran with {tested})' if other else ''}")
+    print(f"python {platform.python_version()}, {', '.join(installed)}")
 
-
-def check_host() -> Iterator[Finding]:
     total, available = host_memory()
     free, cores = shutil.disk_usage(ROOT).free, len(os.sched_getaffinity(0))
     memory, disk = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory", f"{free / 1e9:.1f} GB of disk"
-    yield PROBLEM if min(available, free) < 2e9 else OK, f"{cores} CPU cores, {memory} and {disk} available"
+    print(f"{cores} CPU cores, {memory} and {disk} available")
+    if min(available, free) < 2e9:
+        problems.append("less than 2 GB of memory or disk is available")
 
-
-def check_devices() -> Iterator[Finding]:
     for name in ("describe_gpus", "sum_over_processes"):
         command = [sys.executable, "-c", f"from scripts import doctor; doctor.{name}()"]
         try:
             child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
         except subprocess.TimeoutExpired:
-            yield PROBLEM, f"{name}: no answer within {LIMIT_SECS} s"
+            problems.append(f"{name}: no answer within {LIMIT_SECS} s")
             continue
-        yield from ((OK, line) for line in child.stdout.splitlines())
+        print(child.stdout, end="")
         if child.returncode:
             last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
-            yield PROBLEM, f"{name}: {redact(last_line[:300])}; NCCL_DEBUG=INFO shows more of NCCL"
+            problems.append(f"{name}: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
+    return problems
 
 
 def describe_gpus() -> None:
@@ -103,14 +98,7 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    findings = [finding for check in (check_software, check_host, check_devices) for finding in check()]
-    for level, text in findings:
-        print(f"{level:<8} {text}")
-    n_problems = sum(level == PROBLEM for level, _ in findings)
-    print(f"\n{n_problems} problems")
-    return 1 if n_problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    found = list_problems()
+    print("\n".join([f"problem: {problem}" for problem in found] or ["no problems"]))
+    sys.exit(1 if found else 0)

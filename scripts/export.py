@@ -4,10 +4,8 @@
     python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # adapter and base as one model
 
 CHECKPOINT is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one
-that the reference code wrote. A policy.pt without its run's config.yaml beside it needs the base model, by `--model`.
-The weights keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format. With
-`--merge` CHECKPOINT may also be the directory of an adapter in PEFT's format. Exit status: 0 written, 1 could not be
-written, 2 bad input.
+that the reference code wrote. With `--merge` it may also be an adapter in PEFT's format, without it an adapter is
+exported in that format. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from scripts import add_trust_option
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.export", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a run, one of its step-N, LATEST, BEST, or a policy.pt"
-    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="dtype of the exported weights (default: unchanged)")

@@ -1,6 +1,6 @@
 """Verify checkpoints: compare every byte with the manifest's checksums.
 
-    python -m scripts.verify RUN_OR_CHECKPOINT [...] [--json]
+    python -m scripts.verify RUN_OR_CHECKPOINT [...]
 
 A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 if all are
 intact, 1 if one is damaged, 2 if a path is neither a run nor a checkpoint. Changes nothing. A resumed run verifies its
@@ -10,7 +10,6 @@ checkpoint in the same way.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,29 +20,20 @@ from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_comple
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.verify", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
-    options = parser.parse_args(arguments)
-    checkpoints: dict[Path, None] = {}  # without repetition, in order
-    for path in (path.expanduser().resolve() for path in options.paths):
+    status = 0
+    for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):
         is_checkpoint = path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists())
-        found = [path] if is_checkpoint else find_checkpoints(path)
-        if not found:
+        checkpoints = [path] if is_checkpoint else find_checkpoints(path)
+        if not checkpoints:
             parser.error(f"{path} is neither a checkpoint nor a directory with a step-N")
-        checkpoints |= dict.fromkeys(found)
-    report = []
-    for checkpoint in checkpoints:
-        try:
-            n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())
-            report.append({"checkpoint": str(checkpoint), "whole": True, "bytes": n_bytes})
-            line = f"whole    {checkpoint} ({n_bytes / 1e9:.3g} GB)"
-        except DamagedCheckpoint as error:
-            report.append({"checkpoint": str(checkpoint), "whole": False, "reason": str(error)})
-            line = f"damaged  {error}"
-        if not options.json:
-            print(line, flush=True)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    return 0 if all(entry["whole"] for entry in report) else 1
+        for checkpoint in checkpoints:
+            try:
+                n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())
+                print(f"whole    {checkpoint} ({n_bytes / 1e9:.3g} GB)", flush=True)
+            except DamagedCheckpoint as error:
+                status = 1
+                print(f"damaged  {error}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

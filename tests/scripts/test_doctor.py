@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support.runs import run_python
 
@@ -15,7 +17,7 @@ def test_report_of_this_machine():
     assert (result.returncode, result.stderr) == (0, "")
     assert "python 3." in result.stdout
     assert "processes: the sum is right" in result.stdout
-    assert result.stdout.endswith("0 problems\n")
+    assert result.stdout.endswith("no problems\n")
 
 
 def test_a_torch_that_does_not_import_is_a_problem_with_its_error(tmp_path):
@@ -28,18 +30,11 @@ def test_a_torch_that_does_not_import_is_a_problem_with_its_error(tmp_path):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("content", "level", "text"),
-    [
-        ("no_such_package==1.0\n", "problem", "no_such_package is not installed"),
-        ("numpy==1.0\n", "warning", "the tests ran with numpy 1.0, and "),
-    ],
-)
-def test_packages_that_are_missing_or_of_another_major_version(content, level, text, tmp_path, monkeypatch):
-    (tmp_path / "requirements.txt").write_text(content)
+def test_packages_that_are_missing_or_of_another_major_version_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "requirements.txt").write_text("no_such_package==1.0\nnumpy==1.0\n")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="", returncode=0))
 
-    [first, *_] = doctor.check_software()
+    assert "no_such_package is not installed: pip install -r requirements.txt" in doctor.list_problems()
 
-    assert first[0] == level
-    assert first[1].startswith(text)
+    assert "(the tests ran with 1.0)" in capsys.readouterr().out

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 from support.ledgers import row, with_ledger
-from support.runs import GOLDEN, run_python, run_script, write_rows
+from support.runs import GOLDEN, write_rows
 
 from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
 from dpo.data.examples import text_digest
@@ -87,12 +86,6 @@ def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     assert (pair["texts"]["rejected"], pair["scores"]) == (" yes", [2.0, -1.0])
 
 
-def test_it_prints_in_any_encoding(run_dir):
-    printed = run_python("-m", "scripts.ledger", str(run_dir), PYTHONIOENCODING="ascii")
-    assert printed.returncode == 0, printed.stderr
-    assert "\\u2212" in printed.stdout  # a minus sign
-
-
 def test_as_json_it_is_one_object(run_dir, capsys):
     assert main([str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -106,18 +99,13 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert re.search(r"\nThe run's datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
+    assert capsys.readouterr().out.endswith("\nThe run's datasets have changed, and lack some of these pairs.\n")
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["note"]
-        == f"Texts are not shown: dataset source {mine} does not exist: give a directory, a file or a Hub id"
-    )
+    assert found["note"].startswith(f"Texts are not shown: dataset source {mine} does not exist")
     assert found["never_flipped"][0]["texts"] is None
-    assert main([str(run_dir), "--no-texts"]) == 0
-    assert "Texts are not shown" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -125,11 +113,8 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     [
         (None, " is missing"),
         ("a: [", " cannot be read: "),
-        ("- 3", " cannot be read: it holds no mapping"),
         ("local_dirs:\ndataset_sources:\nmodel:", "local_dirs=null must be a list of paths"),
         ("loss: []", " is not the config of a run: "),
-        ("dataset_sources: {mine: [3]}", "dataset_sources.mine=[3] must be a directory, file or Hub id"),
-        ("model:", "model.name_or_path "),
     ],
 )
 def test_a_config_that_names_no_data_is_one_line(run_dir, config, why, capsys):
@@ -143,17 +128,3 @@ def test_a_config_that_names_no_data_is_one_line(run_dir, config, why, capsys):
     note = capsys.readouterr().out.splitlines()[-1]
     assert note.startswith("Texts are not shown: config.yaml")
     assert why in note
-
-
-def test_what_a_config_lacks_has_its_default(run_dir, capsys):
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    del config["local_dirs"], config["model"]["tokenizer_name_or_path"]
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main([str(run_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["suspected_noise"][0]["texts"] == WRONG
-
-
-def test_what_has_no_ledger_is_bad_usage(tmp_path):
-    result = run_script("-m", "scripts.ledger", str(tmp_path))
-    assert result.returncode == 2
-    assert result.stderr.endswith(f"{tmp_path} has no ledger.parquet: give the directory of a run with ledger=true\n")
