@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
-from dpo.errors import InputError, RunError, explaining
+from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.answers import DEFAULTS, list_end_tokens
 from dpo.models.card import write_card
@@ -30,7 +30,7 @@ from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
-from dpo.models.scoring import MARK
+from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import complete_checkpoint, is_text_part
 from dpo.models.weights import Weights, read_archive
 from dpo.settings.plan import Plan
@@ -49,25 +49,30 @@ def export(
     merge: bool = False,
     trust_remote_code: bool = False,
     verify: bool = True,
-    shard_bytes: int = SHARD_BYTES,
     plan: Plan | None = None,
 ) -> Path:
-    """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return its path.
+    """Write a directory for `AutoModelForCausalLM.from_pretrained`, whole or not at all, and return its path.
 
-    The directory of a reward model is for `AutoModelForSequenceClassification.from_pretrained` and
-    `online.reward_model` instead. A directory is written whole or not at all.
-    `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved
-    (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that
-    names its base, or with `merge` as one model, base plus adapter. With `verify`, the files to be exported are first
-    compared with the checkpoint's checksums, if it has any. `plan` is the run's, if it is at hand.
-    Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
+    A reward model's is for `AutoModelForSequenceClassification` and `online.reward_model` instead. `checkpoint` is the
+    path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved (see `find_origin`).
+    If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that names its base, or with
+    `merge` as one model. With `verify`, the files are first compared with the checkpoint's checksums, if it has any.
+    `plan` is the run's, if it is at hand. Raises InputError if the checkpoint cannot be exported or `out` is not empty,
+    and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
-    _check_request(origin, checkpoint, dtype, merge)
-    base_of_adapter = None if origin.weights.adapter is None or merge else _find_base_for_peft(origin)
+    if origin.weights == Weights():
+        raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
+    has_adapter = origin.weights.adapter is not None
+    if merge and not has_adapter:
+        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
+    as_adapter = has_adapter and not merge
+    if as_adapter and (origin.policy is None or dtype is not None):
+        raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, give --merge")
+    base_of_adapter = _find_base_for_peft(origin) if as_adapter else ""
     if verify:
         for file in {origin.policy, origin.weights.archive if merge else None}:
             # the reference implementation writes no manifest
@@ -80,10 +85,10 @@ def export(
     with explaining((OSError, SafetensorError), explain):
         with replacing(out) as folder:
             folder.mkdir(parents=True)
-            if base_of_adapter is not None:
+            if as_adapter:
                 _write_adapter(folder, origin, base_of_adapter)
             else:
-                _write_model(folder, origin, None if dtype is None else DTYPES[dtype], shard_bytes)
+                _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
             for path in folder.iterdir():
                 shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
                 with path.open("rb") as file:
@@ -112,27 +117,11 @@ def _export_latest(plan: Plan) -> None:
         out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
         print(f"exported {out}", flush=True)
     except Exception as error:  # no error of an export may fail a run that is complete
-        reason = " ".join(str(error).split())  # on one line
-        if not isinstance(error, (InputError, RunError)):
-            reason = f"{type(error).__name__} {reason}"
-        command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
         print(
-            f"warning: the run is complete, but its export failed: {reason}; to export it, run {command}",
+            f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; to "
+            f"export it, run python -m scripts.export {plan.run.local_run_dir} DIR",
             file=sys.stderr,
         )
-
-
-def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
-    """Raise InputError if the checkpoint cannot be exported in this form."""
-    adapter = origin.weights.adapter
-    if origin.weights == Weights():
-        raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
-    if merge and adapter is None:
-        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
-    if adapter is not None and not merge and origin.policy is None:
-        raise InputError(f"{checkpoint} is in PEFT's format already: to get a model without an adapter, give --merge")
-    if adapter is not None and not merge and dtype is not None:
-        raise InputError(f"--dtype {dtype} is for a whole model, and {checkpoint} holds an adapter: add --merge")
 
 
 def _find_base_for_peft(origin: Origin) -> str:
@@ -164,7 +153,7 @@ def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
     write_card(folder, origin, adapter=read_adapter(directory))
 
 
-def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
+def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
     """Write a whole model, with tokenizer and card."""
     source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
@@ -178,21 +167,21 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     tokenizer = _write_tokenizer(folder, origin, n_embeddings, may_grow=True)
     if is_reward_model:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        setattr(config, MARK, "policy")
+        setattr(config, MARK, POLICY)
         if tokenizer.pad_token_id >= n_embeddings:
             model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
     # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
     if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
         tensors = complete_checkpoint(model, source.name, source.cache_dir, dtype)
-        save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
+        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
         config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
         config.save_pretrained(folder)
     else:
         if is_text_part(config):
             model.config = config.get_text_config()  # there are no weights of other parts
         has_parts = model.config.get_text_config() is not model.config
-        model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=has_parts)
+        model.save_pretrained(folder, max_shard_size=SHARD_BYTES, save_original_format=has_parts)
     options: Any = {"cache_dir": source.cache_dir, "_raise_exceptions_for_missing_entries": False}
     for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):  # how images and video are read
         if path := cached_file(source.name, file, **options):
@@ -204,7 +193,17 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
     """Give a model on the meta device the weights to export; those that do not change stay mapped from their file."""
-    state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
+    if adapter is None:
+        state = read_archive(origin.weights.archive, model, key="")
+    else:
+        plan, has_run = origin.plan, origin.run_dir is not None
+        # the base as the run had it: in its precision, and of 4 bits what they keep
+        base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
+        base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
+        if has_run and plan.quantized:
+            for layer in map(base.get_submodule, layers_to_quantize(base)):
+                layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+        state = merge_adapter(base, adapter, dtype)
     expected = model.state_dict(keep_vars=True)
     # tied weights are one object with several names: take the first name that the state has
     name_in_state: dict[int, str] = {}  # by id of the weight
@@ -217,17 +216,6 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
     complete = {name: state[name_in_state[id(weight)]] for name, weight in expected.items()}
     model.load_state_dict(complete, assign=True)
     model.tie_weights()
-
-
-def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The base's weights in the run's precision, with the adapter added."""
-    plan, has_run = origin.plan, origin.run_dir is not None
-    base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
-    base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
-    if has_run and plan.quantized:
-        for layer in map(base.get_submodule, layers_to_quantize(base)):
-            layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
-    return merge_adapter(base, adapter, dtype)
 
 
 def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:

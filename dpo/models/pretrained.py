@@ -271,13 +271,12 @@ def check_positions(model: Any, max_length: int) -> None:
 def count_positions(model: Any) -> float:
     """The number of positions in a model's table of them; infinity without such a table."""
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
-    learned = [
-        module.num_embeddings - getattr(module, "offset", 0)  # OPT's table has 2 rows more
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and module is not model.get_input_embeddings()
-    ]
+    for table in model.modules():
+        is_table = isinstance(table, torch.nn.Embedding) and table is not model.get_input_embeddings()
+        if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:  # OPT's has 2 rows more
+            return n_positions - (0 if table.padding_idx is None else table.padding_idx + 1)  # RoBERTa's: after padding
     computed = [len(table) for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's
-    return n_positions if n_positions in (*learned, *computed) else math.inf
+    return n_positions if n_positions in computed else math.inf
 
 
 def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:

@@ -41,7 +41,6 @@ from dpo.models.pretrained import (
 )
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
-from dpo.settings.choices import join_with_or
 from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
 from dpo.system.waiting import after_rank_0
@@ -79,8 +78,7 @@ class Scorer(NamedTuple):
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            n_scores = f"more than {len(answers)}" if len(scores) > len(answers) else len(scores)
-            raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
+            raise ScorerFailed(f"{self.name} gave another number of scores than the {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST:  # also if the score is NaN
                 raise ScorerFailed(
@@ -164,33 +162,27 @@ def hash_code(file: Path) -> str:
 # --- a reward model --------------------------------------------------------------------------------------------------
 
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
-FORMATS = {  # values of online.reward_format, and how a note describes them
-    "chat": "in its chat template",
-    "pair": "as two segments",
-    "text_eos": "as one text, with EOS if the answer ended",
-    "text": "as one text",
-    "policy": "as a policy reads them, with EOS if the answer ended",
-}
+POLICY = "policy"  # the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
 MARK = "reward_format"  # the entry for the format in an exported reward model's config
 
 
 class RewardModel:
     """A model that scores answers, `rows` at a time.
 
-    `form` is a key of FORMATS. `limit` is the largest number of tokens in a prompt with its answer, or None if not
-    known. Longer texts are truncated.
+    `form` is POLICY or a value of online.reward_format. `limit` is the largest number of tokens in a prompt with its
+    answer, or None if not known. Of longer texts the end is scored, which has the answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
-        self.form = form
+        self.form, self.limit = form, _find_limit(model, tokenizer)
         # a tokenizer may append EOS itself
-        self.appends_eos = form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        has_eos = tokenizer.eos_token is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        self.eos = tokenizer.eos_token if has_eos else ""
         # RoBERTa, for one, has no types that tell segments apart
         n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
         self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
-        self.limit = _find_limit(model, tokenizer)
-        tokenizer.truncation_side = "left"  # keep the end of a long text, which has the answer
+        tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
         self.pad = model.config.get_text_config().pad_token_id
         model.config.get_text_config().use_cache = False  # nothing is generated
@@ -206,8 +198,7 @@ class RewardModel:
         scores = [0.0] * len(texts)
         for start in range(0, len(texts), self.rows):
             indices = longest_first[start : start + self.rows]
-            batch_scores = self.forward([texts[i] for i in indices]).tolist()
-            for i, score in zip(indices, batch_scores, strict=True):
+            for i, score in zip(indices, self.forward([texts[i] for i in indices]).tolist(), strict=True):
                 scores[i] = score
         return scores
 
@@ -220,21 +211,21 @@ class RewardModel:
 
         Raises InputError if the chat template rejects the prompt.
         """
-        if self.form in ("policy", "chat"):
-            if self.form == "policy" and not prompt.apart:
+        if self.form in (POLICY, "chat"):
+            if self.form == "chat":
+                text = self._render(prompt, answer)
+                token_ids = self._encode([text])[text]
+            elif prompt.apart:
+                ids = self._encode([prompt.text, answer])
+                token_ids = ids[prompt.text] + ids[answer]
+            else:
                 [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
                 token_ids = tokens.prompt + tokens.responses[0][0]
-            else:
-                texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]
-                ids = self._encode(texts)
-                token_ids = [token for text in texts for token in ids[text]]
-            if ended and self.form == "policy":
-                token_ids.append(self.tokenizer.eos_token_id)
+            if ended and self.form == POLICY:
+                token_ids = [*token_ids, self.tokenizer.eos_token_id]
             return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
         prompt_text = unescape(prompt.text)
-        texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer]
-        if self.appends_eos and ended:
-            texts[-1] += self.tokenizer.eos_token
+        texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
         truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
         encoded = self.tokenizer(*texts, **truncation)
         names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
@@ -278,16 +269,16 @@ class RewardModel:
 def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """Messages on a format that was guessed, and on truncated prompts."""
     notes = []
-    if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
-        other_formats = [form for form in FORMATS if form not in ("chat", reward_model.form)]
+    form, limit = reward_model.form, reward_model.limit
+    if plan.online.reward_format is None and form in ("pair", "text"):
         notes.append(
-            f"online.reward_format is null, so the reward model gets prompt and answer {FORMATS[reward_model.form]}: "
-            f"if it was trained otherwise, give online.reward_format={' or '.join(other_formats)}"
+            f"the reward model gets prompt and answer in the form {form}, guessed from its tokenizer: if it was "
+            f"trained otherwise, give online.reward_format (docs/online.md)"
         )
-    if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
+    if limit is not None and limit < plan.data.max_length:
         notes.append(
-            f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have "
-            f"up to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
+            f"the reward model sees the last {limit:,} tokens of a prompt with its answer, which may have up to "
+            f"max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
         )
     return tuple(notes)
 
@@ -318,7 +309,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     disable_dropout(model)
     with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
-    recorded_format = "policy" if getattr(model_config, MARK, None) == "policy" else None
+    recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
     form = _find_format(tokenizer, plan.online.reward_format or recorded_format, key)
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
     if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
@@ -331,24 +322,14 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
 
 
 def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
-    """Find the form of a reward model's input: the wanted one of FORMATS, or the first that the tokenizer allows."""
+    """Find the form of a reward model's input: the wanted one, or the first that the tokenizer allows."""
     separator = tokenizer.sep_token_id
     separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
-    lacking = {
-        "chat": None if tokenizer.chat_template else "has no chat template",
-        "pair": None if separates else "puts no separator between two texts",
-        "text_eos": None if tokenizer.eos_token else "has no EOS token",
-        "text": None,
-        "policy": None if tokenizer.eos_token else "has no EOS token",
-    }
-    possible = [form for form, problem in lacking.items() if problem is None]
-    if wanted is None:
-        return possible[0]
-    if lacking[wanted]:
-        raise InputError(
-            f"online.reward_format={wanted}: the tokenizer of {key} {lacking[wanted]}: give {join_with_or(possible)}"
-        )
-    return wanted
+    is_possible = {"chat": bool(tokenizer.chat_template), "pair": separates, "text": True}
+    if wanted is not None and not is_possible.get(wanted, True):
+        lacking = "has no chat template" if wanted == "chat" else "puts no separator between two texts"
+        raise InputError(f"online.reward_format={wanted}: the tokenizer of {key} {lacking}: give another format")
+    return wanted or next(form for form in is_possible if is_possible[form])
 
 
 def _find_limit(model: Any, tokenizer: Any) -> int | None:

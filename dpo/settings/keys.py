@@ -252,7 +252,7 @@ class OnlinePlan:
     n_samples: Annotated[int, "[2, 1024]"]
     scorer: Annotated[Scorer, HowToSet("give online.scorer=reward_model, function, keyword or shorter")]
     reward_model: Text | None
-    reward_format: Literal["chat", "pair", "text_eos", "text", "policy"] | None
+    reward_format: Literal["chat", "pair", "text"] | None
     function: Function | None
     keyword: Text | None
     temperature: Annotated[float, "> 0"]
