@@ -363,11 +363,8 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     assert "trained with dpo on hh, mine. Class: `LlamaForCausalLM`, weights in float32." in text
     facts = facts_of(out)
     settings = facts.pop("settings")
-    assert (settings["loss.beta"], settings["model.name_or_path"], settings["optimizer"]) == (
-        0.3,
-        "base",
-        "a" + 3 * "'" + "\n# b",
-    )
+    assert (settings["loss.beta"], settings["model.name_or_path"]) == (0.3, "base")
+    assert settings["optimizer"] == "a```\n# b"
     assert facts == {
         "examples trained on": 64,
         "metrics": {"rewards_eval/margins": 1.25},
