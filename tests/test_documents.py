@@ -25,6 +25,11 @@ INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
 # by readers who follow CONTRIBUTING.md (tests/runs/test_extensions.py does) or docs/online.md
 TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py")
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
+OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
+TEST_FILES = [*(ROOT / "tests").rglob("*.py")]
+TESTS = {name for file in TEST_FILES for name in re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
+TESTS |= {file.stem for file in TEST_FILES}
 GPUS = 4  # of the imagined machine, for commands that leave it the number of processes
 
 
@@ -62,17 +67,12 @@ def filled_in(tmp_path):
     (tmp_path / "RUN_OF_SFT").mkdir()
     (tmp_path / "rewards.py").touch()
     (tmp_path / "data.csv").touch()
+    values = {name: str(tmp_path / name) for name in ("RUN_OF_SFT", "MINE", "rewards.py")}
+    values |= {name: str(tmp_path / "data.csv") for name in ("DIR_FILE_OR_HUB_ID", "data/mine.csv")}
+    values |= {"=N": "=2", "$SLURM_JOB_ID": "1"}
 
     def fill_in(command: str) -> list[str]:
-        for placeholder, value in {
-            "RUN_OF_SFT": str(tmp_path / "RUN_OF_SFT"),
-            "MINE": str(tmp_path / "MINE"),
-            "rewards.py": str(tmp_path / "rewards.py"),
-            "DIR_FILE_OR_HUB_ID": str(tmp_path / "data.csv"),
-            "data/mine.csv": str(tmp_path / "data.csv"),
-            "=N": "=2",
-            "$SLURM_JOB_ID": "1",
-        }.items():
+        for placeholder, value in values.items():
             command = re.sub(rf"{re.escape(placeholder)}\b", value, command)
         words = shlex.split(command)
         start = next(i for i, word in enumerate(words) if word.endswith(("train.py", "train.sbatch")))
@@ -136,42 +136,24 @@ def find_anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
-def test_every_link_leads_somewhere(page):
-    broken = []
+def test_every_link_file_and_test_that_is_named_is_there(page):
+    """Files are paths below our directories, and names with our suffixes, without placeholders."""
+    lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\"", TEXTS[page]):
         target, _, anchor = "".join(link).partition("#")
-        if target.startswith(("https://", "http://")):
-            continue
         file = page.parent / target if target else page
-        if not file.exists() or (anchor and anchor not in find_anchors(file)):
-            broken.append("".join(link))
-    assert broken == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
-def test_every_file_that_is_named_is_there(page):
-    """Paths below our directories, and file names with our suffixes, without placeholders."""
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
-    ours = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
-    lost = []
+        is_there = file.exists() and (not anchor or anchor in find_anchors(file))
+        lost += [] if is_there or target.startswith(("https://", "http://")) else ["".join(link)]
     for text in INLINE.findall(FENCED.sub("", TEXTS[page])):
         name = text.partition("::")[0].rstrip("/")
-        is_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name)
-        if not is_path or PLACEHOLDER.search(name) or name in TO_BE_WRITTEN:
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) or PLACEHOLDER.search(name) or name in TO_BE_WRITTEN:
             continue
-        if name.split("/")[0] in folders and "/" in name:
+        if name.split("/")[0] in FOLDERS and "/" in name:
             lost += [] if (ROOT / name).exists() or (ROOT / f"{name}.py").exists() else [name]
-        elif re.search(r"\.(py|md|sh|sbatch|toml|lock)$", name) and Path(name).name not in ours:
+        elif re.search(r"\.(py|md|sh|sbatch|toml|lock)$", name) and Path(name).name not in OURS:
             lost.append(name)
+    lost += [name for name in re.findall(r"\b(test_\w+)(?!\w|\.)", TEXTS[page]) if name not in TESTS]
     assert lost == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
-def test_every_test_that_is_named_is_there(page):
-    tests = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")}
-    functions = set(re.findall(r"^def (test_\w+)", "".join(tests.values()), re.MULTILINE))
-    named = set(re.findall(r"\b(test_\w+(?:\.py)?)", TEXTS[page]))
-    assert {name for name in named if name not in functions and name.removesuffix(".py") + ".py" not in tests} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)

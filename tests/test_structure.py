@@ -1,4 +1,4 @@
-"""Structure of the code: which module may import which, and how functions are named.
+"""Structure of the code: how much there is, and which module may import which.
 
 docs/architecture.md describes the structure.
 """
@@ -7,36 +7,91 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import io
+import itertools
 import re
 import subprocess
+import tokenize
+from pathlib import Path
 
 import pytest
 from support.runs import ROOT, run_python
 
+LIMITS = {  # lines and tokens of Python and Jinja; what adds to them names what goes
+    "product": (22_000, 191_750),
+    "experiments and benchmarks": (2_500, 22_250),
+    "tests": (22_000, 207_250),
+}
+DOCUMENT_KB, README_LINES, RECIPE_LINES = 283, 200, 270
+PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
 PACKAGES = (  # of `dpo`; each imports itself and those before it
-    "errors",
-    "numbers",
-    "losses",
-    "system",
-    "settings",
-    "data",
-    "parallel",
-    "checkpoint",
-    "models",
-    "analysis",
-    "reporting",
-    "training",
+    *("errors", "numbers", "losses", "system", "settings", "data", "parallel", "checkpoint", "models", "analysis"),
+    *("reporting", "training"),
 )
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")
 PATHS = [ROOT / f"{name}.py" for name in PUBLIC] + sorted((ROOT / "dpo").rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+def list_files() -> list[Path]:
+    """The files of the project, without those that git ignores."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def count_tokens(text: str) -> int:
+    """Tokens without comments and layout; of a string, also one with values, each word counts."""
+    lines = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # where each begins
+    n, depth, start = 0, 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":  # from Python 3.12 on; before, it is a STRING
+            start = start if depth else lines[token.start[0] - 1] + token.start[1]
+            depth += 1
+        elif kind == "FSTRING_END":
+            depth -= 1
+            n += len(text[start : lines[token.end[0] - 1] + token.end[1]].split()) if depth == 0 else 0
+        elif depth == 0 and kind not in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"):
+            n += len(token.string.split()) if kind == "STRING" else 1
+    return n
+
+
+def test_a_string_counts_its_words_and_layout_counts_nothing():
+    assert count_tokens('x = f"two words" + "" \n# a comment\nif x:\n    pass\n') == 10
+
+
+@pytest.mark.parametrize("part", LIMITS)
+def test_there_is_no_more_code_than_was_agreed(part):
+    n_lines, n_tokens = 0, 0
+    for file in list_files():
+        if file.suffix in (".py", ".jinja") and PARTS.get(file.relative_to(ROOT).parts[0], "product") == part:
+            text = file.read_text(encoding="utf-8")
+            n_lines += len(text.splitlines())
+            n_tokens += count_tokens(text) if file.suffix == ".py" else len(text.split())
+    assert (n_lines <= LIMITS[part][0], n_tokens <= LIMITS[part][1]) == (True, True), (n_lines, n_tokens)
+
+
+def test_the_recipe_and_the_documents_are_short_and_the_trainer_gets_what_it_uses():
+    assert len(TEXTS["train"].splitlines()) <= RECIPE_LINES
+    assert len(DEPENDENCIES["trainers"] - {"dpo"}) <= 22
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+    assert sum(file.stat().st_size for file in list_files() if file.suffix == ".md") <= 1000 * DOCUMENT_KB
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
 
 
 def find_imports(module: str) -> set[str]:
     """Find the full names that a module imports, also inside functions."""
     imports = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(ast.parse(TEXTS[module])):
         if isinstance(node, ast.Import):
             imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -45,11 +100,8 @@ def find_imports(module: str) -> set[str]:
     return imports
 
 
-DEPENDENCIES = {module: find_imports(module) & FILES.keys() for module in FILES}  # among our own modules
-
-
-def find_importers(library: str) -> set[str]:
-    return {module for module in FILES if library in {name.split(".")[0] for name in find_imports(module)}}
+IMPORTS = {module: find_imports(module) for module in FILES}
+DEPENDENCIES = {module: IMPORTS[module] & FILES.keys() for module in FILES}  # among our own modules
 
 
 def get_rank(module: str) -> int:
@@ -57,13 +109,8 @@ def get_rank(module: str) -> int:
     return len(PACKAGES) if module in PUBLIC else PACKAGES.index(module.split(".")[1])
 
 
-def test_every_module_is_public_or_in_a_package():
+def test_a_package_imports_itself_and_the_packages_before_it_and_there_is_no_cycle():
     assert {path.stem for path in ROOT.glob("*.py")} == set(PUBLIC)
-    packages = {path.stem for path in (ROOT / "dpo").iterdir() if path.name not in ("__pycache__", "__init__.py")}
-    assert packages == set(PACKAGES)
-
-
-def test_a_package_imports_itself_and_the_packages_before_it():
     upward = {
         f"{module} imports {other}"
         for module in DEPENDENCIES
@@ -71,86 +118,53 @@ def test_a_package_imports_itself_and_the_packages_before_it():
         if module != "dpo" and get_rank(other) > get_rank(module)
     }
     assert upward == set()
-
-
-def test_there_is_no_cycle():
     order = list(graphlib.TopologicalSorter(DEPENDENCIES).static_order())  # raises CycleError, which names the modules
     assert set(order) == FILES.keys()
 
 
 def test_each_of_these_libraries_is_known_in_one_place():
+    def find_importers(library: str) -> set[str]:
+        return {module for module in FILES if library in {name.split(".")[0] for name in IMPORTS[module]}}
+
     assert find_importers("wandb") == {"dpo.reporting.trackers"}
     assert find_importers("hydra") == {"train", "dpo.settings.command_line"}
     outside_settings = {module for module in find_importers("omegaconf") if not module.startswith("dpo.settings.")}
     assert outside_settings == {"train", "trainers", "dpo.training.porting"}
-    name_shards = {module for module, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
+    name_shards = {module for module, text in TEXTS.items() if re.search("DTensor|DeviceMesh", text)}
     assert {module.rpartition(".")[0] for module in name_shards} == {"dpo.parallel"}
-
-
-def test_the_recipe_is_short_and_the_trainer_gets_what_it_uses():
-    assert len(FILES["train"].read_text("utf-8").splitlines()) <= 290
-    assert len(DEPENDENCIES["trainers"] - {"dpo"}) <= 22
-
-
-def test_data_and_losses_know_no_processes():
-    for name in FILES:
-        if name in ("preference_datasets", "dpo.losses") or name.startswith("dpo.data."):
-            assert not re.search(r"\b(world_size|torch\.distributed)\b", FILES[name].read_text("utf-8")), name
+    without_processes = ("preference_datasets", "dpo.losses", "dpo.data.")
+    name_processes = {
+        module for module, text in TEXTS.items() if re.search(r"\b(world_size|torch\.distributed)\b", text)
+    }
+    assert {module for module in name_processes if module.startswith(without_processes)} == set()
 
 
 IMPORT_ALL = """
 import importlib, random, sys
 import numpy, torch
-allow_tf32, dtype = torch.backends.cuda.matmul.allow_tf32, torch.get_default_dtype()
-states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
+def state():
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.get_default_dtype()
+    return flags, torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+before = state()
 for name in sys.argv[1:]:
     importlib.import_module(name)
-assert torch.backends.cuda.matmul.allow_tf32 == allow_tf32 == False
-assert torch.get_default_dtype() == dtype
-assert torch.equal(torch.get_rng_state(), states[0])
-assert random.getstate() == states[1]
-assert (numpy.random.get_state()[1] == states[2]).all()
+assert state() == before
 """
 
 
 @pytest.mark.slow
 def test_importing_prints_and_changes_nothing(tmp_path):
     result = run_python("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
-
-    assert result.returncode == 0, result.stderr
-    assert (result.stdout, result.stderr) == ("", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_checking_a_config_needs_no_torch():
-    script = (
-        "import sys, dpo.settings.validation; assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
-    )
-    result = run_python("-c", script, PYTHONPATH=str(ROOT))
+    loaded = "{'torch', 'transformers', 'datasets'} & sys.modules.keys()"
+    result = run_python("-c", f"import sys, dpo.settings.validation; assert not {loaded}", PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stderr
 
 
 def test_nothing_depends_on_where_the_project_lies():
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    paths = {"neighbour": b".." + b"/shared", "absolute": b"/wo" + b"rk/"}  # in two parts, as this file is read too
-    mentions = {
-        f"{name}: {kind}"
-        for name in listed.stdout.decode().split("\0")
-        if name and (ROOT / name).is_file()
-        for kind, path in paths.items()
-        if path in (ROOT / name).read_bytes()
-    }
-    assert mentions == set()  # tests/support/runs.py finds the maintainers' data as ROOT.parent / "shared"
-
-
-def test_functions_are_named_after_what_they_do():
-    """`find_size`, not `size_of`."""
-    badly_named = []
-    for name in (*PUBLIC, "dpo", "scripts", "benchmarks", "experiments"):
-        for path in [ROOT / f"{name}.py"] if name in PUBLIC else sorted((ROOT / name).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef) and re.search("^_?of_|(?<!out)(?<!best)_of(_|$)", node.name):
-                    badly_named.append(f"{path.relative_to(ROOT)}: {node.name}")
-    assert badly_named == []
+    paths = (b".." + b"/shared", b"/wo" + b"rk/")  # in two parts, as this file is read too
+    assert [file for file in list_files() if any(path in file.read_bytes() for path in paths)] == []
