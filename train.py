@@ -68,19 +68,19 @@ def run_or_exit(plan: Plan) -> None:
     if host.is_rank_0():
         RUN_LOG.begin()
     with exiting_on_failure(RUN_LOG):
-        if host.is_rank_0():
-            for warning in find_warnings(plan):
-                print(f"warning: {warning}")
         run(plan)
 
 
 def run(plan: Plan) -> None:
     """Run a plan without problems, in as many processes as it says."""
+    is_rank_0 = host.is_rank_0()
+    for warning in find_warnings(plan) if is_rank_0 else ():
+        print(f"warning: {warning}")
     if plan.run.dry_run:
-        if host.is_rank_0():
+        if is_rank_0:
             dry_run(plan)
         return
-    if host.is_rank_0():
+    if is_rank_0:
         print(describe(plan), flush=True)  # flushed, as importing torch takes seconds
     try:
         with ending_on_stop_signals(plan.run.local_run_dir):
@@ -93,7 +93,7 @@ def run(plan: Plan) -> None:
                 timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
-        if host.is_rank_0() and read_record(Path(plan.run.local_run_dir)):
+        if is_rank_0 and read_record(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
 
@@ -191,7 +191,7 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
     """Make all that a trainer uses, and train; afterwards nothing of it is held."""
-    from dpo.checkpoint import resume, saver
+    from dpo.checkpoint.saver import Checkpoints
     from dpo.parallel.mesh import Mesh
     from dpo.reporting import events, table, terminal
     from dpo.training import evaluation, memory, optimization, setting_up
@@ -214,19 +214,15 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
         batches = make_batches(plan, data, objective, stop, progress)
         evaluator = evaluation.Evaluator(plan, data, objective, batches, progress, stop)
         run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
-        checkpoints = saver.Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
+        checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
         context = events.RunContext(plan, run_dir, rank, data, progress.line, policy)
         callbacks = events.Callbacks.of(table.CALLBACKS, context, terminal=progress)
-        states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
-        state = saver.RunState(reference, frozen_digest, rank=rank, **states)
-        saved = setting_up.list_parts(objective, optimizer, scheduler, state)
-        facts = {"config": resume.record_config(plan), **resume.record_inputs(data, policy.config)}
-        trainer = Trainer(
-            *(plan, data, objective, optimizer, scheduler, batches, evaluator),
-            *(checkpoints, callbacks, state, saved, facts, progress, stop),
-        )
+        states = {**batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
+        made = (plan, data, objective, optimizer, scheduler)
+        recorded = setting_up.describe_run(*made, frozen_digest, **states)
+        trainer = Trainer(*made, batches, evaluator, checkpoints, callbacks, *recorded, progress, stop)
         if resume_from is not None:
-            checkpoints.restore(resume_from, saved)
+            checkpoints.restore(resume_from, trainer.parts)
         trainer.train()
 
 
@@ -236,11 +232,8 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
 def worker_main(
     rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
 ) -> None:
-    """Train loaded models, in this process or together with others.
-
-    It is called as in the reference implementation: `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N,
-    config, policy, reference))` starts N processes, which meet at `config.fsdp_port`. Keys missing from the config get
-    the defaults of `config/`. Raises InputError for a config that cannot run.
+    """Train loaded models, as `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
+    starts it in N processes, which meet at `config.fsdp_port`. Missing keys get the defaults of `config/`.
     """
     from dpo.models.loading import unwrap
     from dpo.training.porting import joining_processes, plan_worker

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.checkpoint.resume import record_config, record_inputs
-from dpo.checkpoint.saver import Checkpoints, RunState
+from dpo.checkpoint.saver import Checkpoints
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -31,7 +30,7 @@ from dpo.training.objective import make_objective
 from dpo.training.online import make_batches
 from dpo.training.optimization import Schedule
 from dpo.training.setting_up import (
-    list_parts,
+    describe_run,
     make_policy,
     make_policy_optimizer,
     make_reference,
@@ -102,9 +101,7 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
     context = RunContext(plan, run_dir, rank, data, progress.line, policy)
     callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
-    states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
-    state = RunState(reference, frozen_digest, rank=rank, **states)
-    parts = list_parts(objective, optimizer, scheduler, state)
-    facts = {"config": record_config(plan), **record_inputs(data, policy.config)}
-    makers = (plan, data, objective, optimizer, scheduler, batches, evaluator)
-    return (*makers, checkpoints, callbacks, state, parts, facts, progress, stop)
+    states = {**batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
+    made = (plan, data, objective, optimizer, scheduler)
+    recorded = describe_run(*made, frozen_digest, **states)
+    return (*made, batches, evaluator, checkpoints, callbacks, *recorded, progress, stop)

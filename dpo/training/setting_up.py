@@ -10,17 +10,12 @@ from typing import Any
 
 import torch
 
+from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models import adapters
-from dpo.models.loading import (
-    FOLLOWING,
-    find_following_reference,
-    load_policy,
-    load_reference,
-    model_loaders,
-)
+from dpo.models.loading import FOLLOWING, find_following_reference, load_policy, load_reference, model_loaders
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -40,8 +35,7 @@ def find_models(
 ) -> tuple[Any, Any | None]:
     """Policy and reference as models or functions that load one, neither quantized nor with adapters.
 
-    The models `given` get the weights of the checkpoint that a run resumes from, as loaded ones do. The reference is
-    loaded after the policy was distributed, so that host memory holds one whole model at a time.
+    The models `given` get the weights of the checkpoint that a run resumes from, as loaded ones do.
     """
     if given is None:
         if rank == 0:
@@ -60,8 +54,8 @@ def settle_frozen_weights(plan: Plan, rank: int, log: Callable[[str], None]) -> 
     """Decide how frozen weights are held where the config leaves it open, on rank 0 for all."""
     if plan.fsdp.frozen_weights is not None or not plan.trainer.multi_process:
         return plan
-    decide = partial(decide_frozen_weights, plan)
-    decided = after_rank_0("the decision on frozen weights", lambda: decide() if rank == 0 else plan)
+    act = partial(decide_frozen_weights, plan) if rank == 0 else (lambda: plan)
+    decided = after_rank_0("the decision on frozen weights", act)
     frozen_weights = from_rank_0(decided.fsdp.frozen_weights)
     if frozen_weights is not None:
         log(f"frozen weights are {frozen_weights} on every process (fsdp_frozen_weights)")
@@ -103,11 +97,7 @@ def make_reference(
 
 
 def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> Any:
-    """Distribute a loaded model as the trainer does.
-
-    FSDP shards weights, gradients and optimizer state over processes, and tensor parallelism cuts layers over some of
-    them. One process spreads layers over its GPUs, or cuts them by the package `tensor_parallel`.
-    """
+    """Distribute a loaded model over processes, or over the GPUs of this one."""
     if plan.trainer.multi_process:
         return distribute(
             model,
@@ -135,12 +125,20 @@ def make_policy_optimizer(plan: Plan, policy: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def list_parts(
-    objective: Objective, optimizer: torch.optim.Optimizer, scheduler: Schedule, state: RunState
-) -> list[Part]:
-    """The parts of a checkpoint, in the order of writing."""
-    parts: list[Part] = [adapters.policy_part(objective.policy)]
+def describe_run(
+    plan: Plan,
+    data: TrainingData,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Schedule,
+    frozen_digest: str | None,
+    **states: Any,
+) -> tuple[RunState, list[Part], dict[str, Any]]:
+    """The counters and states of a run; the parts of its checkpoints, in the order of writing; and their facts."""
+    mesh, policy, reference = objective.mesh, objective.policy, objective.reference
+    state = RunState(reference, frozen_digest, rank=mesh.rank, objective=objective, **states)
+    parts: list[Part] = [adapters.policy_part(policy)]
     if objective.follow_every:  # only then does the reference change
-        parts.append(ModelPart(FOLLOWING, objective.reference.model))
-    parts += [OptimizerPart(optimizer, objective.mesh), Part("scheduler", scheduler)]
-    return [*parts, Part("trainer", state), RandomPart(objective.mesh)]
+        parts.append(ModelPart(FOLLOWING, reference.model))
+    parts += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
+    return state, parts, {"config": record_config(plan), **record_inputs(data, policy.config)}

@@ -14,12 +14,10 @@ class StopRequest:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.signals: list[int] = []  # signal numbers, in the order received
-        # whether every process knows that one has received a signal; set by `train_step`, alike on every process
-        self.is_agreed = False
+        self.is_agreed = False  # whether every process knows that one has received a signal; set by `train_step`
 
     def raise_if_agreed(self) -> None:
-        """Raise Stopped if all processes have agreed to stop."""
-        # a process that runs alone needs no agreement
+        """Raise Stopped if all processes have agreed to stop; one that runs alone needs no agreement."""
         if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
 

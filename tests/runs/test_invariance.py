@@ -190,19 +190,9 @@ QUICK = {
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = (
-    "dpo",
-    "sft",
-    "ipo",
-    "aot",
-    "beta_dpo",
-    "bco",
-    "simpo",
-    "kto",
-    "plackett_luce",
-    "bradley_terry",
-    "mix",
+    "dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "plackett_luce", "bradley_terry", "mix",
     "all options",
-)
+)  # fmt: skip
 OF_DATA = (
     "pairs of lists", "best and worst of lists", "lists for an adapter", "weights", "weights and margins",
     "weights and labels", "weights of a reward model", "tools", "online tools",

@@ -122,7 +122,6 @@ def evaluate_in_ways(rank: int, world_size: int, folder: Path, of: str, cases: l
 
 OF_PROCESSES = {
     "2 sharded": (2, [(7, (*FSDP, *way)) for way in WAYS]),
-    "2 sharded, in threes": (2, [(7, (*FSDP, *way)) for way in IN_THREES]),
     "4 sharded": (4, [(n, (*FSDP, *way)) for n in (1, 3) for way in IN_THREES]),
     "2 cut": (2, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
     "4 cut and sharded": (4, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
@@ -130,10 +129,7 @@ OF_PROCESSES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "2 sharded, in threes" else pytest.mark.slow) for name in OF_PROCESSES],
-)
+@pytest.mark.parametrize("name", OF_PROCESSES)
 def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
     processes, cases = OF_PROCESSES[name]
     sampling = ("n_eval_model_samples=16", "max_length=48")
