@@ -192,12 +192,7 @@ class Objective:
         return self._to_device(statistic.float())
 
     def losses(
-        self,
-        microbatch: Microbatch,
-        context: BatchContext | None = None,
-        *,
-        split: str,
-        loss: Loss | None = None,
+        self, microbatch: Microbatch, context: BatchContext | None = None, *, split: str, loss: Loss | None = None
     ) -> tuple[torch.Tensor, NamedTensors]:
         """The losses of a microbatch on the device, (B,), and detached metrics.
 
@@ -355,13 +350,7 @@ class Objective:
 
 
 def make_objective(
-    plan: Plan,
-    policy: Any,
-    reference: Reference | None,
-    data: TrainingData,
-    mesh: Mesh,
-    *,
-    log: Callable[[str], None],
+    plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh, *, log: Callable[[str], None]
 ) -> Objective:
     """The objective, with a layout that both models support; `log` gets the reason if it is not the one asked for."""
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length

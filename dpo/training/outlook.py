@@ -79,20 +79,19 @@ def notes_on_updates(plan: Plan, data: TrainingData, *, is_first: bool) -> list[
         notes.append(
             f"learning rate {lr:.6g}: lr={training.lr}, scaled for {n_processes} processes by lr_scaling={scaling}"
         )
+    is_evaluated, is_sampled = evaluation.do_first_eval, evaluation.sample_during_eval
+    n_examples, n_prompts = min(n_most, test.examples), min(n_most, test.prompts)
+    is_sampled_first = is_evaluated and is_sampled and evaluation.do_first_sampling
     tasks = {
         "self-test (self_test)": training.self_test,
         "the reference scores all examples (cache_reference_logps)": plan.caches_reference_first,
-        f"evaluation of {count(min(n_most, test.examples), 'example')} (do_first_eval, n_eval_examples)": (
-            evaluation.do_first_eval and test.examples > 0
+        f"evaluation of {count(n_examples, 'example')} (do_first_eval, n_eval_examples)": is_evaluated and n_examples,
+        f"answers to {count(n_prompts, 'held-out prompt')} (do_first_eval, n_eval_examples)": (
+            is_evaluated and plan.online
         ),
-        f"answers to {count(min(n_most, test.prompts), 'held-out prompt')} (do_first_eval, n_eval_examples)": (
-            evaluation.do_first_eval and plan.online is not None
-        ),
-        f"{count(min(N_ASKED, n_most, test.prompts), 'answer')} for comparison at the end (sample_during_eval)": (
-            evaluation.sample_during_eval
-        ),
+        f"{count(min(N_ASKED, n_prompts), 'answer')} for comparison at the end (sample_during_eval)": is_sampled,
         f"{count(evaluation.n_eval_model_samples, 'sample')} (do_first_sampling, n_eval_model_samples)": (
-            evaluation.do_first_eval and evaluation.sample_during_eval and evaluation.do_first_sampling
+            is_sampled_first
         ),
     }
     wanted = [task for task, is_wanted in tasks.items() if is_wanted]
