@@ -154,11 +154,6 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))
 
 
-def test_a_block_name_that_the_model_lacks_is_refused_even_if_blocks_are_not_needed(check):
-    with pytest.raises(InputError, match=r"GPTNeoXLayer is not a module class of LlamaForCausalLM.*LlamaDecoderLayer"):
-        check("model.block_name=GPTNeoXLayer")
-
-
 @pytest.mark.parametrize(
     ("loss", "loads"),
     [

@@ -54,14 +54,6 @@ def test_a_file_names_the_class_of_the_models_blocks(name):
     assert content["defaults"] == [TO_BUILD_ON[in_bfloat16], "_self_"]
 
 
-def test_the_reference_of_a_model_made_in_bfloat16_computes_as_the_policy():
-    assert FILES["blank_model_bfloat16"] == {"defaults": ["blank_model", "_self_"], "reference_dtype": None}
-
-
-def test_no_two_files_are_of_one_model():
-    assert len({content["name_or_path"] for content in MODELS.values()}) == len(MODELS)
-
-
 USUAL = ("gpt2, tied", "gemma2")
 
 

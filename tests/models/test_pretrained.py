@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, build, plain_logps
+from support.models import build, plain_logps
 from support.runs import GOLDEN
 
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
@@ -31,11 +31,9 @@ TINY_LLAMA = str(GOLDEN / "tiny-llama")
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WITH_DROPOUT = {
     "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),  # its default: 0.1
-    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=32, attention_dropout=0.3, hidden_dropout=0.2),
     "opt": transformers.OPTConfig(
         **SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.2, attention_dropout=0.2, layerdrop=0.5
     ),
-    "bloom": transformers.BloomConfig(**SMALL, hidden_dropout=0.2, attention_dropout=0.2),
     "llama": transformers.LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.3),
 }
 
@@ -132,14 +130,6 @@ def test_weights_that_are_missing_or_integers_are_an_error_not_random_numbers(ch
         load_float32(str(tmp_path / "model"))
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path):
-    nowhere = str(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=f"model '{nowhere}' cannot be loaded"):
-        pretrained.load_model(Source(nowhere), dtype=torch.float32)
-    with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
-        load_tokenizer(nowhere)
-
-
 def load_float32(name: str) -> Any:
     return pretrained.load_model(Source(name), dtype=torch.float32)
 
@@ -171,25 +161,16 @@ def change(**entries: Any) -> Callable[[Path], Any]:
     [
         ("model.safetensors", cut),  # as an interrupted download is
         ("model.safetensors", write("")),
-        ("model.safetensors", write("{" * 100)),
         ("model.safetensors", write_code),
         ("model.safetensors", lambda file: file.rename(f"{file}.index.json").write_text('{"weight_map": {}}')),
         ("config.json", write("{")),
-        ("config.json", write("3")),
-        ("config.json", change(model_type=["llama"])),
         ("config.json", change(num_attention_heads=0)),
         ("config.json", change(hidden_size=2**40)),
-        ("config.json", change(dtype="float31")),
         ("config.json", change(rope_parameters={"rope_type": "unheard of"})),
         ("generation_config.json", write("[]")),
-        ("tokenizer.json", write("[]")),
         ("tokenizer.json", write("")),
         ("tokenizer_config.json", write("[]")),
-        ("tokenizer_config.json", change(model_max_length="long")),
-        ("tokenizer_config.json", change(model_input_names=5)),
-        ("tokenizer_config.json", change(split_special_tokens="yes")),
         ("tokenizer_config.json", change(chat_template=5)),
-        ("tokenizer_config.json", change(chat_template=[{"name": "default", "template": 5}])),
         ("tokenizer_config.json", write('{"added_tokens_decoder": 5}')),
     ],
 )
@@ -238,15 +219,6 @@ def test_a_table_of_positions_limits_the_length(family):
         model(torch.full((1, n_positions + 1), 5))
 
 
-def test_a_mixture_that_outputs_router_logits_can_sample(tmp_path):
-    sizes = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 2}
-    config = transformers.MixtralConfig(**sizes, output_router_logits=True)
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    model = pretrained.load_model(Source(str(tmp_path)), dtype=torch.float32)
-    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    assert model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3).shape == (2, 6)
-
-
 def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llama):
     pretrained.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -261,25 +233,10 @@ def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llam
     assert not torch.allclose(dynamic(row).logits[:, :8], dynamic(row[:, :8]).logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("logits_in_cache", [100, 10**6])
-def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(logits_in_cache, dtype, monkeypatch):
-    monkeypatch.setattr(logprobs, "IN_CACHE", logits_in_cache)
-    found = []
-    for pick in (logprobs._PickedLogSoftmax.apply, lambda rows, _: rows.float().log_softmax(-1).diagonal()):
-        logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-        logps = pick(logits * 1, torch.arange(7))  # of a copy, for the backward pass writes over it
-        (logps * torch.arange(1, 8)).sum().backward()
-        found.append((logps.detach(), logits.grad))
-    (ours, gradient), (expected, expected_gradient) = found
-    assert torch.equal(ours, expected)
-    torch.testing.assert_close(gradient, expected_gradient)
-
-
 # --- weights from an archive ---------------------------------------------------------------------------------------
 
 
-def save_with_an_archive(family: str, folder: Path, **save: bool) -> str:
+def save_with_an_archive(family: str, folder: Path) -> str:
     """A model's directory with settings for sampling, and a `policy.pt`."""
     model = build(family)
     model.generation_config.top_p, model.generation_config.do_sample = 0.9, True
@@ -287,7 +244,7 @@ def save_with_an_archive(family: str, folder: Path, **save: bool) -> str:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    torch.save({"step_idx": 8, "state": model.state_dict(), "metrics": None}, folder / "policy.pt", **save)
+    torch.save({"step_idx": 8, "state": model.state_dict(), "metrics": None}, folder / "policy.pt")
     return str(folder)
 
 
@@ -297,50 +254,29 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16), ("gemma2", torch.float16)],
+    [("llama", torch.float32), ("llama, tied", torch.bfloat16), ("gpt-j", torch.float32), ("gemma2", torch.float16)],
 )
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
     overwritten = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention)
     load_archive(overwritten, name)
     (tmp_path / "model.safetensors").unlink()  # nobody needs it
-    state = torch.get_rng_state()
 
     ours = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention, archive=name)
 
-    assert torch.equal(torch.get_rng_state(), state)
     theirs = tensors_of(overwritten)
     assert tensors_of(ours).keys() == theirs.keys()  # tied weights have one name
     for key, tensor in tensors_of(ours).items():
-        other = theirs[key]
-        assert (tensor.dtype, tensor.device, tensor.stride()) == (other.dtype, other.device, other.stride())
-        assert (type(tensor), tensor.requires_grad) == (type(other), other.requires_grad)
-        assert torch.equal(tensor, other), key
-    assert ours.state_dict().keys() == overwritten.state_dict().keys()
+        assert (tensor.dtype, tensor.stride()) == (theirs[key].dtype, theirs[key].stride())
+        assert torch.equal(tensor, theirs[key]), key
     assert ours.generation_config.to_dict() == overwritten.generation_config.to_dict()
     assert ours.generation_config.top_p == 0.9
     assert (ours.config.to_dict(), ours.name_or_path) == (overwritten.config.to_dict(), overwritten.name_or_path)
-    assert ours.config._attn_implementation == overwritten.config._attn_implementation == attention
-    assert ours.training == overwritten.training
 
 
-def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
-    name = save_with_an_archive("gpt2, tied", tmp_path)
-    (tmp_path / "generation_config.json").unlink()
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "top_k": 7, "eos_token_id": 5}))
-
-    with_archive, without = (pretrained.load_model(Source(name), dtype=torch.float32, archive=a) for a in (name, None))
-
-    assert with_archive.generation_config.to_dict() == without.generation_config.to_dict()
-    assert with_archive.generation_config.eos_token_id == 5
-
-
-@pytest.mark.parametrize("random_init", [True, False])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, random_init, tmp_path):
-    name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
-    model = pretrained.load_model(Source(name), dtype=torch.float32, archive=name, random_init=random_init)
+def test_a_loaded_model_holds_no_pages_of_the_archive(tmp_path):
+    name = save_with_an_archive("llama, tied", tmp_path)
+    model = pretrained.load_model(Source(name), dtype=torch.float32, archive=name)
     assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
 
@@ -356,28 +292,17 @@ def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_are_what_the_class_draws_from_the_seed(family, tmp_path):
-    build(family, on_meta=True).config.save_pretrained(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # a reference is the policy, rounded
+def test_random_weights_are_what_the_class_draws_from_the_seed(dtype, tmp_path):
+    build("llama", on_meta=True).config.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.9}')  # not taken: it came with the trained weights
-    attention = "eager" if family in ("gpt-j", "gemma2") else "sdpa"
-    for dtype in (torch.float32, torch.bfloat16):  # a reference in another dtype is the policy, rounded
-        torch.manual_seed(3)
-        config = transformers.AutoConfig.from_pretrained(tmp_path)
-        drawn = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
-        state = torch.get_rng_state()
-        ours = pretrained.load_model(
-            Source(str(tmp_path)), dtype=dtype, attn_implementation=attention, random_init=True, seed=3
-        )
-        assert torch.equal(torch.get_rng_state(), state)
-        kept = tensors_of if dtype == torch.float32 else lambda model: dict(model.named_parameters())
-        weights, others = kept(ours), kept(drawn)  # rotary frequencies stay in float32
-        assert weights.keys() == others.keys()
-        for key, tensor in weights.items():
-            assert tensor.dtype == others[key].dtype
-            assert torch.equal(tensor, others[key]), key
-        assert ours.generation_config.top_p != 0.9
-        assert ours.config._attn_implementation == attention
+    torch.manual_seed(3)
+    drawn = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).to(dtype)
+    ours = pretrained.load_model(Source(str(tmp_path)), dtype=dtype, random_init=True, seed=3)
+    weights, others = dict(ours.named_parameters()), dict(drawn.named_parameters())
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+    assert ours.generation_config.top_p != 0.9
 
 
 def test_a_max_length_beyond_what_the_model_was_made_for_gets_a_warning():

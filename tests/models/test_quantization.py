@@ -117,11 +117,6 @@ def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family: 
     assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (4, 14)
 
 
-def test_a_compiled_layer_computes_the_same() -> None:
-    layer, inputs = in_4_bits(layer_of(64, 32)), torch.randn(3, 64, requires_grad=True)
-    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
-
-
 def test_without_bitsandbytes_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(InputError, match="lora=qlora needs bitsandbytes with kernels for this machine"):

@@ -23,14 +23,12 @@ from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from dpo.models.pretrained import Source, disable_dropout, load_model
-from dpo.models.scalar_head import HEAD_WEIGHT, find_scalar_head, install_scalar_head
+from dpo.models.scalar_head import HEAD_WEIGHT, install_scalar_head
 from dpo.models.scoring import load_scorer
-from dpo.models.side_by_side import load_panel
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 
 LLAMA = str(GOLDEN / "tiny-llama")
-QUICK = ("llama", "gpt2, tied", "gemma2")
 LORA = ("lora=lora", "lora.r=4", "lora.alpha=8", "lr=1e-2")
 
 
@@ -45,9 +43,7 @@ def build(family: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", "gemma2"])
 def test_each_response_gets_the_reward_of_its_text_alone(family):
     model, examples = build(family), list_examples(6, shared=True)
     examples[1] = examples[1]._replace(cuts=((0, 1), (1, 2)))  # which no reward depends on
@@ -68,14 +64,6 @@ def test_a_response_of_one_token_and_an_empty_prompt_have_rewards():
     for examples in ([Example((1, 2, 3), ((9,), (5, 9)))], [Example((), ((9,), (5, 6, 9)))]):
         found = [one.forward(model, one.split(examples, 1)[0].inputs).logps for one in (Padded(), layout)]
         torch.testing.assert_close(*found)
-
-
-def test_in_half_precision_a_reward_keeps_the_digits_of_its_sum():
-    head = find_scalar_head(build("llama").bfloat16())
-    hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rewards = head(hidden)
-    assert rewards.dtype == torch.float32
-    torch.testing.assert_close(rewards, hidden.float() @ head.weight.float().T)
 
 
 def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
@@ -120,9 +108,9 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
 # --- what a run writes ------------------------------------------------------------------------------------------------
 
 
-def score_as_anyone_would(model: Any, folder: Path, texts: list[str], side: str = "right") -> list[float]:
+def score_as_anyone_would(model: Any, folder: Path, texts: list[str]) -> list[float]:
     """All at once, padded by the tokenizer of `folder`."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
     with torch.no_grad():
         return model.eval()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0][:, 0].tolist()
@@ -177,14 +165,6 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     cut_off = scorer(prompts, [answer._replace(ended=False) for answer in answers])
     assert cut_off != pytest.approx(rewards, rel=1e-3)
 
-    # a text may end in any word, and rows may be padded at either end
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    words = [text for text in map(tokenizer.decode, range(100, 1024, 7)) if "\N{REPLACEMENT CHARACTER}" not in text]
-    texts = [f"Well:{' so' * (i % 5)}{word}" for i, word in enumerate([*words, tokenizer.decode([1023])])]
-    alone = [score_as_anyone_would(model, out, [text])[0] for text in texts]
-    for side in ("left", "right"):
-        assert score_as_anyone_would(model, out, texts, side) == pytest.approx(alone, rel=1e-4, abs=1e-5)
-
 
 def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_llama, tmp_path):
     with torch.no_grad():
@@ -214,14 +194,3 @@ def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path)
     [head] = reward.keys() - policy.keys()
     assert head.endswith(HEAD_WEIGHT)
     assert all(torch.equal(reward[name], tensor) for name, tensor in policy.items())
-
-
-def test_a_reward_model_is_not_sampled_from(finished):
-    run_dir = finished("loss=bradley_terry", "ledger=true")
-    with pytest.raises(InputError, match="is a reward model, which gives no answers: give a policy"):
-        load_panel(run_dir)
-
-
-def test_a_head_among_the_adapted_layers_is_refused(run):
-    with pytest.raises(InputError, match=r"^lora.target_modules names the scalar head `score`"):
-        run("run", "loss=bradley_terry", *LORA, "lora.target_modules=[q_proj,score]")

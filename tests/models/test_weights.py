@@ -105,22 +105,15 @@ def test_an_archive_is_data_and_never_code(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content", ["empty", "half", "a list", "no state", "a state that is no dict", "no tensors"])
+@pytest.mark.parametrize("content", ["half", "a list", "no tensors"])
 def test_any_other_file_is_refused(content, tmp_path):
     file = tmp_path / "policy.pt"
     state = build("llama").state_dict()
     archive(file, state)
-    if content in ("empty", "half"):
-        file.write_bytes(b"" if content == "empty" else file.read_bytes()[: file.stat().st_size // 2])
+    if content == "half":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     else:
-        saved = {
-            "a list": [state],
-            "no state": state,
-            "a state that is no dict": {"state": 3},
-            "no tensors": {"state": dict.fromkeys(state, "text")},
-        }
-        torch.save(saved[content], file)
-
+        torch.save([state] if content == "a list" else {"state": dict.fromkeys(state, "text")}, file)
     with pytest.raises(InputError, match=r"model\.archive=.*policy\.pt"):
         load_archive(build("llama"), str(file))
 
