@@ -94,8 +94,7 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
             pair = Prompt(
                 row["prompt"], [row["chosen"], row["rejected"]], [{"chosen": 0, "rejected": 1}], "keep_end", False
             )
-            example = TextExample(pair, 0, pair.texts(0), pair.pieces(0))
-            examples += encode_examples([example], trainer.data.encode, **lengths)
+            examples += encode_examples([TextExample.of(pair, 0)], trainer.data.encode, **lengths)
         if case == "margin":
             margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
             examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]
