@@ -133,7 +133,8 @@ def recognize(
     if verdict:
         candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
     whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
-    are_whole = all(_begins_with_prompt(row.get(column)) for row in first_rows for column in whole)
+    values = [row[column] for row in first_rows for column in whole if row.get(column) is not None]
+    are_whole = all(map(_begins_with_prompt, values))
     if candidates["chosen"] and candidates["rejected"] and not (candidates["prompt"] or are_whole):
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
     fitting = [form for form in FORMS[trains_on] if configured.keys() <= {*form, *OPTIONAL_FIELDS}]

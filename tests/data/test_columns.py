@@ -101,6 +101,12 @@ def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, gi
     assert find(row, trains_on, **given).describe() == f"columns {told}"
 
 
+def test_a_bad_record_does_not_hide_that_the_others_are_dialogues():
+    rows = [{**DIALOGUE, "id": "a"}, {"chosen": DIALOGUE["chosen"], "rejected": None, "id": "b"}]
+    used = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").used
+    assert used == {"chosen": "chosen", "rejected": "rejected"}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
