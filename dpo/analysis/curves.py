@@ -109,15 +109,14 @@ class Picture(NamedTuple):
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     """Draw each chart for which a run has values."""
     for chart, lines in plan_charts(runs):
-        svg, png = draw(chart, lines)
-        yield Picture(chart.name, f"{chart.title} against examples", svg, png)
+        yield draw(chart, lines)
 
 
 def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
     """Yield the charts for which a run has values, with their lines.
 
     A single run's metrics share a chart, each in its own colour. With several runs each metric has a chart, and each
-    run a colour; values of different losses cannot be compared, so they have none.
+    run a colour; there is none of the loss if their losses differ, as such values cannot be compared.
     """
     for chart in CHARTS:
         if len(runs) == 1:
@@ -162,7 +161,7 @@ STYLE = {
 }
 
 
-def draw(chart: Chart, lines: Sequence[Line]) -> tuple[bytes, bytes]:
+def draw(chart: Chart, lines: Sequence[Line]) -> Picture:
     """Draw a chart as SVG and as PNG."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
@@ -183,7 +182,8 @@ def draw(chart: Chart, lines: Sequence[Line]) -> tuple[bytes, bytes]:
     for name, color in LIGHT.variables().items():
         text = text.replace(f": {color}", f": var({name})")
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # hundredths of a point are enough
-    return text.replace("<defs>", f"<defs><style>{COLORS}</style>", 1).encode(), png.getvalue()
+    text = text.replace("<defs>", f"<defs><style>{COLORS}</style>", 1)
+    return Picture(chart.name, f"{chart.title} against examples", text.encode(), png.getvalue())
 
 
 def printable(text: str) -> str:

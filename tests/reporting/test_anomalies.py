@@ -101,19 +101,18 @@ def test_every_rank_stops(command, tmp_path):
 # --- collapse ---------------------------------------------------------------------------------------------------------
 
 
-def watching(loss: str, *, batch_size: int = 4) -> tuple[CollapseWarner, list[str]]:
-    """A callback that watches a run, and its messages."""
+def watched(log=print, **options: bool) -> RunContext:
+    loss = {"name": "dpo", "beta": 0.1, **options}
+    return RunContext(resolve(OmegaConf.create({"loss": loss, "online": {"name": "none"}})), None, 0, None, log)
+
+
+def watching(start: tuple[float, float] | None = None) -> tuple[CollapseWarner, list[str]]:
+    """A callback that watches a run, and its messages; `start`: loss and margin of the first evaluation."""
     logged = []
-    return CollapseWarner(watched(loss, batch_size=batch_size, log=logged.append)), logged
-
-
-def watched(loss: str, *, batch_size: int = 4, log=print, **options: bool) -> RunContext:
-    settings = {"loss": {"name": loss, "beta": 0.1, **options}, "batch_size": batch_size, "online": {"name": "none"}}
-    return RunContext(resolve(OmegaConf.create(settings)), None, 0, None, log)
-
-
-def evaluated(n_updates: int, loss: float, margin: float) -> Evaluation:
-    return Evaluation(n_updates, 4 * n_updates, {"loss/eval": loss, "rewards_eval/margins": margin})
+    warner = CollapseWarner(watched(logged.append))
+    if start:
+        warner.on_evaluation(Evaluation(0, 0, {"loss/eval": start[0], "rewards_eval/margins": start[1]}))
+    return warner, logged
 
 
 def feed(warner: CollapseWarner, losses, margins, *, first: int = 1) -> None:
@@ -123,8 +122,7 @@ def feed(warner: CollapseWarner, losses, margins, *, first: int = 1) -> None:
 
 
 def test_a_run_that_collapses_is_told_once_with_what_to_try():
-    warner, logged = watching("dpo")
-    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
+    warner, logged = watching((math.log(2), 0.0))
     feed(warner, [3.0] * 200, [-10.0] * 200)
     [said] = logged
     assert said.startswith("warning: update 50: the run has collapsed: ")
@@ -138,16 +136,15 @@ THEIR_MARGINS = [0.0, 1.3, -1.0, 10.4, 3.0, 1.0, -1.2, 0.1, -4.8, -106.5, 28.9, 
 
 
 def test_a_short_run_whose_losses_are_huge_is_told_earlier():
-    warner, logged = watching("dpo")
-    warner.on_evaluation(evaluated(0, math.log(2), 0.0))
+    warner, logged = watching((math.log(2), 0.0))
     feed(warner, HUGE_LOSSES, THEIR_MARGINS)
     assert len(logged) == 1
     assert logged[0].startswith("warning: update 16: the run has collapsed: the last values of loss/train are about 13")
 
 
 def test_a_loss_whose_weights_move_is_not_held_against_its_start():
-    assert CollapseWarner.is_wanted(watched("dpo"))
-    assert not CollapseWarner.is_wanted(watched("dpo", wpo=True))
+    assert CollapseWarner.is_wanted(watched())
+    assert not CollapseWarner.is_wanted(watched(wpo=True))
 
 
 @pytest.mark.parametrize("n_before", [1, 20, 60])
@@ -155,11 +152,11 @@ def test_a_run_that_continues_warns_as_if_it_had_not_stopped(n_before):
     rng = np.random.default_rng(0)
     losses, margins = rng.exponential(size=(2, 60))  # the first update shows the start of a run that was not evaluated
     losses[30:], margins[30:] = 50.0, -10.0
-    whole, logged = watching("dpo")
+    whole, logged = watching()
     feed(whole, losses, margins)
-    before, logged_before = watching("dpo")
+    before, logged_before = watching()
     feed(before, losses[:n_before], margins[:n_before])
-    after, logged_after = watching("dpo")
+    after, logged_after = watching()
     after.load_state_dict(before.state_dict())
     feed(after, losses[n_before:], margins[n_before:], first=n_before + 1)
     assert logged_before + logged_after == logged
