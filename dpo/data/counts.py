@@ -30,12 +30,13 @@ TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 SHOWN_ROWS = 3  # numbers of records that the terminal shows
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 WARNED_FROM = 0.01  # share of the examples
-# counts that the terminal shows: of all texts, and of the examples that are tokenized
-TEXT_COUNTS = (
-    *("empty_responses", "duplicated_pairs", "contradictory_pairs", "contradictory_labels"),
-    *("control_tokens", "too_long"),
-)
+CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
+# counts that the terminal shows, the last ones of the examples that are tokenized
 TOKEN_COUNTS = ("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits")
+COUNTS = (
+    *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
+    *("contradictory_labels", "control_tokens", "too_long", *TOKEN_COUNTS),
+)
 WARNINGS = {  # of these counts: what happens, and what changes it
     "truncated_prompts": ("the prompt is cut", "raise max_length and max_prompt_length, or choose truncation"),
     "truncated_responses": ("a response is cut and loses its end", "raise max_length, or give truncation=drop"),
@@ -71,9 +72,7 @@ class SplitReport:
     prompts_like_train: int | None = None  # of the test split: prompts with nearly all words of a training prompt
     answers_in_train: int | None = None  # of the test split: examples with an answer of five or more words of train
     like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
-    effective_examples: float | None = (
-        None  # as many of equal weight have a mean of the same variance; None: no weights
-    )
+    effective_examples: float | None = None  # so many of equal weight have means as exact; None: no weights
     desirable: int | None = None  # labelled examples by their label; None for other kinds
     undesirable: int | None = None
     tokenized: int = 0  # examples that the following fields are over
@@ -98,31 +97,25 @@ class SplitReport:
             self.rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
 
     def describe(self, split: str) -> str:
-        """Describe the split: its size, the counts above 0, and mean lengths."""
-        parts = [f"{split}: {count(self.prompts, 'prompt')} without responses"]  # an online run answers them
-        if self.examples:
-            parts = [f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"]
-        labels = {"desirable": self.desirable, "undesirable": self.undesirable}
-        parts += [f"{label}: {n:,}" for label, n in labels.items() if n is not None]
-        parts += map(self._describe_count, filter(self.__getattribute__, TEXT_COUNTS))
+        """Describe the split: its size, the counts above 0 with their first records, and mean lengths."""
+        prompts = count(self.prompts, "prompt")
+        what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
+        parts = [f"{split}: {what}"]
+        for name in filter(self.__getattribute__, COUNTS):
+            places = []
+            for dataset, rows in self.rows.get(name, {}).items():
+                shown = ", ".join([*map(str, rows[:SHOWN_ROWS]), *["..."] * (len(rows) > SHOWN_ROWS)])
+                places.append(f"{'record' if len(rows) == 1 else 'records'} {shown} of {dataset}")
+            where = f" ({'; '.join(places)})" if places else ""
+            parts.append(f"{name.replace('_', ' ')}: {getattr(self, name):,}{where}")
         if self.tokenized < self.examples:
-            parts.append(f"in a random sample of {self.tokenized:,}")
-        parts += map(self._describe_count, filter(self.__getattribute__, TOKEN_COUNTS))
-        if self.examples:
-            lengths = [f"{n:.1f}" for n in (self.mean_chosen_tokens, self.mean_rejected_tokens) if n is not None]
-            names = " and ".join(["chosen", "rejected"] if self.desirable is None else labels)
-            parts.append(f"tokens of a response{f' ({names})' if len(lengths) > 1 else ''}: {' and '.join(lengths)}")
+            parts.append(f"what is of tokens is of a random sample of {self.tokenized:,}")
+        for role in ("chosen", "rejected"):
+            if length := getattr(self, f"mean_{role}_tokens"):
+                parts.append(f"tokens of a {role} response: {length:.1f}")
         if self.chosen_longer is not None:
             parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
         return "; ".join(parts)
-
-    def _describe_count(self, name: str) -> str:
-        """A count with its first records."""
-        places = []
-        for dataset, rows in self.rows.get(name, {}).items():
-            shown = ", ".join([*map(str, rows[:SHOWN_ROWS]), *["..."] * (len(rows) > SHOWN_ROWS)])
-            places.append(f"{'record' if len(rows) == 1 else 'records'} {shown} of {dataset}")
-        return f"{name.replace('_', ' ')}: {getattr(self, name):,}" + (f" ({'; '.join(places)})" if places else "")
 
     def find_warnings(self, split: str) -> Iterator[str]:
         """Yield a warning for each thing that happens to many examples."""
@@ -163,15 +156,13 @@ class Preflight:
     def longest(self, max_length: int) -> int:
         """Most tokens of a prompt with one response, or `max_length` if only a sample was tokenized."""
         splits = (self.train, self.test)
-        is_sample = any(split.tokenized < split.examples for split in splits)
-        return max_length if is_sample else max(split.longest for split in splits)
+        return max(max_length if split.tokenized < split.examples else split.longest for split in splits)
 
     def describe(self, batch_size: int) -> str:
         """Describe both splits and the updates, for the terminal."""
         reports = {"train": self.train, "test": self.test}
         lines = [report.describe(split) for split, report in reports.items()]
-        for split, report in reports.items():
-            lines += [f"warning: {warning}" for warning in report.find_warnings(split)]
+        lines += [f"warning: {text}" for split, report in reports.items() for text in report.find_warnings(split)]
         updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         if self.dropped_examples:
             updates += f"; examples dropped in partial batches: {self.dropped_examples:,}"
@@ -224,8 +215,7 @@ class SplitCounter:
             self.report.desirable = self.report.undesirable = 0
         self.digest = hashlib.sha256()  # of all that the examples are made of, in order
         self._weights = array("d")
-        # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
         self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -260,20 +250,17 @@ class SplitCounter:
         report.examples += 1
         if not all(map(str.strip, texts.values())):
             report.count("empty_responses", prompt, index)
-        if tuple(texts) == TRAINS_ON["pairs"]:
-            pair, reverse = (hash((prompt.text, *order)) for order in (texts.values(), reversed(texts.values())))
-            if pair in self._seen:
+        if texts.keys() <= CONTRARY.keys():  # no ranked list
+            contrary_texts = {CONTRARY[role]: text for role, text in texts.items()}
+            own, contrary = (hash((prompt.text, *sorted(each.items()))) for each in (texts, contrary_texts))
+            if own in self._seen and len(texts) == 2:
                 report.count("duplicated_pairs", prompt, index)
-            if reverse in self._seen and reverse != pair:
-                report.count("contradictory_pairs", prompt, index)
-            self._seen.add(pair)
-        elif self.trains_on == "labels":
-            [(role, response)] = texts.items()
-            label, other_role = ("desirable", "rejected") if role == "chosen" else ("undesirable", "chosen")
+            if contrary in self._seen and contrary != own:
+                report.count("contradictory_pairs" if len(texts) == 2 else "contradictory_labels", prompt, index)
+            self._seen.add(own)
+        if self.trains_on == "labels":
+            label = "desirable" if "chosen" in texts else "undesirable"
             setattr(report, label, getattr(report, label) + 1)
-            if hash((prompt.text, other_role, response)) in self._seen:
-                report.count("contradictory_labels", prompt, index)
-            self._seen.add(hash((prompt.text, role, response)))
         joined = [text for text in texts.values() if _are_joined(prompt.text, text)]
         if joined and not prompt.rendered:  # a chat template may put no space there
             report.joined_words += 1

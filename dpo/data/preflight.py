@@ -31,7 +31,7 @@ from dpo.data.table import (
     write_prompts,
 )
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
+from dpo.data.tokenizer import adds_bos, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan
@@ -317,7 +317,11 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
             f"prompted later. For a chat model, give messages in place of text, [{{role: user, content: ...}}], or "
             f"chat=always for texts of your own; for a base model, text is fine"
         )
-    yield from find_bos_warnings(data.tokenizer, data.train[0].text)
+    if adds_bos(data.tokenizer) and not data.train[0].text.startswith(bos := data.tokenizer.bos_token):
+        yield (
+            f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
+            f"it: write it into the prompts, as docs/faq.md says"
+        )
     yield from find_weight_warnings(report.train, plan.loss.options)
     if not DATASETS_IN_HH_FORMAT.issuperset(names):  # nobody can change what published splits share
         yield from report.test.find_leaks()

@@ -7,7 +7,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -34,14 +34,11 @@ def explaining_load_errors(what: str, name: str):
                 f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
                 f"model.trust_remote_code=true, or --trust-remote-code for a script"
             )
-        why = one_sentence(error)
+        why, fix = one_sentence(error), "give a local directory with whole files, or a Hub id"
         if isinstance(error, pickle.UnpicklingError):  # torch's message would advise to run the code in the file
             why = "a file of weights has code besides data, which is not run, or is damaged"
-        directory, fix = Path(name).expanduser(), "give a local directory or a Hub id"
-        if (exported := directory / "LATEST" / "hf").is_dir():
+        if (exported := Path(name).expanduser() / "LATEST" / "hf").is_dir():
             fix = f"it is a run, whose model is {exported}"
-        elif (directory / "config.json").is_file():
-            fix = "its files may be damaged or incomplete: compare them with their source, or fetch them again"
         return InputError(f"{what} {name!r} cannot be loaded; {fix}: {why}")
 
     with explaining_library(explain):
@@ -187,12 +184,6 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
-def find_bos_warnings(tokenizer: Any, prompt: str) -> Iterator[str]:
-    """Yield a warning if prompts, of which `prompt` is one, lack the BOS of the tokenizer."""
-    bos = tokenizer.bos_token
-    adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    if adds_bos and not prompt.startswith(bos):
-        yield (
-            f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
-            f"it: write it into the prompts, as docs/faq.md says"
-        )
+def adds_bos(tokenizer: Any) -> bool:
+    """Return whether the tokenizer itself would begin a text with BOS."""
+    return bool(tokenizer.bos_token) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

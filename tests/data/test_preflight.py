@@ -13,24 +13,22 @@ from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
 
 from dpo.data.counts import SplitReport
-from dpo.data.preflight import TrainingData, find_weight_warnings, prepare_data
+from dpo.data.preflight import TrainingData, find_warnings, find_weight_warnings, prepare_data
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import find_bos_warnings
 from dpo.errors import InputError
 from preference_datasets import get_dataset, identify_dataset
 
 
-def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(tokenizer):
-    assert [*find_bos_warnings(tokenizer, "Where?")] == []
+def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_pairs, tokenizer):
     like_gemma = copy.deepcopy(tokenizer)
     like_gemma.add_special_tokens({"bos_token": "<bos>"})
-    assert [*find_bos_warnings(like_gemma, "Where?")] == []  # it has one, and adds none
+    plan, data = plan_of_data(three_pairs, {"hh": str(three_pairs)}), prepare(three_pairs, like_gemma)
+    assert [*find_warnings(plan, data)] == []  # it has one, and adds none
     like_gemma.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", like_gemma.bos_token_id)]
     )
-    [warning] = find_bos_warnings(like_gemma, "Where?")
+    [warning] = find_warnings(plan, data)
     assert warning.startswith("this tokenizer would begin every text with '<bos>', but training adds no special tokens")
-    assert [*find_bos_warnings(like_gemma, "<bos>Where?")] == []
 
 
 def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(command, tmp_path):
