@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.problems import BadRecords
-from dpo.data.schema import PreferenceData, get_field
+from dpo.data.schema import Entry, PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
@@ -131,17 +131,24 @@ def get_shp(
     return data
 
 
-def _strip_rows(placed_rows: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
-    """Check Stack Exchange rows, each with its place, and convert their HTML to text."""
-    stripped = []
+def _read_questions(placed_rows: Sequence[tuple[Mapping[str, Any], str]]) -> list[tuple[str, Entry]]:
+    """Make prompts of Stack Exchange rows, each with its place."""
+    prompts = []
     for row, where in placed_rows:
         question, answers = get_field(row, "question", where), get_field(row, "answers", where, list)
         if not answers:
             raise InputError(f"{where}: answers is empty")
-        texts = [strip_html_tags(get_field(answer, "text", where)) for answer in answers]
+        responses = [" " + strip_html_tags(get_field(answer, "text", where)) for answer in answers]
         scores = [get_field(answer, "pm_score", where, (int, float)) for answer in answers]
-        stripped.append({"question": strip_html_tags(question), "texts": texts, "scores": scores})
-    return stripped
+        pairs = []  # (better, worse)
+        for earlier, later in combinations(range(len(scores)), 2):
+            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
+        # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
+        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
+        target = max(responses, key=first_score.__getitem__)
+        entry: Entry = {"responses": responses, "pairs": pairs, "sft_target": target}
+        prompts.append((f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:", entry))
+    return prompts
 
 
 def get_se(
@@ -156,23 +163,13 @@ def get_se(
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = int(len(rows) * 0.01)
     row_indices = order[:n_test] if split == "test" else order[n_test:]
-    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)  # a Dataset
+    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)  # of the Hub
     placed_rows = zip(selected, (f"record {i + 1} of {source.path}" for i in row_indices), strict=True)
     data = PreferenceData(truncation_mode="keep_start")
-    for row in chain.from_iterable(
-        map_chunks(_strip_rows, placed_rows, len(row_indices), "Processing SE", ROWS_PER_WORKER, silent=silent)
+    for prompts in map_chunks(
+        _read_questions, placed_rows, len(row_indices), "Processing SE", ROWS_PER_WORKER, silent=silent
     ):
-        responses, scores = [" " + text for text in row["texts"]], row["scores"]
-        pairs = []  # (better, worse)
-        for earlier, later in combinations(range(len(scores)), 2):
-            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
-        # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
-        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
-        data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
-            "responses": responses,
-            "pairs": pairs,
-            "sft_target": max(responses, key=first_score.__getitem__),
-        }
+        data.update(prompts)
     return data
 
 
