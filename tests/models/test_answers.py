@@ -8,17 +8,14 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, GROUPED, build
-from torch._dynamo.utils import counters
 
 from dpo.data.collation import tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
-from dpo.models.adapters import add_adapter, make_adapter_config
 from dpo.models.answers import (
     DEFAULTS,
     Sampling,
     answer,
-    before_each_forward,
     choose_sampling,
     log_probabilities,
     show_fed,
@@ -176,31 +173,3 @@ def test_a_static_cache_gives_the_same_answers(family, tokenizer):
     for length, temperature in ((20, 0), (9, 1)):
         growing = answer_two(model, tokenizer, length, None, temperature)
         assert answer_two(model, tokenizer, length, "static", temperature) == growing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [False, True])
-def test_compiled_decoding_follows_the_weights_and_compiles_twice(adapter, tiny_llama, tokenizer, monkeypatch):
-    """On a CPU, where transformers would not compile. The second time is for prompts of any length."""
-    monkeypatch.setattr(
-        transformers.GenerationMixin,
-        "_valid_auto_compile_criteria",
-        lambda self, kwargs, config: config.cache_implementation == "static",
-    )
-    torch._dynamo.reset()
-    model = copy.deepcopy(tiny_llama)
-    if adapter:
-        add_adapter(model, make_adapter_config(4, 8, "auto"), dropout=0.1)
-        model.eval()  # the adapter's dropout too
-    graphs, steps = counters["stats"]["unique_graphs"], []
-    for round_index, length in enumerate((20, 9, 31, 14, 26)):
-        with torch.no_grad():  # as an update does
-            for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-                torch.manual_seed(100 * round_index + i)
-                parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        with before_each_forward(model, steps.append):
-            compiled = answer_two(model, tokenizer, length, "static")
-        assert steps == list(range(12))
-        steps.clear()
-        assert compiled == answer_two(model, tokenizer, length, None)
-    assert 1 <= counters["stats"]["unique_graphs"] - graphs <= 2

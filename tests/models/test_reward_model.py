@@ -43,10 +43,6 @@ def scorer_of(reward_model: str, *, rows: int = 3, **options: Any):
     return load_scorer(resolve(config_of(reward_model, **options)), torch.device("cpu"), rows=rows)
 
 
-def model_of(scorer: Any) -> Any:
-    return scorer.score.model
-
-
 def score_alone(folder: str, text: str, **options) -> float:
     """As anyone would with transformers, one text at a time."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -173,18 +169,6 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     with pytest.raises(InputError, match=r"sees 40 tokens, and an answer may have online\.max_new_tokens=40: lower"):
         scorer_of(folder, most=40)
     assert len(scorer_of(folder, most=8).notes) == 1
-
-
-def test_dropout_is_off_and_batches_are_no_larger_than_allowed(tokenizer, tmp_path):
-    folder = save_reward_model(tmp_path, "bert", tokenizer, hidden_dropout_prob=0.5, classifier_dropout=0.5)
-    scorer, seen = scorer_of(folder, rows=3), []
-    model_of(scorer).register_forward_pre_hook(
-        lambda _, arguments, named: seen.append(named["input_ids"].shape), with_kwargs=True
-    )
-    model_of(scorer).train()
-    assert scorer(PROMPTS, ANSWERS) == scorer(PROMPTS, ANSWERS)
-    assert [rows for rows, _ in seen] == [3, 3, 2] * 2
-    assert [width for _, width in seen[:3]] == sorted((width for _, width in seen[:3]), reverse=True)
 
 
 def edit(folder: str, **changes) -> None:

@@ -136,19 +136,6 @@ def test_a_run_that_is_stopped_is_not_exported(run_and_stop, tmp_path):
     assert not (tmp_path / "run" / "LATEST" / "hf").exists()
 
 
-@pytest.mark.slow
-def test_the_best_checkpoint_is_exported_by_hand(finished, tmp_path):
-    asked = ("-m", "scripts.export", f"{finished()}/BEST", str(tmp_path / "best"))
-    result = run_script(*asked, "--dtype", "bfloat16")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == f"exported {tmp_path}/best\n"
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best").dtype == torch.bfloat16
-
-    result = run_script(*asked)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"error: {tmp_path}/best exists already: remove it, or give another directory\n"
-
-
 # --- BEST ----------------------------------------------------------------------------------------------------------
 
 

