@@ -6,7 +6,6 @@ So a CUDA error in one stops no other.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -54,14 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if all(item.get_closest_marker("gpu") for item in items):
         items.sort(key=find_place)
-
-
-def pytest_report_collectionfinish(items: list[pytest.Item]) -> str | None:
-    """Say that a test is skipped if its limit exceeds the time that is left."""
-    if CHILD in os.environ or math.isinf(left := find_seconds_left()):
-        return None
-    limits = sum(find_limit(item) for item in items if item.get_closest_marker("gpu"))
-    return f"time limits add up to {limits:.0f} s; tests that may exceed the {left:.0f} s of this run are skipped"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,8 +23,6 @@ from support.gpu import (
 )
 from support.runs import GOLDEN, distance, find_differences, golden_command
 
-from dpo.system.launching import get_open_port
-
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
 KINDS = ("logps", "loss", "grad_norm", "rewards")
 
@@ -196,23 +194,3 @@ def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path):
     assert wait_until(lambda: training.records(split="train")), training.last_line
     assert training.stop(STOP_SECONDS) == 143, training.last_line
     assert (training.directory / "LATEST").exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@limit(90)
-def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
-    """Slurm's two tasks run on the CPU.
-
-    NCCL does not allow two on one GPU.
-    """
-    common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}", "trainer=FSDPTrainer", "n_examples=8")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py")
-    runs = [Run(tmp_path, "torchrun", *common, script=torchrun)]
-    place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-    for rank in range(2):
-        where = {**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-        runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
-    for run in runs:
-        run.done()  # asserts status 0

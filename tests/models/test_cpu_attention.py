@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from dpo.models import cpu_attention
-from dpo.models.cpu_attention import attention_forward, masked_attention
+from dpo.models.cpu_attention import masked_attention
 from dpo.models.layouts import Padded, SharedPrefix
 
 LENGTH = 23
@@ -104,15 +104,3 @@ def test_shared_prefixes_in_bfloat16_use_it_under_sdpa_and_nothing_else_does(cal
     eager = logps_of(shared, dtype=None, weights=torch.bfloat16, attention="eager")
     torch.testing.assert_close(logps_of(shared, dtype=None, weights=torch.bfloat16), eager, rtol=2e-2, atol=0)
     assert calls == [torch.bfloat16] * 4
-
-
-def test_dropout_and_what_is_added_to_the_scores_are_left_to_transformers(calls):
-    query, key, value, _ = tensors()
-    mask = masks()["causal"]
-    attention_forward(Module(), query, key, value, mask, dropout=0.5)
-    attention_forward(Module(), query, key, value, mask, position_bias=torch.zeros_like(mask).bfloat16())
-    attention_forward(Module(), query, key, value, mask > LOWEST)
-    attention_forward(Module(), query, key, value, None)
-    assert calls == []
-    attention_forward(Module(), query, key, value, mask)
-    assert calls == [torch.bfloat16]
