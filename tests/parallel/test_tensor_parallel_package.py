@@ -127,47 +127,28 @@ def test_clipped_updates_and_saved_states_are_those_of_the_whole_model(family, o
 
 
 @needs_package
-def test_forwards_agree_bit_for_bit_on_more_devices():
-    whole = build("gpt-neox")
-    policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
-    examples = list_examples(2)
-    with torch.no_grad():
-        ours, theirs = (plain_logps(model, examples) for model in (policy, reference))
-        assert all(map(torch.equal, ours, theirs))
-        assert len({loss(policy).item() for _ in range(20)}) == 1
-
-
-@needs_package
 def test_adafactor_is_refused():
     split = split_over_devices(build("llama"), CPUS)
     with pytest.raises(InputError, match="support Adafactor, which needs whole matrices; use another optimizer"):
         split.keep_whole_state(torch.optim.Adafactor(split.parameters()))
 
 
-@pytest.mark.parametrize("missing", ["tensor_parallel", "pkg_resources"])
-def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(missing, monkeypatch, tmp_path):
+def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensor_parallel"]:
         monkeypatch.delitem(sys.modules, name)
-    if missing == "pkg_resources":  # as the package itself does
-        (tmp_path / "tensor_parallel.py").write_text("import pkg_resources\n")
-        monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError) as refusal:
+    monkeypatch.setitem(sys.modules, "tensor_parallel", None)
+    with pytest.raises(InputError, match=r"pip install tensor_parallel==2\.0\.0 .*backend=dtensor"):
         split_over_devices(build("llama"), CPUS)
-    assert f"cannot be imported (import of {missing} halted" in str(refusal.value)
-    assert "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'" in str(refusal.value)
-    assert "tensor_parallel.backend=dtensor" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("config", "attention", "devices", "message"),
     [
         (FAMILIES["qwen2, tied, with biases"](), "eager", 2, "cannot shard qwen2; use a model of gpt2, gpt_neox"),
-        (FAMILIES["llama"](), "flash_attention_2", 2, "set model.attn_implementation=eager or sdpa"),
-        (FAMILIES["llama"](), "eager", 1, "needs two or more devices, and 1 is available; set tensor_parallel_size=2"),
+        (FAMILIES["llama"](), "eager", 1, "needs two or more devices; set tensor_parallel_size=2"),
         (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
         (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot shard a Llama with biases"),
-        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "head_dim=12 times its heads is not"),
+        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "whose head_dim times its heads is not"),
     ],
 )  # fmt: skip
 def test_what_the_package_cannot_cut_is_refused(config, attention, devices, message):

@@ -23,7 +23,7 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 NAME = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
 STEPS = {
     "directory": "dpo.checkpoint.resume:open_run",
-    "seed": "transformers:set_seed",
+    "seed": "dpo.system.host:prepare_transformers",
     "tokenizer": "transformers:AutoTokenizer.from_pretrained",
     "dataset": "dpo.data.preflight:prepare_data",
     "config of the model": "transformers:AutoConfig.from_pretrained",
@@ -85,8 +85,6 @@ runpy.run_path("train.py", run_name="__main__")
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
                 ("hydra", signal.SIGTERM, "swallowed"),
-                ("dpo.settings.validation", signal.SIGTERM, "raised"),
-                ("torch", signal.SIGINT, "raised"),
                 ("transformers", signal.SIGTERM, "raised"),
                 ("torch.optim", signal.SIGINT, "swallowed"),
             )
