@@ -5,8 +5,7 @@
 
 `--help` lists every key. Exit status: 0 after training; 2 for bad input, after one message; 130 after Ctrl-C (the first
 saves, the second does not); 143 after another stop signal; 1 after any other error.
-Modules that need torch are imported inside functions, when a run starts, so that bad input is refused in less than a
-second.
+Modules that need torch are imported inside functions, when a run starts: bad input is refused within a second.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from dpo.data.preflight import TrainingData
 
 RUN_LOG = RunLog()
-
 OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent), replace=True)
 
@@ -105,6 +103,7 @@ def dry_run(plan: Plan) -> None:
     from dpo.reporting.table import LOGS
     from dpo.training.optimization import check_optimizer
     from dpo.training.outlook import print_outlook
+    from dpo.training.setting_up import set_up_libraries
     from preference_datasets import check_columns, load_data
 
     resume_point = look_at_run(plan, LOGS)
@@ -148,6 +147,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import check_alike, meet_rank_0
     from dpo.training.optimization import check_optimizer
+    from dpo.training.setting_up import set_up_libraries
     from preference_datasets import check_columns, load_data
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
@@ -179,14 +179,6 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     export_last(plan, rank)
     if rank == 0 and not is_complete:
         print_result(Path(plan.run.local_run_dir))
-
-
-def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
-    """Seed random generators, choose kernels, and hide the bars of libraries, which would fill a log."""
-    from dpo.system.arithmetic import set_up_torch
-
-    host.prepare_transformers(plan.run.seed, bars=bars)
-    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
 
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
@@ -224,9 +216,6 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
         if resume_from is not None:
             checkpoints.restore(resume_from, trainer.parts)
         trainer.train()
-
-
-# --- from Python, as in the reference implementation ------------------------------------------------------------------
 
 
 def worker_main(

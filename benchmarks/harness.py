@@ -19,7 +19,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-import train
+import train  # noqa: F401  (registers the resolvers of config files)
 import trainers
 from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
@@ -27,6 +27,7 @@ from dpo.settings.files import CONFIG_DIR
 from dpo.settings.plan import resolve
 from dpo.system.host import set_allocators
 from dpo.system.launching import launch
+from dpo.training.setting_up import set_up_libraries
 
 ROOT = CONFIG_DIR.parent
 # runs that make updates and do little else; benchmarks override the number of examples
@@ -51,7 +52,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
     """Make the trainer of a config as a run does."""
     plan = resolve(config, world_size=world_size)
-    train.set_up_libraries(plan)
+    set_up_libraries(plan)
     policy, reference = model_loaders(plan, rank=rank)
     trainer_class = getattr(trainers, plan.trainer.name)
     return trainer_class(policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size)

@@ -101,7 +101,6 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
     context = RunContext(plan, run_dir, rank, data, progress.line, policy)
     callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
-    states = {**batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
     made = (plan, data, objective, optimizer, scheduler)
-    recorded = describe_run(*made, frozen_digest, **states)
+    recorded = describe_run(*made, frozen_digest, **batches.states, checkpoints=checkpoints, callbacks=callbacks)
     return (*made, batches, evaluator, checkpoints, callbacks, *recorded, progress, stop)

@@ -1,4 +1,4 @@
-"""A run's policy and reference: loaded, distributed over devices and processes, and their parts of a checkpoint."""
+"""Libraries set up, a run's policy and reference loaded and distributed, and the parts of their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
 from dpo.parallel.state import optimized
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.settings.plan import Plan
+from dpo.system.arithmetic import set_up_torch
+from dpo.system.host import prepare_transformers
 from dpo.system.waiting import after_rank_0
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import Objective
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
+
+
+def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
+    """Seed random generators, choose kernels, and hide the bars of libraries, which would fill a log."""
+    prepare_transformers(plan.run.seed, bars=bars)
+    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
 
 
 def find_models(
