@@ -455,26 +455,17 @@ def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
 
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}
 SEEN = f"<user>Which colour?{EOS}\n<assistant>", ["Blue.", "  Green."]
-DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
 
 
-@pytest.mark.parametrize(
-    ("row", "trains_on", "said"),
-    [
-        (TEXT, "pairs", SEEN),
-        ({**TEXT, "system": "Be kind."}, "pairs", (f"<system>Be kind.{EOS}\n{SEEN[0]}", SEEN[1])),
-        ({"prompt": "Which colour?"}, "prompts", (SEEN[0], [])),
-    ],
-)
-def test_texts_get_the_chat_template_and_a_note_says_so(row, trains_on, said, chat):
-    data = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on)
+def test_texts_get_the_chat_template_and_a_note_says_so(chat):
+    data = get_custom([TEXT], "mine", chat(WITH_TOOLS))
     [(prompt, entry)] = data.items()
-    assert (prompt, entry["responses"], data.rendered) == (*said, True)
+    assert (prompt, entry["responses"], data.rendered) == (*SEEN, True)
     [note] = [note for note in data.notes if "chat=" in note]
     assert note.startswith("mine: the chat template renders texts (chat=auto); ")
     assert repr(prompt[-60:]) in note
-    [plain] = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on, chat="never").values()
-    assert plain["responses"] == [row[name] for name in ("chosen", "rejected") if name in row]
+    [plain] = get_custom([TEXT], "mine", chat(WITH_TOOLS), chat="never").values()
+    assert plain["responses"] == [TEXT["chosen"], TEXT["rejected"]]
 
 
 @pytest.mark.parametrize(
@@ -494,15 +485,3 @@ def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told
     assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
     others = [{**TEXT, "prompt": f"What is this?{end}"} for end in ("\n#endif", "\n12:30:", " in French:", "\n...")]
     assert get_custom(others, "mine", tokenizer).rendered
-
-
-def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
-    hh = {"chosen": f"{DIALOGUE} Blue.", "rejected": f"{DIALOGUE} Green."}
-    shared = {"chosen": "Which colour? Blue.", "rejected": "Which colour? Green."}
-    for row in (hh, shared):
-        assert not get_custom([row], "mine", chat(WITH_TOOLS)).rendered
-    [(prompt, entry)] = get_custom([hh], "mine", chat(WITH_TOOLS), chat="always").items()
-    assert prompt == f"<user>Hi{EOS}\n<assistant>Yes?{EOS}\n<user>Which colour?{EOS}\n<assistant>"
-    assert entry["responses"] == ["Blue.", "Green."]
-    [prompt] = get_custom([shared], "mine", chat(WITH_TOOLS), chat="always")
-    assert prompt.startswith("<user>Which colour?")

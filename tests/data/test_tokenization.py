@@ -15,8 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
-from dpo.data.examples import encode_examples, list_examples, text_digest
-from dpo.data.table import Prompt
+from dpo.data.examples import text_digest
 from dpo.data.tokenization import TextEncoder, escape_control, unescape
 from dpo.errors import InputError
 
@@ -52,18 +51,6 @@ def test_prompt_is_masked_and_each_response_ends_with_eos(tokenizer):
     }
 
 
-def test_a_cut_row_has_labels_and_mask_of_the_cut_length(tokenizer):
-    # prompt of 3, longer response of 4 with EOS, 7 > 5: prompt to its last 2, still 6 > 5, responses to 5 - 2 = 3
-    row = tokenize_batch_element("a b c", " d e d", " b", "keep_end", tokenizer, max_length=5, max_prompt_length=2)
-
-    assert row["prompt_input_ids"] == [276, 272]
-    assert row["chosen_input_ids"] == [276, 272, 283, 328, 283]  # no EOS left
-    assert row["chosen_labels"] == [-100, -100, 283, 328, 283]
-    assert row["rejected_labels"] == [-100, -100, 276, 0]
-    assert row["rejected_attention_mask"] == [1, 1, 1, 1]
-    assert row["chosen"] == "a b c d e d"  # the texts stay whole
-
-
 def test_prompt_and_response_are_tokenized_apart_without_special_tokens_but_the_final_eos(tokenizer):
     assert tokenizer("ab")["input_ids"] == [442]  # together they would be one token
     adds_bos = copy.deepcopy(tokenizer)
@@ -80,17 +67,6 @@ def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
         tokenize_batch_element(
             **texts, truncation_mode="keep_end", tokenizer=tokenizer, max_length=9, max_prompt_length=4
         )
-
-
-def test_eos_that_a_chat_template_wrote_is_kept(tokenizer):
-    chat = Prompt("a<|endoftext|>", [" b"], [{"chosen": 0}], "keep_start", rendered=True)
-    [example] = encode_examples(list_examples(chat), TextEncoder(tokenizer), max_length=9, max_prompt_length=4)
-    assert (example.prompt, example.responses) == ((65, 0), ((276, 0),))
-
-
-def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer):
-    with pytest.raises(InputError, match=r"'keep_middle'.*keep_start.*keep_end"):
-        tokenize_batch_element("a", " b", " c", "keep_middle", tokenizer, max_length=9, max_prompt_length=4)
 
 
 def test_threads_get_the_ids_of_their_own_texts(tokenizer):
