@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from dpo.data.asking import AUTO, CHAT, FORMATS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.validation import find_value_problem
@@ -54,8 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--top-k", "--top_k", type=int, help="tokens to draw from, 0: all")
     option("--seed", type=int, default=0)
     option("--max-new-tokens", "--max_new_tokens", type=int, default=256)
-    option("--format", choices=("auto", "chat", "hh", "raw"), default="auto", help="form of prompts")
-    option("--no-chat-template", dest="format", action="store_const", const="raw", help="--format raw")
+    option("--format", choices=FORMATS, default=AUTO, help="form of prompts")
+    option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
@@ -89,7 +90,6 @@ def sample(options: argparse.Namespace) -> None:
 
     import transformers
 
-    from dpo.data.asking import CHAT, MEANINGS
     from dpo.models.answers import choose_sampling
     from dpo.models.side_by_side import load_panel
     from dpo.system.arithmetic import set_up_torch
@@ -197,7 +197,7 @@ def converse(panel: Panel, sampling: Sampling) -> None:
                 length = count(len(answer.tokens), "token")
                 print(f"({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
                 asked[side.name].append({"role": "assistant", "content": answer.text.strip()})
-            histories = histories if panel.form == "raw" else asked
+            histories = histories if panel.form == RAW else asked
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:  # the answer ends, not the session

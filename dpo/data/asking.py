@@ -90,10 +90,9 @@ def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) ->
 
 
 def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str:
-    """Resolve the format `auto`; return any other format as it is.
+    """Resolve the format `auto`: `trained_on` if that is known and possible, else `chat` with a template, else `raw`.
 
-    `auto` becomes `trained_on` if that is `hh` or `raw`. Otherwise `auto` becomes `chat` if the tokenizer has a chat
-    template, and `raw` if not. Raises InputError for `chat` without a template.
+    Returns any other format as it is. Raises InputError for `chat` without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if requested == CHAT and not has_template:
@@ -142,18 +141,21 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Render messages, with the arguments of calls as the template wants them.
+    """Render messages, with the arguments of calls as the template wants them; raises TemplateRejects.
 
     Most templates want an object. Others, such as DeepSeek-V3's, append JSON to text; an object raises TypeError.
-    Raises TemplateRejects.
     """
     try:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except TypeError:
-            if not any(message.get("tool_calls") for message in messages):
+            written = copy.deepcopy(messages)
+            calls = [call["function"] for message in written for call in message.get("tool_calls", ())]
+            if not calls:
                 raise
-            return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
+            for function in calls:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            return tokenizer.apply_chat_template(written, tokenize=False, **options)
     except Exception as error:  # a template is a program, which may raise anything
         raise TemplateRejects(one_sentence(error)) from error
 
@@ -216,15 +218,6 @@ def check_texts(value: Any, what: str, where: str) -> None:
                 f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them from "
                 f"{text[:80]!r}"
             )
-
-
-def _write_arguments(messages: Messages) -> Messages:
-    """Copy messages, with the arguments of calls as JSON."""
-    written = copy.deepcopy(messages)
-    for message in written:
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return written
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
