@@ -27,14 +27,14 @@ if __name__ == "__main__":  # before the other imports, which take a while: a si
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dpo.errors import RunError
 from dpo.settings.command_line import check_command_line, exit_on, place_job
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings
 from dpo.system.launching import launch
-from dpo.system.run_directory import explaining_full_disk, get_local_run_dir, read_record
+from dpo.system.run_directory import explaining_full_disk, read_record
 from dpo.system.run_log import RunLog, exiting_on_failure
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from dpo.data.preflight import TrainingData
 
 RUN_LOG = RunLog()
-OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent), replace=True)
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")

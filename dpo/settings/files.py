@@ -11,10 +11,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dpo.system.run_directory import get_local_run_dir
+
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
 OPEN_MAPPINGS = ("dataset_sources", "optimizer_args", "chat_template_args")  # mappings whose keys the user chooses
 MISSING = "???"  # the value of a key that has no default
+
+OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("project_dir", lambda: str(CONFIG_DIR.resolve().parent), replace=True)
 
 
 def fill(config: DictConfig | Mapping[str, Any]) -> DictConfig:
