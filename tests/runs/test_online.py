@@ -396,7 +396,7 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
     trainer, new = (make(compose(tmp_path, name, f"loss={loss}", *settings)) for name in ("run", "new"))
     before = [trainer.train_step(next_batch(trainer)).metrics for _ in range(2)]
     assert abs(before[1]["rewards_train/chosen"]) + abs(before[1]["rewards_train/margins"]) > 0.1
-    for model in (new.policy, new.reference.model):
+    for model in (new.policy, new.reference_model):
         model.load_state_dict(trainer.policy.state_dict())
     batch = next_batch(trainer)
     ours, theirs = (one.train_step(batch).metrics for one in (trainer, new))
