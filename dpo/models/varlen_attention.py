@@ -6,6 +6,7 @@ or float16, on a GPU; key and value heads that queries share are not copied. Pad
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from dpo.models.packing import Segments
 from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
 
+# torch 2.11 does not have this option, and groups heads without it
+GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options that some models' layers pass; s_aux is for sinks
 
 
@@ -65,6 +68,6 @@ def attention_forward(
         scale=scaling,
         # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=True,
+        **GROUPED,
     )
     return out[None], None
