@@ -45,7 +45,9 @@ def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))], ids=str
+    "content",
+    [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))],
+    ids=["empty", "half an archive", "objects", "another shape"],
 )
 def test_a_file_of_anything_else_is_refused(content, tmp_path):
     path = tmp_path / "file.npz"
