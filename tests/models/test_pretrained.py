@@ -181,7 +181,7 @@ def test_damaged_or_foreign_files_of_a_model_are_one_sentence(name, damage, tmp_
     what = "tokenizer" if name.startswith("tokenizer") else "model"
     load = load_tokenizer if what == "tokenizer" else load_float32
     with pytest.raises(
-        InputError, match=rf"^{what} 'model' cannot be loaded; its files may be damaged [^\n]*$"
+        InputError, match=rf"^{what} 'model' cannot be loaded; give a local directory with whole files[^\n]*$"
     ) as error:
         load(model)
     assert error.value.__cause__ is not None

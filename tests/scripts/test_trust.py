@@ -63,25 +63,21 @@ def elsewhere(rows, tmp_path_factory) -> Path:
 
 
 SAMPLE = ("sample", "{run}", "--file", "{folder}/prompts.jsonl", "--out", "{out}", "--max-new-tokens=2")
-TOOLS = {  # and whether they need the code for what they do
-    "export": ("run", ("export", "{run}", "{out}"), True),
-    "export of an adapter": ("adapter", ("export", "{run}", "{out}"), True),
-    "export of a merged adapter": ("adapter", ("export", "{run}", "{out}", "--merge"), True),
-    "sample": ("run", SAMPLE, True),
-    "sample of an adapter": ("adapter", SAMPLE, True),
-    "sample of a model": ("model", SAMPLE, True),
-    "sample of an export": ("run/LATEST/hf", SAMPLE, True),
-    "sample beside a reference": ("run", (*SAMPLE, "--reference", "{folder}/model"), True),
-    "ledger": ("run", ("ledger", "{run}", "--top=100"), False),
+TOOLS = {
+    "export": ("run", ("export", "{run}", "{out}")),
+    "export of an adapter": ("adapter", ("export", "{run}", "{out}")),
+    "export of a merged adapter": ("adapter", ("export", "{run}", "{out}", "--merge")),
+    "sample": ("run", SAMPLE),
+    "sample of an adapter": ("adapter", SAMPLE),
+    "sample of a model": ("model", SAMPLE),
+    "sample of an export": ("run/LATEST/hf", SAMPLE),
+    "sample beside a reference": ("run", (*SAMPLE, "--reference", "{folder}/model")),
 }
 
 
-QUICK = ("sample", "ledger")
-
-
-@pytest.mark.parametrize("tool", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TOOLS])
+@pytest.mark.parametrize("tool", [t if t == "sample" else pytest.param(t, marks=pytest.mark.slow) for t in TOOLS])
 def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
-    name, arguments, needs_it = TOOLS[tool]
+    name, arguments = TOOLS[tool]
     places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}
     command = ["-m", f"scripts.{arguments[0]}", *(argument.format(**places) for argument in arguments[1:])]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -91,20 +87,20 @@ def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_
     refused = run_script(*command, **environment)
 
     assert not proof.exists()
-    if needs_it:
-        assert refused.returncode == 2
-        assert f"{ASKED}--trust-remote-code for a script" in refused.stderr
-        assert refused.stderr.splitlines()[-1].startswith("error: ")
-        assert not (tmp_path / "out").exists()
+    assert refused.returncode == 2
+    assert f"{ASKED}--trust-remote-code for a script" in refused.stderr
+    assert refused.stderr.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "out").exists()
 
     allowed = run_script(*command, "--trust-remote-code", **environment)
     assert allowed.returncode == 0, allowed.stderr
     assert proof.exists()
 
 
-def test_what_runs_no_models_verifies_without_trust(elsewhere):
+@pytest.mark.parametrize("tool", ["verify", "ledger"])
+def test_what_runs_no_models_needs_no_trust(tool, elsewhere):
     (elsewhere / "proof").unlink(missing_ok=True)
-    result = run_script("-m", "scripts.verify", str(elsewhere / "run"), str(elsewhere / "adapter"))
+    result = run_script("-m", f"scripts.{tool}", str(elsewhere / "run"))
     assert result.returncode == 0
     assert not (elsewhere / "proof").exists()
 
