@@ -199,8 +199,9 @@ def build_table(
         counted = "prompts" if plan.online else "examples"
         if not reports[split][counted]:
             n = reports[split]["too_long"]
-            too_long = f" but {n:,} that are too long: raise max_length, or choose truncation=auto" if n else ""
-            raise InputError(f"the {split} split of {', '.join(plan.data.datasets)} has no {counted}{too_long}")
+            too_long = f"{n:,} are too long: raise max_length, or choose truncation=auto"
+            why = too_long if n else "lists of equal scores give none: add other records"
+            raise InputError(f"the {split} split of {', '.join(plan.data.datasets)} has no {counted}: {why}")
     train, test = (PromptTable(directory / f"{split}.arrow") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}

@@ -137,7 +137,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     [warning] = SplitReport(**report).find_warnings("train")
     assert warning.startswith("in 2 of 3 examples (train) the example is longer than max_length and is left out: raise")
-    with pytest.raises(InputError, match="has no examples but 2 that are too long: raise max_length"):
+    with pytest.raises(InputError, match="has no examples: 2 are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **values)
 
 

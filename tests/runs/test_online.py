@@ -217,7 +217,7 @@ def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
     run("run", *settings)
     said = capsys.readouterr().out
-    assert "train: 22 prompts without responses; " in said
+    assert "train: 22 prompts without responses" in said
     assert "answers to 4 held-out prompts (do_first_eval, n_eval_examples)" in said
     evaluations = read_metrics(tmp_path / "run", "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]

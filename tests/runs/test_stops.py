@@ -23,7 +23,7 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 NAME = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
 STEPS = {
     "directory": "dpo.checkpoint.resume:open_run",
-    "seed": "dpo.system.host:prepare_transformers",
+    "seed": "dpo.training.setting_up:prepare_transformers",
     "tokenizer": "transformers:AutoTokenizer.from_pretrained",
     "dataset": "dpo.data.preflight:prepare_data",
     "config of the model": "transformers:AutoConfig.from_pretrained",
