@@ -3,7 +3,7 @@
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
 
-`--help` lists every key. Exit status: 0 after training; 2 for bad input, after one message; 130 after Ctrl-C (the first
+`--help` lists the keys. Exit status: 0 after training; 2 for bad input, after one message; 130 after Ctrl-C (the first
 saves, the second does not); 143 after another stop signal; 1 after any other error.
 Modules that need torch are imported inside functions, when a run starts: bad input is refused within a second.
 """

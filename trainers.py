@@ -87,7 +87,7 @@ class Trainer:
         first, in which they agree to stop.
         """
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
-        for note in list_notes(self.plan, self.data, self.evaluator, self.scheduler, is_first=n_done == 0):
+        for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
             self.progress.line(note)
         self.callbacks.emit("start")
         self.check_and_score_reference()

@@ -13,30 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dpo.data.collation import pad_to_length
+from dpo.data.collation import pad_to_length  # noqa: F401
 from dpo.errors import InputError
-from dpo.models.pretrained import disable_dropout
-from dpo.parallel.sharding import get_block_class_from_model
-from dpo.system.launching import get_open_port, init_distributed
+from dpo.models.pretrained import disable_dropout  # noqa: F401
+from dpo.parallel.sharding import get_block_class_from_model  # noqa: F401
+from dpo.system.launching import get_open_port, init_distributed  # noqa: F401
 from dpo.system.plain_files import replacing
-from dpo.system.run_directory import get_local_dir, get_local_run_dir
-
-__all__ = [
-    "TemporarilySeededRandom",
-    "all_gather_if_needed",
-    "disable_dropout",
-    "formatted_dict",
-    "get_block_class_from_model",
-    "get_local_dir",
-    "get_local_run_dir",
-    "get_open_port",
-    "get_remote_file",
-    "init_distributed",
-    "pad_to_length",
-    "print_gpu_memory",
-    "rank0_print",
-    "slice_and_move_batch_for_device",
-]
+from dpo.system.run_directory import get_local_dir, get_local_run_dir  # noqa: F401
 
 
 def rank0_print(*args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-import train  # noqa: F401  (registers the resolvers of config files)
 import trainers
 from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line

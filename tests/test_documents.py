@@ -12,7 +12,6 @@ import pytest
 from omegaconf import DictConfig
 from support.runs import ROOT
 
-import train  # noqa: F401  (registers the config's resolvers)
 from dpo.settings.command_line import SHOWING, check_line, parse, split_sweep
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems

@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.runs import GOLDEN, ROOT
 
-from dpo.losses import LOSSES, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
-from dpo.losses import OPTIONS as OPTIONS_OF_ALL
+from dpo.losses import LOSSES, SHARED, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
 from dpo.losses.formulas import bradley_terry
 from dpo.settings.files import load_defaults
 from dpo.training.objective import make_scores
@@ -83,11 +82,11 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         loss = find_loss(config)
         parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
-        takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
+        takes = SHARED if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
         takes = {} if LOSSES[name].trains_on in ("labels", "lists") or LOSSES[name].scalar_head else takes
         takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
-        assert {*loss.shared_options} == takes | ({"offset_by_margin"} if LOSSES[name].takes_offset else set())
-        assert [*config] == ["name", *loss.options, *loss.shared_options]
+        takes |= {"offset_by_margin"} if LOSSES[name].takes_offset else set()
+        assert {*config} == {"name", *loss.options, *takes}
 
 
 # --- the others: the same pair, of 2 and 4 tokens: u_w = 1, u_l = -1, h = 2 ------------------------------------------
@@ -226,13 +225,13 @@ def test_rewards_of_a_mix_are_of_log_ratios_or_without_a_reference_of_mean_log_p
 
 
 def test_a_mix_needs_what_its_parts_need():
-    def needs(**weights: float) -> tuple[bool, bool, bool]:
+    def needs(**weights: float) -> tuple[bool, bool]:
         loss = find_loss({**MIX, "weights": weights})
-        return loss.reference, loss.margin_only, loss.needs_label_smoothing
+        return loss.reference, loss.margin_only
 
-    assert needs(dpo=1, sft=1) == (True, True, False)
-    assert needs(simpo=1, sft=1) == (False, True, False)
-    assert needs(simpo=1, apo_zero=0.5, exo=1, nca=0) == (True, False, True)
+    assert needs(dpo=1, sft=1) == (True, True)
+    assert needs(simpo=1, sft=1) == (False, True)
+    assert needs(simpo=1, apo_zero=0.5, exo=1, nca=0) == (True, False)
 
 
 @pytest.mark.parametrize("options", [{"f_divergence": "js"}, {"ld_alpha": 0.3}], ids=str)

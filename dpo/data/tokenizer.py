@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import transformers
 
-from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.errors import InputError, explaining, explaining_library, one_sentence
 from dpo.settings.keys import ChatPlan
 from dpo.system.plain_files import check_readable
 
@@ -136,7 +136,8 @@ def _write_literal(value: Any) -> str:
 
 def _write_date(date: str) -> str:
     """Write a macro in place of transformers' function."""
-    day = datetime.fromisoformat(date)
+    with explaining(ValueError, lambda message: InputError(f"chat_template_date={date} is no date: {message}")):
+        day = datetime.fromisoformat(date)
     directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYFDeT" for sign in ("", "-")]
     filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(day.strftime(d))})" for d in directives)
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"

@@ -7,27 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_type_hints
 
 import dpo.losses.formulas as formulas
-from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss
-
-__all__ = [
-    "BETWEEN",
-    "IGNORE_INDEX",
-    "LONGEST_LIST",
-    "LOSSES",
-    "OPTIONS",
-    "ROLES",
-    "TRAINS_ON",
-    "Loss",
-    "Losses",
-    "Scores",
-    "_get_batch_logps",
-    "find_loss",
-    "preference_loss",
-]
+from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
 
 # kinds of training examples, and the roles of the responses in them. The target of SFT is `chosen`. A labelled example
 # has one response, which is `chosen` if its label says that it is desirable, and else `rejected`. A ranked list has a
@@ -41,18 +25,34 @@ TRAINS_ON = {
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 # ranks checkpoints for losses of labels, as the AUC does not depend on the weights in such a loss
 AUC = ("rewards_eval/auc", +1)
-# options that losses of pairs share (`config/loss/options/`). All but sft_weight and offset_by_margin need a reference;
-# a formula subtracts the margin of offset_by_margin itself, as it is in the scores, as `offset`
-OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha", "offset_by_margin")
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Options that losses of pairs share (`config/loss/options/`); without a value, each is off.
+
+    All but `sft_weight` and `offset_by_margin` need a reference. A formula subtracts the margin of `offset_by_margin`
+    itself, as it is in the scores, as `offset`.
+    """
+
+    sft_weight: formulas.Weight = 0.0
+    wpo: bool = False
+    ld_alpha: formulas.Fraction = 1.0
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    f_alpha: formulas.OpenFraction = 0.5
+    offset_by_margin: bool = False
+
+
+SHARED = tuple(option.name for option in fields(PairOptions))
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss, and what it needs.
 
-    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those in OPTIONS. Without `fn`,
-    the loss is a weighted sum of others, which needs what any of them needs. Its rewards are beta times log-ratios, or
-    beta times mean log-probabilities if none has a reference.
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those of PairOptions. Without
+    `fn`, the loss is a weighted sum of others, which needs what any of them needs. Its rewards are beta times
+    log-ratios, or beta times mean log-probabilities if none has a reference.
     """
 
     fn: Any  # a function of `formulas`; None: a weighted sum
@@ -70,7 +70,6 @@ class Loss:
     running_statistic: Callable[[float, float, float], float] | None = None
     takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
     takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
-    needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
     # whether rewards are means over tokens rather than sums; a string names the option that decides
     per_token: bool | str = False
     # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
@@ -78,12 +77,11 @@ class Loss:
     # the following are set by `find_loss`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    shared_options: Mapping[str, Any] = field(default_factory=dict)  # the options in OPTIONS
+    shared: PairOptions = PairOptions()
     parts: Sequence[tuple[float, Loss]] = ()  # weights and losses of a weighted sum
 
     def __post_init__(self) -> None:
-        if self.reference and self.trains_on == "targets":
-            raise ValueError("a loss that trains on targets has no reference: give reference=False")
+        assert not (self.reference and self.trains_on == "targets"), "a loss of targets has no reference"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -109,17 +107,17 @@ class Loss:
     @property
     def needs_tails(self) -> bool:
         """Whether policy and reference must also compute the tails of `Scores`."""
-        return self.shared_options.get("ld_alpha", 1) != 1
+        return self.shared.ld_alpha != 1
 
     @property
     def needs_squares(self) -> bool:
         """Whether the policy must also compute the squares of `Scores`."""
-        return bool(self.shared_options.get("wpo"))
+        return self.shared.wpo
 
     @property
     def needs_margins(self) -> bool:
         """Whether each pair of the data must have a margin."""
-        return bool(self.shared_options.get("offset_by_margin"))
+        return self.shared.offset_by_margin
 
     def __call__(self, scores: Scores) -> Losses:
         """Losses and rewards, with all options."""
@@ -131,20 +129,20 @@ class Loss:
             output = self.fn(self.transform(scores), **self.options)
         if self.trains_on != "pairs":
             return output
-        losses, sft_weight = output.losses, self.shared_options.get("sft_weight")
+        losses = output.losses
         if self.needs_squares:
             losses = losses * formulas.find_wpo_weights(scores)
-        if sft_weight:
-            losses = losses - sft_weight * scores.chosen / scores.chosen_lengths
+        if self.shared.sft_weight:
+            losses = losses - self.shared.sft_weight * scores.chosen / scores.chosen_lengths
         return output._replace(losses=losses)
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
-        shared = self.shared_options
+        shared = self.shared
         if self.reference and self.needs_tails:
-            scores = formulas.weigh_tails(scores, shared["ld_alpha"])
-        if self.reference and shared.get("f_divergence", "reverse_kl") != "reverse_kl":
-            scores = formulas.replace_log_ratios(scores, shared["f_divergence"], shared.get("f_alpha", 0.5))
+            scores = formulas.weigh_tails(scores, shared.ld_alpha)
+        if self.reference and shared.f_divergence != "reverse_kl":
+            scores = formulas.replace_log_ratios(scores, shared.f_divergence, shared.f_alpha)
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
@@ -155,28 +153,43 @@ class Loss:
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     """The loss that `config.loss` names, with its options."""
-    options = {key: value for key, value in loss_config.items() if key not in ("name", *OPTIONS)}
-    shared_options = {key: loss_config[key] for key in OPTIONS if key in loss_config}
-    row = LOSSES[loss_config["name"]]
-    loss = replace(row, name=loss_config["name"], options=options, shared_options=shared_options)
+    options = {key: value for key, value in loss_config.items() if key not in ("name", *SHARED)}
+    shared = {key: loss_config[key] for key in SHARED if key in loss_config}
+    name = loss_config["name"]
+    loss = replace(LOSSES[name], name=name, options=options, shared=PairOptions(**shared))
     if loss.fn is not None:
         of_option = isinstance(loss.per_token, str)
         return replace(loss, per_token=bool(options.get(loss.per_token))) if of_option else loss
     parts = []
     for name, weight in options.get("weights", {}).items():
         if weight:
-            taken = inspect.signature(LOSSES[name].fn).parameters
-            of_part = {key: value for key, value in options.items() if key in taken}
-            parts.append((weight, find_loss({"name": name, **of_part, **shared_options})))
+            of_part = {key: options[key] for key in _list_parameters(LOSSES[name]) if key in options}
+            parts.append((weight, find_loss({"name": name, **of_part, **shared})))
     with_reference = [part for _, part in parts if part.reference]
     return replace(
         loss,
         parts=parts,
         reference=bool(with_reference),
         margin_only=all(part.margin_only for part in with_reference),
-        needs_label_smoothing=any(part.needs_label_smoothing for _, part in parts),
         per_token=not with_reference,
     )
+
+
+def _list_parameters(loss: Loss) -> dict[str, Any]:
+    """The options that a loss's formula takes, with their types."""
+    if loss.fn is None:
+        return {}
+    parameters = inspect.signature(loss.fn, eval_str=True).parameters.values()
+    return {option.name: option.annotation for option in parameters if option.kind is option.KEYWORD_ONLY}
+
+
+def list_options() -> dict[str, Any]:
+    """Every option that a loss may have, with its type and bounds, which are the same in all losses."""
+    types = get_type_hints(PairOptions, include_extras=True)
+    for loss in LOSSES.values():
+        for name, annotation in _list_parameters(loss).items():
+            assert types.setdefault(name, annotation) == annotation, f"{name} has another type in another loss"
+    return types
 
 
 LOSSES = {
@@ -186,7 +199,7 @@ LOSSES = {
     "hinge": Loss(formulas.hinge),
     "robust": Loss(formulas.robust, takes_offset=True),
     "dpo_norm": Loss(formulas.dpo_norm, per_token=True, takes_offset=True),
-    "exo": Loss(formulas.exo, needs_label_smoothing=True),
+    "exo": Loss(formulas.exo),
     "discopop": Loss(formulas.discopop),
     "beta_dpo": Loss(
         formulas.beta_dpo,

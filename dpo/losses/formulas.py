@@ -10,10 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# types of options, with their bounds, of which `dpo/settings/keys.py` makes the keys `loss.OPTION`
+Positive = Annotated[float, "> 0"]
+Weight = Annotated[float, "[0, 1e30]"]
+Fraction = Annotated[float, "[0, 1]"]
+OpenFraction = Annotated[float, "(0, 1)"]
+FlippedLabels = Annotated[float, "[0, 0.5)"]
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 LONGEST_LIST = 16  # most responses of a ranked list
@@ -155,17 +162,17 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
     return Losses(-scores.chosen)
 
 
-def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
+def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
     return _preference_loss(scores, beta, label_smoothing=label_smoothing, reference_free=reference_free)
 
 
-def dpo_norm(scores: Scores, *, beta: float) -> Losses:
+def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = _mean_log_ratios(scores)
     return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset), u_w, u_l, beta)
 
 
-def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
+def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
     """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens instead of sums, as the authors did."""
     if not average:
         return _preference_loss(scores, beta, ipo=True)
@@ -173,13 +180,13 @@ def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
     return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 
 
-def hinge(scores: Scores, *, beta: float) -> Losses:
+def hinge(scores: Scores, *, beta: Positive) -> Losses:
     """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; the margin is 1 / beta."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
 
 
-def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l) - scores.offset
@@ -187,7 +194,7 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     return with_rewards(losses / (1 - 2 * label_smoothing), u_w, u_l, beta)
 
 
-def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """EXO for pairs (arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     from torch.nn.functional import logsigmoid
 
@@ -198,7 +205,7 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     return with_rewards(chosen_term + rejected_term, u_w, u_l, beta)
 
 
-def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
+def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
     """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential."""
     from torch.nn.functional import logsigmoid
 
@@ -210,14 +217,14 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
     return with_rewards(logistic + exponential, u_w, u_l, beta)
 
 
-def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
+def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
     chosen, rejected = scores.mean_logps()
     losses = _minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset)
     return with_rewards(losses, chosen, rejected, beta)
 
 
-def orpo(scores: Scores, *, beta: float) -> Losses:
+def orpo(scores: Scores, *, beta: Positive) -> Losses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7): an SFT loss per token, plus beta (the paper's lambda) times a term of the
     odds ratio, whose odds are of mean log-probabilities per token.
     """
@@ -235,19 +242,19 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
-def apo_zero(scores: Scores, *, beta: float) -> Losses:
+def apo_zero(scores: Scores, *, beta: Positive) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7): chosen up, rejected down."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((-beta * u_w).sigmoid() + (beta * u_l).sigmoid(), u_w, u_l, beta)
 
 
-def apo_down(scores: Scores, *, beta: float) -> Losses:
+def apo_down(scores: Scores, *, beta: Positive) -> Losses:
     """APO-down (arXiv 2408.06266, eq. 8): chosen down, rejected further down."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid(), u_w, u_l, beta)
 
 
-def nca(scores: Scores, *, beta: float) -> Losses:
+def nca(scores: Scores, *, beta: Positive) -> Losses:
     """NCA for pairs (arXiv 2402.05369, section 4.1)."""
     u_w, u_l = scores.log_ratios()
     raising_chosen = _minus_log_sigmoid(beta * u_w)
@@ -255,27 +262,27 @@ def nca(scores: Scores, *, beta: float) -> Losses:
     return with_rewards(raising_chosen + lowering_both, u_w, u_l, beta)
 
 
-def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
+def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio. The reward shift is `scores.average`."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
     return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
 
 
-def sppo(scores: Scores, *, beta: float) -> Losses:
+def sppo(scores: Scores, *, beta: Positive) -> Losses:
     """SPPO (arXiv 2405.00675, eq. 4.7), if the chosen response always wins; 1 / beta is the paper's eta."""
     u_w, u_l = scores.log_ratios()
     return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
 
 
-def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
+def dpop(scores: Scores, *, beta: Positive, penalty: Weight) -> Losses:
     """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty`, the paper's lambda, is for chosen responses that fell."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
     return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
 
 
-def cal_dpo(scores: Scores, *, beta: float) -> Losses:
+def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
     """Cal-DPO (arXiv 2412.14516, algorithm 1), without beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
@@ -295,7 +302,7 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 # --- losses that compare the examples of the global batch. Their statistic has no gradient ----------------------------
 
 
-def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
+def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction, **_: Any) -> Tensor:
     """The beta of a batch for beta-DPO, (B, 1) (arXiv 2407.08639, section 4)."""
     u_w, u_l = scores.log_ratios()
     gap = (u_w - u_l).detach().mean()  # the paper's M, in nats and without beta, as in the authors' code
@@ -304,7 +311,7 @@ def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: floa
     return batch_beta.clamp(min=1e-3).expand(len(u_w), 1)  # a gap far below the average would make beta negative
 
 
-def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
+def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
     """beta-DPO (arXiv 2407.08639), without its filter: DPO with a beta that follows the mean gap of the batch."""
     batch_beta = scores.batch_statistic
     if batch_beta is None:
@@ -331,7 +338,7 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
     return _take_at_same_rank(policy_margins, reference_margins)[:, None]
 
 
-def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """AOT for pairs (arXiv 2406.05882): the policy's margins should exceed the reference's, rank by rank."""
     partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 1)
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
@@ -347,7 +354,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
     return torch.stack([_take_at_same_rank(u_w, u_l), _take_at_same_rank(u_l, u_w)], dim=1)
 
 
-def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
+def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """AOT, unpaired (arXiv 2406.05882): chosen log-ratios should exceed all rejected ones, rank by rank."""
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 2)
     u_w, u_l = scores.log_ratios()
@@ -361,7 +368,7 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 # --- the loss of a reward model, whose scores are rewards ------------------------------------------------------------
 
 
-def bradley_terry(scores: Scores, *, centering: float) -> Losses:
+def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
     """The loss of a reward model (arXiv 2203.02155, eq. 1) with the margin of arXiv 2307.09288 (eq. 2), the offset.
 
     `centering` keeps rewards around 0 (arXiv 2312.09244, eq. 2).
@@ -381,7 +388,7 @@ def estimate_kl(scores: Scores, **_: Any) -> Tensor:
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
 
 
-def bco_unpaired(scores: Scores, *, beta: float, momentum: float) -> Losses:
+def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losses:
     """BCO (arXiv 2404.04656), with the two terms of `bco` on different examples."""
     u_w, u_l = scores.log_ratios()
     chosen = _minus_log_sigmoid(beta * u_w - scores.average)
@@ -398,13 +405,15 @@ def _kto(scores: Scores, z: Tensor, beta: float, desirable_weight: float, undesi
     return with_rewards(losses, u_w, u_l, beta)
 
 
-def kto(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
+def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
     """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     return _kto(scores, z, beta, desirable_weight, undesirable_weight)._replace(metrics={"kto/kl": z})
 
 
-def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
+def apo_zero_unpaired(
+    scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
+) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples: KTO without a KL."""
     return _kto(scores, scores.chosen.detach() * 0, beta, desirable_weight, undesirable_weight)
 
@@ -412,7 +421,7 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
 
 
-def plackett_luce(scores: Scores, *, beta: float) -> Losses:
+def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
     Each response but the worst adds -log P(it is the best among itself and all worse responses). In shapes, K is the

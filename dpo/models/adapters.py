@@ -151,7 +151,8 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter."""
-    targets = AUTO if target_modules in ("auto", AUTO) else list(target_modules)
+    names = [target_modules] if isinstance(target_modules, str) else list(target_modules)
+    targets = AUTO if names in (["auto"], [AUTO]) else names
     return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 

@@ -94,7 +94,7 @@ def choose_sampling(
     chosen, config = {}, model.generation_config
     for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
         published = getattr(config, name, None)
-        is_usable = published is not None and KEYS[f"sample_{name}"].rule.holds(published)
+        is_usable = published is not None and KEYS[f"sample_{name}"].holds(published)
         chosen[name] = wanted[name] if wanted[name] is not None else published if is_usable else default
     return Sampling(max_new_tokens, **chosen, end_tokens=list_end_tokens(config, tokenizer), **more)
 

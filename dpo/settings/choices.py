@@ -5,16 +5,9 @@ Imports no torch. The tables that map the names to code are beside that code; te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 BUILT_IN = ("hh", "shp", "se", "demo")  # datasets that preference_datasets.py loads
-
-
-def join_with_or(words: Sequence[str]) -> str:
-    """Join words as in `1, 2 or 4`."""
-    *first_words, last_word = words
-    return f"{', '.join(first_words)} or {last_word}" if first_words else last_word
 
 
 class TrainerSpec(NamedTuple):

@@ -15,33 +15,24 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 import hydra
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError, one_sentence
-from dpo.settings.files import CONFIG_DIR, GROUPS, OPEN_MAPPINGS, dotted
+from dpo.settings.files import CONFIG_DIR, OPEN_MAPPINGS, dotted
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, suggest
 from dpo.system.host import is_rank_0
-from dpo.system.launching import find_rank_env
 from dpo.system.redaction import redact, secrets_in
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
-WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # with these Hydra runs nothing
 SHOWING_CONFIG = ("-c", "--cfg")
-
-# what Hydra raises if it cannot compose a config. The last three are raised, for example, for a file that is not YAML,
-# or that is no mapping
-COMPOSITION_ERRORS = (
-    HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError,
-)  # fmt: skip
+WITH_VALUE = (*SHOWING_CONFIG, *CONFIG_DIR_OPTIONS, "-p", "--package", "-i", "--info", "-sc", "--shell-completion")
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # with these Hydra runs nothing
 
 # Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
 ALLOWED_HYDRA_KEYS = (
@@ -51,6 +42,7 @@ ALLOWED_HYDRA_KEYS = (
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
 FIXED_KEYS = "hydra.job.config.override_dirname.exclude_keys"
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
+PATH_KEYS = {"model": "model.name_or_path", "lora": "lora=lora model.archive"}  # for a path in place of an option
 LONGEST_NAME = 100  # characters of a job's directory; file systems allow 255, but other programs append some
 LONGEST_GROUP = 128  # characters of a group's name that W&B allows
 
@@ -198,13 +190,9 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     There is no plan if Hydra is to show something. The jobs of a sweep are all checked. Raises InputError for wrong
     variables of a launcher.
     """
-    refused: dict[str, str] = {}
-    for override in line.overrides:
-        if sentence := _explain_override(override, line):
-            refused[parse_key(override)] = sentence
+    found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
+    refused = {key: sentence for key, sentence in found.items() if sentence}
     problems = list(refused.values())
-    if line.is_sweep and find_rank_env() is not None:
-        problems.append("a sweep (-m) starts its own processes, one job after the other: run it without a launcher")
     if line.has_option(*SHOWING):
         return None, problems
 
@@ -215,13 +203,12 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     for job in itertools.product(*(split_sweep(override) or [override] for override in accepted)):
         try:
             config = _compose([*line.search_path, *job])
-            problems += _find_code_in_files(config, line)
-        except COMPOSITION_ERRORS as error:
+        except Exception as error:  # a user's files may contain anything
             return None, problems or [f"the config cannot be composed: {one_sentence(error)}"]
-        if line.has_option(*SHOWING_CONFIG):
-            continue
-        plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-        problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
+        problems += _find_code_in_files(config, line)
+        if not line.has_option(*SHOWING_CONFIG):
+            plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+            problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
     return None if line.is_sweep else plan, list(dict.fromkeys(problems))
 
 
@@ -279,8 +266,6 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     if options is not None:
         chosen = [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]
         return next(filter(None, (_explain_option(group, option, options) for option in chosen)), None)
-    if key.removesuffix(".name") in GROUPS:
-        return f"{key}={value}: choose {key.removesuffix('.name')}={value}, which sets its other keys too"
     is_known = key in KEYS or key.startswith(WEIGHTS) or key.split(".")[0] in OPEN_MAPPINGS
     is_section = any(known.startswith(f"{key}.") for known in KEYS)
     return None if is_known or is_section else explain_unknown_key(key)
@@ -304,11 +289,10 @@ def _explain_option(group: str, option: str, options: list[str]) -> str | None:
         return f"{group}={option}: a file of --config-dir has the name of one of ours, and would not be used: rename it"
     if option in options:
         return None
-    if group == "model" and "/" in option:
-        return f"model={option}: for a directory or Hub id give model.name_or_path={option}"
-    if group == "lora" and "/" in option:
-        return f"lora={option}: to start from an adapter, give model.archive={option} lora=lora"
-    return f"{group}={option} is not one of {', '.join(options)}"
+    if "/" in option and group in PATH_KEYS:
+        return f"{group}={option}: for a directory or Hub id give {PATH_KEYS[group]}={option}"
+    similar = suggest(option, options)
+    return f"{group}={option} is not one of {', '.join(options)}{f': did you mean {similar}?' if similar else ''}"
 
 
 # --- the jobs of a sweep ----------------------------------------------------------------------------------------------
@@ -333,20 +317,12 @@ def place_job(plan: Plan, hydra_config: Any) -> Plan:
 
 
 def help_text() -> str:
-    """The text of `--help`: every key with its default and comment."""
+    """The text of `--help`: the options of each group, and the keys with their defaults and comments."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
     lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]
-    files = [CONFIG_DIR / "model" / "blank_model.yaml"]
-    files += [file for group in GROUPS for file in sorted((CONFIG_DIR / group).rglob("*.yaml"))]
-    texts = [(CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]]
-    for file in files:
-        text = file.read_text(encoding="utf-8").split("\ndefaults:")[0]
-        title = f"# {file.relative_to(CONFIG_DIR)}: keys of {file.relative_to(CONFIG_DIR).parts[0]}"
-        texts.append("\n".join([title, *(f"  {line}".rstrip() for line in text.splitlines())]))
-    return "\n\n".join(
-        [HELP, *(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists), *texts, END]
-    )
+    keys = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
+    return "\n\n".join([HELP, *lists, keys, END])
 
 
 HELP = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
@@ -356,7 +332,7 @@ python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST e
 python train.py experiment=hh_pythia28_sft ...
 python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
 
-Config groups (choose with group=option):
-"""
-END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+Config groups (choose with group=option):"""
+END = """More keys: config/model/blank_model.yaml, config/loss/NAME.yaml, config/{lora,online}/NAME.yaml
+Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
 Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""

@@ -1,24 +1,22 @@
 """The keys of the config, each declared once.
 
-A key is a field of a section below, under the section's prefix in SECTIONS. The field's type has the key's bounds and
-choices, and says whether a resume may change it. Default and meaning are in `config/`, conditions on several keys in
-`dpo/settings/validation.py`. Imports no torch.
+A key is a field of a section below, under the section's prefix in SECTIONS, or an option of a loss, which is a
+parameter of its formula. The type has the key's bounds and choices, and says whether a resume may change it. Default
+and meaning are in `config/`, conditions on several keys in `dpo/settings/validation.py`. Imports no torch.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, list_options
+from dpo.losses.formulas import Weight
 from dpo.system.run_directory import get_cache_dir, get_local_dir
-
-LARGEST = 3.4e38  # of float32; the bound of a number that has no other
 
 
 class Resume(Enum):
@@ -32,23 +30,12 @@ class Resume(Enum):
 KEEP, CHANGE, PER_RUN = Resume
 
 
-class Rule(NamedTuple):
-    """A test of a value, and its description, which completes "must be"."""
+class Key(NamedTuple):
+    """The values that a key may have, and whether a resume may change them."""
 
     holds: Callable[[Any], bool]
-    wanted: str
-
-
-class HowToSet(str):
-    """Advice for a key that has no value."""
-
-
-class Key(NamedTuple):
-    """The values that a key may have, and whether they may change."""
-
-    rule: Rule
+    wanted: str  # completes "must be"
     resume: Resume = KEEP
-    how_to_set: str = ""
 
 
 class Problem(NamedTuple):
@@ -57,74 +44,6 @@ class Problem(NamedTuple):
     key: str  # whose value is the problem; "" for a condition on several keys
     sentence: str
 
-
-# --- types ------------------------------------------------------------------------------------------------------------
-
-
-def is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_text(value: Any) -> bool:
-    """Return whether a value is a text that is not blank."""
-    return isinstance(value, str) and bool(value.strip())
-
-
-def is_path(value: Any) -> bool:
-    return is_text(value) and "\0" not in value
-
-
-def are_names(value: Any) -> bool:
-    """Return whether a value is a nonempty list of different texts."""
-    return isinstance(value, list) and bool(value) and all(map(is_text, value)) and len(value) == len(set(value))
-
-
-def _matching(pattern: str, wanted: str) -> Rule:
-    return Rule(lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)), wanted)
-
-
-PLAIN = {
-    int: Rule(is_int, "an integer"),
-    float: Rule(lambda v: is_int(v) or isinstance(v, float), "a number"),
-    bool: Rule(lambda v: isinstance(v, bool), "true or false"),
-}
-Text = Annotated[str, Rule(is_text, "a text")]
-LocalPath = Annotated[str, Rule(is_path, "a path")]
-RunName = Annotated[
-    str,
-    Rule(
-        lambda v: is_path(v) and not os.path.isabs(v) and ".." not in v.split("/"),
-        "a name for the run, relative and without '..'",
-    ),
-]
-Paths = Annotated[list[str], Rule(lambda v: are_names(v) and all(map(is_path, v)), "a list of paths")]
-Datasets = Annotated[
-    list[str],
-    Rule(
-        lambda v: is_text(v) or are_names(v),
-        "a name, a path or a Hub id, or a list of different ones, such as hh, [hh,shp] or data/mine.csv",
-    ),
-]
-Arguments = Annotated[
-    Mapping[str, Any],
-    Rule(
-        lambda v: isinstance(v, dict) and all(map(is_text, v)),
-        "a mapping of names to values, such as {weight_decay: 0.01} or {enable_thinking: false}",
-    ),
-]
-Layers = Annotated[
-    str | list[str],
-    Rule(
-        lambda v: v in ("auto", "all-linear") or are_names(v),
-        "auto, or a list of different names of layers, such as [q_proj,v_proj]",
-    ),
-]
-Function = Annotated[str, _matching(r"[^\0]+\.py:[^\W\d]\w*", "a file and a function in it, such as rewards.py:score")]
-Date = Annotated[
-    str, _matching(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", "a date in quotes, such as '2025-12-31'")
-]
-Tags = Annotated[list[str], Rule(lambda v: v == [] or are_names(v), "a list of different texts, such as [dpo,first]")]
-NotNegative = Annotated[float, "[0, 1e30]"]
 
 TrainerName = Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"]
 Backend = Literal["dtensor", "tensor_parallel"]
@@ -144,11 +63,11 @@ Scorer = Literal["reward_model", "function", "keyword", "shorter"]
 @dataclass(frozen=True)
 class RunPlan:
     seed: Annotated[int, "[0, 4294967295]"]
-    exp_name: Annotated[RunName, PER_RUN, HowToSet("exp_name=NAME names the run")]
+    exp_name: Annotated[str, PER_RUN]
     debug: Annotated[bool, CHANGE]
-    local_run_dir: Annotated[LocalPath, PER_RUN]
-    local_dirs: Annotated[Paths, PER_RUN]
-    resume: Annotated[LocalPath | None, PER_RUN]
+    local_run_dir: Annotated[str, PER_RUN]
+    local_dirs: Annotated[list[str], PER_RUN]
+    resume: Annotated[str | None, PER_RUN]
     save_every: Annotated[int | None, ">= 1", CHANGE]
     keep_checkpoints: Annotated[int | None, ">= 2", CHANGE]
     export: Annotated[bool, CHANGE]
@@ -187,17 +106,10 @@ class FSDPPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    name_or_path: Annotated[
-        Text,
-        HowToSet("choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID"),
-    ]
-    tokenizer_name_or_path: Text | None
-    archive: Annotated[
-        LocalPath | None,
-        CHANGE,
-        HowToSet("give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path"),
-    ]
-    block_name: Annotated[Text | None, CHANGE]
+    name_or_path: str
+    tokenizer_name_or_path: str | None
+    archive: Annotated[str | None, CHANGE]
+    block_name: Annotated[str | None, CHANGE]
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
@@ -213,36 +125,12 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class LossKeys:
-    """Options that a loss may have; `dpo.losses.find_loss` reads them."""
-
-    beta: Annotated[float, "> 0", HowToSet("loss.beta=0.1 is the DPO paper's choice")]
-    label_smoothing: Annotated[float, "[0, 0.5)"]
-    reference_free: bool
-    average: bool
-    gamma: float
-    tau: Annotated[float, "> 0"]
-    penalty: NotNegative
-    alpha: float
-    momentum: Annotated[float, "[0, 1]"]
-    desirable_weight: NotNegative
-    undesirable_weight: NotNegative
-    centering: NotNegative
-    sft_weight: NotNegative
-    wpo: bool
-    offset_by_margin: bool
-    ld_alpha: Annotated[float, "[0, 1]"]
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"]
-    f_alpha: Annotated[float, "(0, 1)"]
-
-
-@dataclass(frozen=True)
 class AdapterPlan:
     name: Literal["none", "lora", "qlora"]
     r: Annotated[int, "[1, 65536]"]
     alpha: Annotated[float, "> 0"]
     dropout: Annotated[float, "[0, 1)"]
-    target_modules: Layers
+    target_modules: str | list[str]
     reference: Literal["base", "adapter", "model"]
 
 
@@ -250,15 +138,15 @@ class AdapterPlan:
 class OnlinePlan:
     name: Literal["none", "online"]
     n_samples: Annotated[int, "[2, 1024]"]
-    scorer: Annotated[Scorer, HowToSet("give online.scorer=reward_model, function, keyword or shorter")]
-    reward_model: Text | None
+    scorer: Scorer
+    reward_model: str | None
     reward_format: Literal["chat", "pair", "text"] | None
-    function: Function | None
-    keyword: Text | None
+    function: str | None
+    keyword: str | None
     temperature: Annotated[float, "> 0"]
     top_p: Annotated[float, "(0, 1]"]
     max_new_tokens: Annotated[int, ">= 1"]
-    missing_eos_penalty: NotNegative
+    missing_eos_penalty: Weight
     labels: Literal["hard", "bradley_terry"]
     ties: Literal["skip", "keep"]
     sync_reference_every: Annotated[int | None, ">= 1"]
@@ -270,14 +158,14 @@ class OnlinePlan:
 class ChatPlan:
     """A chat template in place of the tokenizer's, and what it reads."""
 
-    template: Annotated[LocalPath | None, CHANGE]
-    template_args: Arguments
-    template_date: Annotated[Date | None, PER_RUN]  # None: that of rendering
+    template: Annotated[str | None, CHANGE]
+    template_args: Mapping[str, Any]
+    template_date: Annotated[str | None, PER_RUN]  # None: that of rendering
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    datasets: Datasets
+    datasets: str | list[str]
     dataset_sources: Mapping[str, Any]  # no key of KEYS: `places.py` checks it
     bad_records: Literal["refuse", "skip"]
     unpair: bool
@@ -299,7 +187,7 @@ class DataPlan:
 @dataclass(frozen=True)
 class TrainingPlan:
     optimizer: Optimizer
-    optimizer_args: Arguments
+    optimizer_args: Mapping[str, Any]
     lr: Annotated[float, "> 0"]
     lr_scaling: LRScaling
     warmup_steps: Annotated[int | None, ">= 0"]
@@ -338,11 +226,11 @@ class LoggingPlan:
 @dataclass(frozen=True)
 class WandbPlan:
     enabled: Annotated[bool, CHANGE]
-    entity: Annotated[Text | None, CHANGE]
-    project: Annotated[Text, CHANGE]
-    group: Annotated[Text | None, PER_RUN]
-    tags: Annotated[Tags, CHANGE]
-    notes: Annotated[Text | None, CHANGE]
+    entity: Annotated[str | None, CHANGE]
+    project: Annotated[str, CHANGE]
+    group: Annotated[str | None, PER_RUN]
+    tags: Annotated[list[str], CHANGE]
+    notes: Annotated[str | None, CHANGE]
     artifacts: Annotated[bool, CHANGE]
 
 
@@ -363,7 +251,6 @@ SECTIONS: dict[type, str] = {  # each with the prefix of its keys
     WandbPlan: "wandb.",
     TensorBoardPlan: "tensorboard.",
     ModelPlan: "model.",
-    LossKeys: "loss.",
     AdapterPlan: "lora.",
     OnlinePlan: "online.",
 }
@@ -372,54 +259,64 @@ SECTIONS: dict[type, str] = {  # each with the prefix of its keys
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+def are_names(value: Any) -> bool:
+    """Return whether a value is a list of different texts."""
+    return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (lambda v: is_number(v) and isinstance(v, int), "an integer"),
+    float: (is_number, "a number"),
+    bool: (lambda v: isinstance(v, bool), "true or false"),
+    str: (is_text, "a text"),
+    list[str]: (are_names, "a list of different texts, such as [a,b]"),
+    str | list[str]: (lambda v: is_text(v) or (are_names(v) and v), "a text, or a list of different ones"),
+    Mapping[str, Any]: (
+        lambda v: isinstance(v, dict) and all(map(is_text, v)),
+        "a mapping of names to values, such as {weight_decay: 0.01}",
+    ),
+}
+
+
 def read_key(annotation: Any) -> Key:
-    """Read the type of a field, such as `Annotated[int | None, ">= 1", CHANGE]`.
-
-    Its marks are bounds, such as `> 0`, `>= 1` or `[0, 1)`, and a Rule, a Resume and a HowToSet, in any order.
-    """
-    marks: dict[type, Any] = {}
-
-    def take_marks(annotation: Any) -> Any:
-        if get_origin(annotation) is not Annotated:
-            return annotation
-        plain, *given = get_args(annotation)
-        marks.update({type(mark): mark for mark in given})
-        return plain
-
-    plain = take_marks(annotation)
+    """Read a type, such as `Annotated[int | None, ">= 1", CHANGE]`, whose marks are bounds and a Resume."""
+    plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     may_be_null = NoneType in get_args(plain)
     if may_be_null:
-        [plain] = [take_marks(option) for option in get_args(plain) if option is not NoneType]
-    if get_origin(plain) is Literal:
-        rule = Rule(lambda v: v in get_args(plain), f"one of {', '.join(get_args(plain))}")
-    elif plain in (int, float):
-        rule = _bound(PLAIN[plain], marks.get(str, ""))
-    else:
-        rule = marks.get(Rule) or PLAIN[plain]
-    if may_be_null:
-        plain_rule = rule
-        rule = Rule(lambda v: v is None or plain_rule.holds(v), f"{rule.wanted}, or null")
-    return Key(rule, marks.get(Resume, KEEP), marks.get(HowToSet, ""))
-
-
-def _bound(rule: Rule, bounds: str) -> Rule:
-    """Narrow the rule of a number by bounds such as `> 0`, `>= 1` or `[0, 1)`; none are LARGEST."""
-    interval, wanted = bounds, f" in {bounds}"
-    if not bounds:
-        interval, wanted = f"[-{LARGEST}, {LARGEST}]", ""
-    elif bounds.startswith(">"):
-        sign, number = bounds.split()
-        interval = f"{'[' if sign == '>=' else '('}{number}, {LARGEST}]"
-        wanted = f" {bounds.replace('> ', 'above ')}"
-    low, high = map(float, interval[1:-1].split(", "))
+        plain = get_args(plain)[0]
+    choices = get_args(plain) if get_origin(plain) is Literal else ()
+    has_type, wanted = TYPES.get(plain, (lambda v: v in choices, f"one of {', '.join(choices)}"))
+    [bounds] = [mark for mark in marks if isinstance(mark, str)] or [""]
+    [resume] = [mark for mark in marks if isinstance(mark, Resume)] or [KEEP]
 
     def holds(value: Any) -> bool:
-        if not rule.holds(value):
-            return False
-        is_above = value >= low if interval.startswith("[") else value > low
-        return is_above and (value <= high if interval.endswith("]") else value < high)
+        if value is None:
+            return may_be_null
+        return bool(has_type(value)) and (not is_number(value) or _is_within(value, bounds))
 
-    return Rule(holds, rule.wanted + wanted)
+    if bounds:
+        wanted += f" {bounds}".replace(" > ", " above ") if bounds.startswith(">") else f" in {bounds}"
+    return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume)
+
+
+def _is_within(value: float, bounds: str) -> bool:
+    """Return whether a number is within bounds such as `> 0`, `>= 1` or `[0, 1)`; without any, it must be finite."""
+    if not bounds:
+        return -math.inf < value < math.inf
+    if bounds.startswith(">"):
+        sign, low = bounds.split()
+        return (value >= float(low) if sign == ">=" else value > float(low)) and value < math.inf
+    low, high = map(float, bounds[1:-1].split(", "))
+    return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")
 
 
 def _list_keys() -> dict[str, Key]:
@@ -428,9 +325,9 @@ def _list_keys() -> dict[str, Key]:
         types = get_type_hints(section, include_extras=True)
         names = [field.name for field in fields(section) if field.name != "dataset_sources"]
         keys |= {f"{prefix}{name}": read_key(types[name]) for name in names}
-    keys["loss.name"] = read_key(Literal[tuple(LOSSES)])
-    mixed = [name for name, loss in LOSSES.items() if loss.can_be_mixed]
-    return keys | {f"loss.weights.{name}": read_key(NotNegative) for name in mixed}
+    options = {"name": Literal[tuple(LOSSES)], **list_options()}
+    options |= {f"weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed}
+    return keys | {f"loss.{name}": read_key(annotation) for name, annotation in options.items()}
 
 
 KEYS = _list_keys()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpo.errors import InputError
-from dpo.settings.choices import BUILT_IN, FIELDS, OPTIONAL_FIELDS, join_with_or
+from dpo.settings.choices import BUILT_IN, FIELDS, OPTIONAL_FIELDS
 from dpo.settings.keys import REMOVED, Problem, are_names, is_text
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
@@ -48,10 +48,10 @@ class Source:
 
         It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
         """
-        key = f"dataset_sources.{name}"
-        source = value if isinstance(value, Mapping) else {"path": value}
-        keys = {"path", "revision", "columns", "format"}  # the config of an earlier run may have a format
-        if not is_text(source.get("path")) or set(source) - keys:
+        key, source = f"dataset_sources.{name}", value if isinstance(value, Mapping) else {"path": value}
+        if "format" in source:
+            raise InputError(f"{key}.format was removed after {REMOVED[SOURCE_FORMAT]}")
+        if not is_text(source.get("path")) or set(source) - {"path", "revision", "columns"}:
             raise InputError(
                 f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
                 f"...}}"
@@ -66,7 +66,7 @@ class Source:
         if not are_mapped:
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
-                f"{{prompt: question, chosen: best}}, or {join_with_or(OPTIONAL_FIELDS)} to null for none"
+                f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null"
             )
         return cls(source["path"], source.get("revision"), columns)
 
@@ -90,16 +90,16 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     as they are.
     """
     placed = dict(values)
-    template, datasets, sources = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
+    template, datasets, given = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
     if is_text(template):
         placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
-    given = [datasets] if is_text(datasets) else datasets
-    if not (are_names(given) and isinstance(sources, Mapping)):
+    datasets = [datasets] if is_text(datasets) else datasets
+    if not (are_names(datasets) and isinstance(given, Mapping)):
         return placed
-    names, sources = [], dict(sources)
-    for value in given:
+    names, sources = [], dict(given)
+    for value in datasets:
         name = value
-        if not _is_placed(value, sources) and _find_problem(value, sources) is None:
+        if not _is_placed(value, sources) and not _find_problem(value, sources):
             name = _make_name(value)
             settings = sources.get(name)  # the dataset's columns or revision, if set
             sources[name] = {**settings, "path": value} if isinstance(settings, Mapping) else value
@@ -113,16 +113,13 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
         return [Problem("dataset_sources", sentence)]
     left = [value for value in datasets if not _is_placed(value, sources)]
-    problems = [Problem("datasets", str(_find_problem(value, sources))) for value in left]
+    problems = [Problem("datasets", _find_problem(value, sources)) for value in left]
     for name, value in sources.items():
-        key = f"dataset_sources.{name}"
         try:
             if value is not None:
                 Source.parse(name, value)
         except InputError as error:
-            problems.append(Problem(key, str(error)))
-        if isinstance(value, Mapping) and "format" in value:
-            problems.append(Problem(f"{key}.format", f"{key}.format was removed after {REMOVED[SOURCE_FORMAT]}"))
+            problems.append(Problem(f"dataset_sources.{name}", str(error)))
     return problems
 
 
@@ -132,8 +129,8 @@ def _is_placed(name: str, sources: Mapping[str, Any]) -> bool:
     return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
 
 
-def _find_problem(value: str, sources: Mapping[str, Any]) -> str | None:
-    """Explain why a value of `datasets` that names no source is no path or Hub id either, if it is none."""
+def _find_problem(value: str, sources: Mapping[str, Any]) -> str:
+    """Explain why a value of `datasets` that names no source is no path or Hub id either; "" if it is one."""
     path, name = Source(value).local, _make_name(value)
     if path is None and not HUB_ID.fullmatch(value):
         return (
@@ -143,11 +140,8 @@ def _find_problem(value: str, sources: Mapping[str, Any]) -> str | None:
     if path is not None and not path.exists():
         return f"datasets names {value}, and there is no such file or directory{seen_from(path)}"
     if _is_placed(name, sources):
-        return (
-            f"datasets has {value}, which would be called {name}, as another dataset is: choose a name OTHER, and "
-            f"give it as OTHER in datasets, with dataset_sources.OTHER={value}"
-        )
-    return None
+        return f"datasets has {value}, and another one called {name}: give OTHER, and dataset_sources.OTHER={value}"
+    return ""
 
 
 def _make_name(path: str) -> str:

@@ -165,28 +165,27 @@ def resolve(
     `trainer` and `world_size` follow from the config and the machine, unless they are given.
     """
     filled = fill(config)
-    raw: Any = OmegaConf.to_container(filled, resolve=False)
     values = place_datasets(flatten(filled))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
     plan = make_plan(values, trainer=trainer, world_size=world_size)
-    return replace(plan, has_new_run_dir="get_local_run_dir" in str(raw["local_run_dir"]))
+    default = "get_local_run_dir" in str(OmegaConf.to_container(filled, resolve=False))
+    return replace(plan, has_new_run_dir=default)
 
 
 def make_plan(given: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
     """Make the plan of values by dotted key; a wrong or missing value counts as its default."""
     defaults = dict(dotted(load_defaults(**options_in(given))))
-    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].rule.holds(value)}
+    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     values = defaults | right
     rank_env, gpus = find_rank_env(), count_gpus()
     if trainer is None:
         trainer = TRAINERS[values["trainer"]]
         if trainer is TENSOR_PARALLEL:
             trainer = TENSOR_PARALLEL_BACKENDS[values["tensor_parallel.backend"]]
-    if world_size is None and rank_env is not None:
-        world_size = rank_env.world_size
     if world_size is None:
-        world_size = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
+        wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
+        world_size = rank_env.world_size if rank_env else wanted
     cuts_layers = trainer.cuts_layers and trainer.multi_process
     tensor_size = (values["tensor_parallel_size"] or world_size) if cuts_layers else 1
     fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None

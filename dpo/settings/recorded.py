@@ -13,8 +13,8 @@ from typing import Any
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings.files import MISSING
-from dpo.settings.keys import KEYS
-from dpo.settings.places import find_dataset_problems
+from dpo.settings.keys import KEYS, REMOVED
+from dpo.settings.places import SOURCE_FORMAT, find_dataset_problems
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems
 from dpo.system.plain_files import read_yaml
@@ -29,16 +29,17 @@ def plan_recorded(config: Mapping[str, Any], *, where: str | Path, prefixes: tup
     try:
         if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
+        for name, source in (config.get("dataset_sources") or {}).items():
+            if isinstance(source, dict) and source.pop("format", None):
+                print(
+                    f"{where}: dataset_sources.{name}.format is ignored: it was removed after {REMOVED[SOURCE_FORMAT]}"
+                )
         plan = resolve(config)
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
     recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
     problems = find_value_problems({"model.name_or_path": MISSING, **recorded})
-    for problem in find_dataset_problems([], plan.values["dataset_sources"]):
-        if problem.key.endswith(".format"):
-            print(f"{where}, which is read without it: {problem.sentence}")
-        else:
-            problems.append(problem)
+    problems += find_dataset_problems([], plan.values["dataset_sources"])
     if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
         raise InputError(f"{where}: {'; '.join(sentences)}")
     return plan

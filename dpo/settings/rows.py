@@ -5,13 +5,11 @@ So processes, tables and a resumed run find them as they find all other data.
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
+import io
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.files import load_defaults
 from dpo.settings.places import SPLIT_NAMES
+from dpo.system.plain_files import make_directory, replacing
 from dpo.system.run_directory import get_local_dir
 
 FOLDER = "dpo-rows"  # in the local directory
@@ -28,69 +27,54 @@ SPLITS = frozenset(chain(*SPLIT_NAMES.values()))
 
 
 def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
-    """Replace rows in `datasets` or `dataset_sources` by the paths of files.
+    """Replace rows in `datasets`, which are called `rows`, or in `dataset_sources` by the paths of files.
 
-    Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises InputError for what cannot be rows.
+    Rows are a list of mappings, a `datasets.Dataset`, or a mapping of splits to these. Raises InputError for rows that
+    cannot be written.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-    datasets, sources = values.get("datasets"), values.get("dataset_sources")
-    given = dict(sources) if isinstance(sources, Mapping) else {}
-    if not isinstance(datasets, list) or any(isinstance(each, Mapping) and not _are_splits(each) for each in datasets):
-        datasets = [datasets]  # one name, or one list of records
-    names = []
-    for number, each in enumerate(datasets, start=1):
-        is_rows = not (each is None or isinstance(each, (str, int, float)))  # numbers are refused with all wrong values
-        name = (f"rows_{number}" if number > 1 else "rows") if is_rows else each
-        names.append(name)
-        if is_rows:
-            given[name] = each
+    given, changed = values.get("dataset_sources"), {}
+    sources = dict(given) if isinstance(given, Mapping) else {}
+    if _find_splits(values.get("datasets")):
+        sources["rows"], changed["datasets"] = values["datasets"], ["rows"]
     folder = Path(get_local_dir(values.get("local_dirs") or load_defaults()["local_dirs"]), FOLDER).absolute()
-    stored = {name: _store_source(source, f"dataset_sources.{name}", folder) for name, source in given.items()}
-    if all(stored[name] is source for name, source in given.items()):
-        return config
-    return {**values, "dataset_sources": stored, **({"datasets": names} if "datasets" in values else {})}
+    stored = {name: _store(splits, name, folder) for name in sources if (splits := _find_splits(sources[name]))}
+    return {**values, **changed, "dataset_sources": sources | stored} if stored else config
 
 
-def _are_splits(value: Any) -> bool:
-    """Return whether a value maps splits to rows, as a `DatasetDict` does."""
-    return isinstance(value, Mapping) and not SPLITS.isdisjoint(value)
+def _find_splits(value: Any) -> dict[str, Any]:
+    """Find the rows in a value by split; rows without splits are `rows`."""
+    if isinstance(value, Mapping) and not SPLITS.isdisjoint(value):
+        return {name: value[name] for name in value if name in SPLITS}
+    is_list = isinstance(value, list) and any(isinstance(row, Mapping) for row in value)
+    return {"rows": value} if is_list or _is_dataset(value) else {}
 
 
-def _store_source(source: Any, key: str, folder: Path) -> Any:
-    """Replace the rows in a value of `dataset_sources` by the path of files named after their content."""
-    if source is None or isinstance(source, (str, int, float)):
-        return source
-    if isinstance(source, Mapping) and not _are_splits(source):
-        path = source.get("path")
-        stored = _store_source(path, f"{key}.path", folder)
-        return source if stored is path else {**source, "path": stored}
-    splits = {name: source[name] for name in source if name in SPLITS} if _are_splits(source) else {"rows": source}
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        files = [_write(rows, Path(temporary, split), key) for split, rows in splits.items()]
-        digest = hashlib.sha256()
-        for file in files:
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-        directory, names = folder / digest.hexdigest()[:32], [file.name for file in files]
-        with suppress(OSError):  # the same rows are there already
-            Path(temporary).rename(directory)
-        if Path(temporary).exists() and filecmp.cmpfiles(temporary, directory, names, shallow=False)[0] != names:
-            raise InputError(f"{key}: {directory} does not hold the rows that it is named after: move it away")
-    has_test_split = len(files) > 1 or not files[0].name.startswith(("rows", "train"))
-    return str(directory if has_test_split else directory / files[0].name)
-
-
-def _write(rows: Any, path: Path, key: str) -> Path:
-    """Write rows to PATH.jsonl, or a `datasets.Dataset` to PATH.parquet, which keeps the names of classes."""
+def _is_dataset(value: Any) -> bool:
     datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported it
-    is_dataset = datasets is not None and isinstance(rows, datasets.Dataset)
-    file = path.with_suffix(".parquet" if is_dataset else ".jsonl")
-    if not is_dataset and not (isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows)):
-        raise InputError(f"{key} is {type(rows).__name__}: give a list of mappings of columns to values, or a Dataset")
-    with explaining_library(lambda error: InputError(f"{key}: its rows cannot be written: {one_sentence(error)}")):
-        if is_dataset:
-            rows.to_parquet(file)
-        else:
-            lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return file
+    return datasets is not None and isinstance(value, datasets.Dataset)
+
+
+def _store(splits: dict[str, Any], name: str, folder: Path) -> str:
+    """Write the rows of a dataset's splits to a directory that is named after its content; return its path."""
+    contents = {}
+    problem = f"dataset_sources.{name}: its rows cannot be written"
+    with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
+        for split, rows in splits.items():
+            if _is_dataset(rows):  # Parquet keeps the names of classes
+                rows.to_parquet(content := io.BytesIO())
+                contents[f"{split}.parquet"] = content.getvalue()
+            else:
+                lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
+                contents[f"{split}.jsonl"] = "".join(f"{line}\n" for line in lines).encode()
+    directory = folder / hashlib.sha256(repr(contents).encode()).hexdigest()[:32]
+    make_directory(directory)
+    for file_name, content in contents.items():
+        file = directory / file_name
+        if not file.exists():
+            with replacing(file) as temporary:
+                temporary.write_bytes(content)
+        elif file.read_bytes() != content:
+            raise InputError(f"dataset_sources.{name}: {file} does not hold the rows that were written: move it away")
+    [first, *others] = contents
+    return str(directory if others or not first.startswith(("rows", "train")) else directory / first)

@@ -26,6 +26,10 @@ from dpo.settings.plan import Plan
 
 Values = Mapping[str, Any]  # by dotted key
 WEIGHTS = "loss.weights."
+HOW_TO_SET = {
+    "model.name_or_path": "choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
+    "model.archive": "give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path",
+}
 
 
 class Check(NamedTuple):
@@ -40,9 +44,9 @@ class Check(NamedTuple):
     keys: str = ""  # if any, it is reported once for each of them that is set: neither null nor at its default
 
 
-def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any], verb: str = "needs") -> Check:
+def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any]) -> Check:
     """Make the check of what keys, separated by spaces, need to have an effect."""
-    return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} {verb} {what}", keys)
+    return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} needs {what}", keys)
 
 
 def _list_losses(is_listed: Callable[[Loss], Any]) -> str:
@@ -53,9 +57,7 @@ def _has_reference_and_pairs(loss: Loss) -> bool:
     return loss.trains_on == "pairs" and loss.reference
 
 
-NO_EFFECT = "has no effect: it needs"
 SEVERAL_PROCESSES = "several processes: trainer=FSDPTrainer"
-LOSS_WITH_REFERENCE = f"a loss with a reference: {_list_losses(lambda loss: loss.reference)}"
 
 # fmt: off
 REFUSED = (  # v: the right values, p: the plan
@@ -71,13 +73,12 @@ REFUSED = (  # v: the right values, p: the plan
          lambda v, p: p.loss.reference and p.loss.margin_only),
     needs("unpair", f"a loss of labels: {_list_losses(lambda loss: loss.trains_on == 'labels')}",
          lambda v, p: p.loss.trains_on == "labels"),
-    needs("online.sync_reference_every", f"lora=none and {LOSS_WITH_REFERENCE}",
+    needs("online.sync_reference_every",
+         f"lora=none and a loss with a reference: {_list_losses(lambda loss: loss.reference)}",
          lambda v, p: p.reference == "model" and p.lora is None),
     # --- processes
-    Check(lambda v, p: p.launched and p.dims.world_size > 1 and not p.trainer.multi_process,
-          "trainer={trainer} is one process, and {processes} were launched: use trainer=FSDPTrainer"),
-    Check(lambda v, p: v["world_size"] not in (None, 1) and p.dims.world_size == 1 and not p.trainer.multi_process,
-          f"world_size={{world_size}} needs {SEVERAL_PROCESSES}"),
+    Check(lambda v, p: (p.dims.world_size > 1 or v["world_size"] not in (None, 1)) and not p.trainer.multi_process,
+          "trainer={trainer} is one process: several need trainer=FSDPTrainer"),
     Check(lambda v, p: p.launched and v["world_size"] not in (None, p.dims.world_size) and p.trainer.multi_process,
           "world_size={world_size}, but {processes} processes were launched: leave world_size out"),
     Check(lambda v, p: not p.launched and p.trainer.multi_process and 0 < p.gpus < p.dims.world_size,
@@ -104,29 +105,25 @@ REFUSED = (  # v: the right values, p: the plan
     Check(lambda v, p: p.quantized and p.gpus > 1 and not p.trainer.multi_process,
           "lora=qlora takes one GPU with trainer={trainer}, and this machine has {gpus}: choose trainer=FSDPTrainer, "
           "or set CUDA_VISIBLE_DEVICES=0"),
-    Check(lambda v, p: p.quantized and find_spec("bitsandbytes") is None,
-          "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
-    Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
-          "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off"),
+    *(Check(lambda v, p, uses=uses, package=package: uses(v, p) and find_spec(package) is None,
+            f"{key} needs the package {package}: pip install {package}, or leave it out")
+      for key, package, uses in (
+          ("lora=qlora", "bitsandbytes", lambda v, p: p.quantized),
+          ("tensorboard.enabled=true", "tensorboard", lambda v, p: v["tensorboard.enabled"] and not v["debug"]))),
     # a base held whole is rounded to its compute dtype, and the self-test compares the rounded base with the reference
     Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
           "fsdp_frozen_weights=whole rounds the base to {compute_dtype}, and a separate reference in {reference_dtype} "
           "would differ from it: set model.reference_dtype={compute_dtype}, or lora.reference=base"),
-    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and not p.gpus,
-          "model.attn_implementation=varlen cannot train on a CPU: use sdpa"),
-    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and p.gpus and not v["model.autocast"]
-          and "float32" in (p.compute_dtype, p.reference_dtype),
-          "model.attn_implementation=varlen takes no float32, in which policy or reference computes: give "
+    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and not (
+              p.gpus and (v["model.autocast"] or "float32" not in (p.compute_dtype, p.reference_dtype))),
+          "model.attn_implementation=varlen needs a GPU, and policy and reference in bfloat16 or float16: give "
           "model.autocast=bfloat16, or use sdpa"),
-    Check(lambda v, p: v["model.cache_implementation"] and (p.dims.world_size > 1 or p.gpus > 1),
-          "model.cache_implementation={model.cache_implementation} compiles sampling for a model on one device, and "
-          "this run has {processes} processes and {gpus} GPUs: use null, or set CUDA_VISIBLE_DEVICES=0"),
     # --- models, lengths and intervals
     *(Check(lambda v, p, key=key: v[key] and Source(v[key]).local and not Path(v[key]).exists(),
             f"{key}={{{key}}} does not exist: give a directory (~ is not expanded) or a Hub id")
       for key in ("model.name_or_path", "model.tokenizer_name_or_path")),
-    Check(lambda v, p: v["chat_template"] and not os.path.isfile(v["chat_template"]),
-          "chat_template={chat_template} is no file: give the path of a template in Jinja's language"),
+    Check(lambda v, p: os.path.isabs(v["exp_name"]) or ".." in v["exp_name"].split("/"),
+          "exp_name={exp_name} must be a name for the run, relative and without '..'"),
     Check(lambda v, p: v["resume"] == "auto" and p.has_new_run_dir,
           "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
           "give local_run_dir=DIR"),
@@ -142,14 +139,9 @@ REFUSED = (  # v: the right values, p: the plan
     Check(lambda v, p: (v["save_every"] or 0) % v["batch_size"],
           "save_every={save_every} (examples) must be a multiple of batch_size={batch_size}"),
     # --- losses
-    Check(lambda v, p: p.loss.trains_on == "labels"
-          and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
-          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0"),
     Check(lambda v, p: v["loss.name"] == "mix"
           and not any(v[key] for key in v if key.startswith(WEIGHTS) and key != f"{WEIGHTS}sft"),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-    Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
-          "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"),
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
     Check(lambda v, p: p.loss.scalar_head and (v["sample_during_eval"] or p.online),
@@ -170,23 +162,12 @@ REFUSED = (  # v: the right values, p: the plan
       for scorer, value in {"reward_model": "DIR_OR_HUB_ID", "function": "FILE.py:NAME", "keyword": "TEXT"}.items()),
     Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"]
           and not Path(v["online.function"].rpartition(":")[0]).expanduser().is_file(),
-          "online.function={online.function}: there is no such file"),
+          "online.function={online.function} must be a file that exists, and a function in it: FILE.py:NAME"),
     Check(lambda v, p: v["max_prompt_length"] + v["online.max_new_tokens"] > v["max_length"],
           "max_prompt_length={max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more than "
           "max_length={max_length}: lower one of them, or raise max_length"),
 )
 WARNED = (
-    needs("lr_scaling", SEVERAL_PROCESSES, lambda v, p: p.dims.data_size > 1, NO_EFFECT),
-    needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha", NO_EFFECT),
-    needs("list_pairs", f"a loss of pairs: {_list_losses(lambda loss: loss.trains_on == 'pairs')}",
-         lambda v, p: p.loss.trains_on == "pairs", NO_EFFECT),
-    needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference, NO_EFFECT),
-    needs("model.reference_dtype", f"a reference that is a second model (not lora.reference=base) and "
-         f"{LOSS_WITH_REFERENCE}", lambda v, p: p.reference == "model", NO_EFFECT),
-    needs("online.reward_model online.reward_format", "online.scorer=reward_model",
-         lambda v, p: v["online.scorer"] == "reward_model", NO_EFFECT),
-    needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function", NO_EFFECT),
-    needs("online.keyword", "online.scorer=keyword", lambda v, p: v["online.scorer"] == "keyword", NO_EFFECT),
     Check(lambda v, p: p.trainer == BASIC and p.gpus > 1,
           "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
           "trainer=FSDPTrainer uses them all at once"),
@@ -223,20 +204,10 @@ def find_problems(plan: Plan) -> list[Problem]:
     ]
 
 
-def raise_problems(plan: Plan) -> None:
-    """Raise InputError if a plan has problems."""
-    if problems := find_problems(plan):
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise InputError if there are problems."""
+    if problems:
         raise InputError("; ".join(problem.sentence for problem in problems))
-
-
-def check_values(plan: Plan) -> None:
-    """Raise InputError for an unknown key, or a missing or wrong value.
-
-    A trainer that is made in Python needs no `exp_name`, nor what only `train.py` reads.
-    """
-    problems = find_value_problems(plan.values)
-    if sentences := [problem.sentence for problem in problems if problem.key != "exp_name"]:
-        raise InputError("; ".join(sentences))
 
 
 def find_warnings(plan: Plan) -> list[str]:
@@ -294,13 +265,13 @@ def find_value_problem(key: str, value: Any) -> str | None:
     """Explain why a value is wrong by itself, if it is."""
     if key not in KEYS:
         return explain_unknown_key(key)
-    entry = KEYS[key]
-    how_to_set = entry.how_to_set or f"give {key}=VALUE"
+    allowed = KEYS[key]
+    how_to_set = HOW_TO_SET.get(key, f"give {key}=VALUE, {allowed.wanted}")
     if value == MISSING:
         return f"{key} is not set: {how_to_set}"
     if isinstance(value, str) and "${" in value:
         return f"{key}={value} cannot be resolved: {how_to_set}"
-    return None if entry.rule.holds(value) else f"{key}={_as_typed(value)} must be {entry.rule.wanted}"
+    return None if allowed.holds(value) else f"{key}={_as_typed(value)} must be {allowed.wanted}"
 
 
 def _find_misplaced(values: Values) -> Iterator[Problem]:
@@ -323,10 +294,16 @@ def explain_unknown_key(key: str) -> str:
         return f"{key}: a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}, and no other loss"
     if name := load_file(CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    names = {name.lower(): name for name in [*KEYS, "dataset_sources", "model", "experiment"]}
-    if similar := difflib.get_close_matches(key.lower(), names, n=1):
-        return f"unknown key {key}: did you mean {names[similar[0]]}?"
+    if similar := suggest(key, [*KEYS, "dataset_sources", "model", "experiment"]):
+        return f"unknown key {key}: did you mean {similar}?"
     return f"unknown key {key}; `python train.py --cfg job` shows all keys"
+
+
+def suggest(given: str, names: Sequence[str]) -> str | None:
+    """The name that a user may have meant, if one is similar."""
+    by_lower_case = {name.lower(): name for name in names}
+    similar = difflib.get_close_matches(given.lower(), by_lower_case, n=1)
+    return by_lower_case[similar[0]] if similar else None
 
 
 def _as_typed(value: Any) -> Any:

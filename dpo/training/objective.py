@@ -361,10 +361,8 @@ def make_objective(
     models = [(policy, plan.compute_dtype)]
     if reference is not None and type(reference.model) is not type(policy):  # it may not support the policy's layout
         models.append((reference.model, plan.reference_dtype))
-    layout = fallback_reason = None
+    layout: Any = None
     for model, compute_dtype in models:
-        if fallback_reason:
-            break
         device_type = next(model.parameters()).device.type
         with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
             layout, fallback_reason = choose_layout(
@@ -376,8 +374,9 @@ def make_objective(
                 on_any_process=mesh.any,
             )
         release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass
-    if fallback_reason:
-        log(fallback_reason)
+        if fallback_reason:
+            log(fallback_reason)
+            break
     models_are_equal = False
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches

@@ -12,7 +12,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.errors import InputError, one_sentence
-from dpo.numbers import count
 from dpo.settings.keys import Optimizer
 from dpo.settings.plan import TrainingPlan
 
@@ -61,15 +60,13 @@ class Schedule(LambdaLR):
     The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
     stopped. If the length of the run was changed, the rate continues on the curve of the new length. The base rate
     and the warm-up stay those that the run began with, even if `lr_scaling` gives another rate for the present number
-    of processes; `notes` say so.
+    of processes.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
     ) -> None:
-        self.updates, self.warmup_steps = updates, warmup_steps  # saved in checkpoints, unlike `kind` and `notes`
-        self.kind = kind
-        self.notes: list[str] = []
+        self.warmup_steps = warmup_steps  # saved in checkpoints
 
         def factor(update: int) -> float:
             warmup_steps = self.warmup_steps
@@ -89,26 +86,11 @@ class Schedule(LambdaLR):
         kind, min_ratio = training.schedule, training.min_lr_ratio
         return cls(optimizer, warmup_steps=warmup_steps, updates=updates, kind=kind, min_ratio=min_ratio)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name not in ("kind", "notes")}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved base rates, on the curve of this run's length."""
-        config_base_lrs, state_keys = self.base_lrs, self.state_dict().keys()
         # unknown keys are dropped: torch would make attributes of them
-        saved = {key: value for key, value in state.items() if key in state_keys}
-        super().load_state_dict({**saved, "updates": self.updates})  # this run's length, not the saved one
+        super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         self._last_lr = lrs  # of the next update
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
-        if self.base_lrs != config_base_lrs:
-            self.notes.append(
-                f"learning rate {self.base_lrs[0]:.6g}, with which the run began; this config would begin a run with "
-                f"{config_base_lrs[0]:.6g}"
-            )
-        if self.kind != "constant" and saved["updates"] != self.updates:
-            self.notes.append(
-                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved['updates']:,}: the "
-                f"next update has learning rate {lrs[0]:.4g}"
-            )

@@ -23,7 +23,7 @@ from dpo.reporting.table import CALLBACKS
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.rows import store_rows
-from dpo.settings.validation import check_values, raise_problems
+from dpo.settings.validation import find_problems, find_value_problems, raise_problems
 from dpo.system.launching import get_open_port, init_distributed
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import make_objective
@@ -44,13 +44,14 @@ def complete_config(
 ) -> tuple[Any, Plan]:
     """The config with defaults for missing keys, and its plan.
 
-    Raises InputError for wrong values, but not as `train.py` for those that do not suit each other.
+    Raises InputError for wrong values, but not as `train.py` for those that do not suit each other. The run needs no
+    name.
     """
     given = {"trainer": trainer, "seed": seed, "local_run_dir": str(run_dir)}
     stored: Any = store_rows(config)
     nested: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
     plan = resolve(nested | given, world_size=world_size)
-    check_values(plan)
+    raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
     return OmegaConf.create(plan.nested_values()), plan
 
 
@@ -64,7 +65,7 @@ def plan_worker(config: DictConfig, world_size: int) -> Plan:
                 "fsdp_port is null, but all processes need the same port: set config.fsdp_port to "
                 "utils.get_open_port() before the processes start"
             )
-    raise_problems(plan)
+    raise_problems(find_problems(plan))
     return plan
 
 

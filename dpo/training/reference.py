@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.errors import InputError, RunError, one_sentence
+from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
@@ -30,16 +30,13 @@ TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read a file written by `ReferenceLogps.save`; raise InputError for any other file or shape."""
-    try:
-        check_readable(path)
-        with np.load(path, allow_pickle=False) as file:
-            logps = file["logps"].astype(np.float64)
-        if logps.shape != shape:
-            raise ValueError(f"its shape is {logps.shape}, not {shape}")
-    except MemoryError:
-        raise
-    except Exception as error:  # reading damaged or forged bytes can raise anything
-        raise InputError(f"{path} is not a file of reference log-probabilities ({error}): remove it") from error
+    problem = f"{path} is not a file of reference log-probabilities"
+    check_readable(path)
+    explain = explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it"))
+    with explain, np.load(path, allow_pickle=False) as file:
+        logps = file["logps"].astype(np.float64)
+    if logps.shape != shape:
+        raise InputError(f"{problem} of shape {shape}: remove it")
     return logps
 
 
@@ -97,15 +94,14 @@ class ReferenceLogps:
         differ.
         """
         stored = from_rank_0(read_logps(path, self._table.shape) if is_rank_0 and path.exists() else None)
-        if stored is None:
-            stored = np.full_like(self._table, np.nan)
-        is_stored = np.logical_not(np.isnan(stored).any(axis=1))
-        self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
-        n_scored, is_checked = 0, False
+        n_scored, n_stored, is_checked = 0, 0, stored is None
+        if stored is not None:
+            self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
+            n_stored = int((~np.isnan(stored).any(axis=1)).sum())
         for batch in batches:
             rows = batch.cache_rows
             is_known = self.find(rows) is not None
-            if is_known and (is_checked or not is_stored[rows].all()):
+            if is_known and is_checked:
                 continue
             logps = score(batch)
             if not logps.isfinite().all():
@@ -114,21 +110,20 @@ class ReferenceLogps:
                     "them: set model.reference_dtype=bfloat16 or float32"
                 )
             expected = logps.double().numpy()
-            errors = np.nan_to_num(np.abs(stored[rows] - expected))
+            errors = np.nan_to_num(np.abs(self._table[rows] - expected))
             if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
                 raise InputError(
                     f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
                     f"run's reference (other weights, dtype or number of processes): remove this file, and they are "
                     f"computed again"
                 )
-            if is_known:
-                is_checked = True
-            else:
+            is_checked |= is_known
+            if not is_known:
                 self.store(rows, logps)
                 n_scored += len(rows)
         message = f"{count(n_scored, 'example')} scored by the reference"
-        if is_stored.any():
-            message += f", {count(int(is_stored.sum()), 'example')} read from {path}"
+        if n_stored:
+            message += f", {count(n_stored, 'example')} read from {path}"
         if is_rank_0:
             try:
                 self.save(path)

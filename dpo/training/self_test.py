@@ -103,8 +103,8 @@ def _check_start(objective: Objective, microbatch: Microbatch, policy_logps: Nam
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(expected_loss):
         raise InputError(
-            f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, which "
-            f"overflows float32: choose a beta closer to 0.1"
+            f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, not a "
+            f"finite number: choose a beta closer to 0.1 (loss=exo also needs loss.label_smoothing above 0)"
         )
     output = loss(make_scores(given | policy_logps | reference_logps))
     first_loss, largest_reward = output.losses.mean().item(), _find_largest(output.rewards)

@@ -14,7 +14,6 @@ from support.models import build
 from support.runs import GOLDEN, compose, run_here
 from transformers import AutoModelForCausalLM
 
-import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, adapter_weights, policy_part
 from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders, notes_on_base

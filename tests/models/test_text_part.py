@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from support.models import GROUPED
 from support.runs import run_here
 
-import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
 from dpo.models.pretrained import Source, load_structure
 from dpo.models.text_part import name_in_files

@@ -54,7 +54,6 @@ def extended_project(tmp_path) -> Path:
     losses = project / "dpo" / "losses" / "__init__.py"
     insert(losses, '    "dpo": Loss(formulas.dpo, takes_offset=True),\n', ROW.removeprefix("LOSSES = {\n"))
     (project / "config" / "loss" / "cpo.yaml").write_text(YAML)
-    insert(project / "dpo" / "settings" / "keys.py", "    reference_free: bool\n", "    nll_weight: float\n")
     (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV_CALLBACK)
     table = project / "dpo" / "reporting" / "table.py"
     insert(table, "from dpo.reporting.files", "from dpo.reporting.csv_writer import CsvWriter\n")

@@ -23,13 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support.records import write_run
-from support.runs import GOLDEN, PARTS, compose, read_metrics, train
+from support.runs import GOLDEN, PARTS, compose, train
 from transformers import dynamic_module_utils
 
 from dpo.analysis.page import write_report
 from dpo.checkpoint.files import (
     MANIFEST,
-    DamagedCheckpoint,
     check_complete,
     hash_manifest,
     point,
@@ -185,7 +184,7 @@ def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, is_harmless)
 def test_names_cannot_escape(name, tmp_path):
     folder = shutil.copytree(GOLDEN / "words", tmp_path / "data")
     config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
-    assert any(problem.key == "exp_name" for problem in find_problems(resolve(config)))
+    assert any(problem.sentence.startswith("exp_name=") for problem in find_problems(resolve(config)))
     before = set(os.listdir(tmp_path))
     options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
     assert get_dataset(name, "train", dataset_sources={name: str(folder)}, **options)
@@ -258,25 +257,21 @@ def make(kind: str, path: Path) -> None:
         path.symlink_to({"device": "/dev/zero", "symbolic link": path.parent / "elsewhere", "loop": path}[kind])
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
-def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device", "symbolic link", "loop"])
+def test_what_is_no_file_is_not_read_and_no_run_writes_over_it(kind, tmp_path):
     make(kind, tmp_path / "odd")
     for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
-        with pytest.raises(InputError, match="odd is not a regular file"):
-            read(tmp_path / "odd")
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    check_readable(tmp_path / "link")
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device", "symbolic link", "loop"])
-@pytest.mark.parametrize("name", FILES)
-def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, name, tmp_path):
-    (tmp_path / "elsewhere").write_text("precious")
-    make(kind, tmp_path / name)
-    with pytest.raises(InputError, match=f"{name} is not a regular file: move .*{name} away"):
-        create_run_dir(str(tmp_path), logs=LOGS, continued=True)
-    assert (tmp_path / "elsewhere").read_text() == "precious"
+        if kind not in ("symbolic link", "loop"):  # a link to a file is read
+            with pytest.raises(InputError, match="odd is not a regular file"):
+                read(tmp_path / "odd")
+    for number, name in enumerate(FILES):
+        run_dir = tmp_path / str(number)
+        run_dir.mkdir()
+        (run_dir / "elsewhere").write_text("precious")
+        make(kind, run_dir / name)
+        with pytest.raises(InputError, match=f"{name} is not a regular file: move .*{name} away"):
+            create_run_dir(str(run_dir), logs=LOGS, continued=True)
+        assert (run_dir / "elsewhere").read_text() == "precious"
 
 
 def write(run_dir: Path, *steps: int) -> list[Path]:
@@ -284,15 +279,6 @@ def write(run_dir: Path, *steps: int) -> list[Path]:
         states = {part: {"a": torch.arange(5.0)} for part in PARTS}
         write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
     return [run_dir / f"step-{step}" for step in steps]
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "device"])
-def test_a_checkpoint_with_something_else_than_a_manifest_is_damaged(kind, tmp_path):
-    [saved] = write(tmp_path, 8)
-    (saved / MANIFEST).unlink()
-    make(kind, saved / MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a regular file"):
-        check_complete(saved)
 
 
 @pytest.mark.parametrize("kind", ["directory", "symbolic link", "FIFO", "loop"])
@@ -347,16 +333,6 @@ def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):
     replace_state(checkpoint / "optimizer.pt", lambda state: {**state, "param_groups": [group]})
     with pytest.raises(InputError, match=r"optimizer\.pt does not hold the state of a run: ValueError .* size"):
         run("run", "resume=auto")
-
-
-def test_settings_that_a_torch_before_did_not_have_are_those_of_today(checkpoint, run, tmp_path):
-    def before(state: Any) -> Any:
-        groups = [{k: v for k, v in group.items() if k != "alpha"} for group in state["param_groups"]]
-        return {**state, "param_groups": groups}
-
-    replace_state(checkpoint / "optimizer.pt", before)
-    run("run", "n_examples=12", "resume=auto")
-    assert len(read_metrics(tmp_path / "run", "train")) == 3
 
 
 # --- fuzzing -------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_a_file_of_another_machine_is_copied_once_or_not_at_all_and_no_shell_see
     [
         ("loss", None, "loss.name is not set"),
         ("loss", {"name": "foo"}, "loss.name=foo must be one of sft, dpo"),
-        ("loss", {"name": "dpo"}, "loss.beta is not set: loss.beta=0.1 is"),
+        ("loss", {"name": "dpo"}, "loss.beta is not set: give loss.beta=VALUE"),
         ("learning_rate", 1, "unknown key learning_rate: here it is lr"),
         ("lr", -1, "lr=-1 must be a number above 0"),
         ("model", None, "model.name_or_path is not set: choose"),

@@ -189,23 +189,6 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finish
         run("other", f"resume={whole}/step-8")
 
 
-def test_a_run_that_continues_elsewhere_and_dies_at_once_goes_on_with_the_same_command(
-    run, run_and_stop, finished, tmp_path, capsys
-):
-    whole = finished()
-    again = ("fork", f"resume={whole}/step-8")
-    run_and_stop(*again, "save_every=40")
-    shutil.rmtree(tmp_path / "fork" / "step-12")  # as if it had been killed
-
-    run(*again)
-
-    assert f"continuing from {tmp_path}/fork/step-8" in capsys.readouterr().out
-    assert find_differences(whole, tmp_path / "fork") == []
-    shutil.rmtree(tmp_path / "fork" / "step-8")  # where it began is recorded
-    run(*again)
-    assert "step-24: this run is already complete" in capsys.readouterr().out
-
-
 def test_another_reference_is_noticed(run, copied, finished):
     archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")

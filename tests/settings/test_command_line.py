@@ -10,13 +10,14 @@ import yaml
 from omegaconf import OmegaConf
 from support.runs import train
 from support.trainers import compose as compose_run
-from support.trainers import make
 
 import train as train_script
 from dpo.errors import InputError
+from dpo.settings import plan
 from dpo.settings.command_line import LONGEST_NAME, check_command_line, check_line, parse, place_job
+from dpo.settings.files import fill
 from dpo.settings.plan import resolve
-from dpo.training import porting
+from trainers import BasicTrainer
 
 
 def problems_of(*arguments: str) -> list[str]:
@@ -102,15 +103,16 @@ def test_an_own_config_directory_must_be_one(arguments):
 
 
 @pytest.mark.parametrize("way", ["command line", "reference's constructor"])
-def test_a_process_makes_its_plan_once_and_hands_it_on(way, run, tmp_path, monkeypatch):
-    calls = []
-    for module in (train_script, porting):
-        monkeypatch.setattr(module, "resolve", lambda *given, **more: calls.append(given) or resolve(*given, **more))
+def test_a_process_makes_its_plan_once_and_hands_it_on(way, command, tiny_llama, tmp_path, monkeypatch):
+    resolved, config = [], compose_run(tmp_path, "run", "n_examples=4", "loss=sft")
+    # `resolve` calls this, whoever imported it
+    monkeypatch.setattr(plan, "fill", lambda given: resolved.append(given) or fill(given))
     if way == "command line":
-        run("run", "n_examples=4", "loss=sft")
+        train_script.run(check_command_line(command("run", "n_examples=4", "loss=sft"))[1])
+        train_script.RUN_LOG.close()
     else:
-        make(compose_run(tmp_path, "run", "n_examples=4", "loss=sft")).train()
-    assert len(calls) == 1
+        BasicTrainer(tiny_llama, config, config.seed, config.local_run_dir).train()
+    assert len(resolved) == 1
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -128,11 +130,11 @@ def test_a_process_makes_its_plan_once_and_hands_it_on(way, run, tmp_path, monke
 )
 def test_a_jobs_directory_is_named_after_its_overrides_in_characters_of_any_file_system(overrides, name):
     job = {"job": {"num": 2, "override_dirname": overrides}, "sweep": {"dir": "elsewhere"}}
-    plan = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
-    assert Path(plan.run.local_run_dir) == Path("runs") / name
+    placed = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
+    assert Path(placed.run.local_run_dir) == Path("runs") / name
     job["job"]["override_dirname"] = "x" * 500
-    plan = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
-    assert len(Path(plan.run.local_run_dir).name) == LONGEST_NAME
+    placed = place_job(resolve(OmegaConf.create({"local_run_dir": "runs"})), OmegaConf.create(job))
+    assert len(Path(placed.run.local_run_dir).name) == LONGEST_NAME
 
 
 def test_hydra_is_told_which_keys_are_the_same_in_all_jobs():
@@ -141,14 +143,11 @@ def test_hydra_is_told_which_keys_are_the_same_in_all_jobs():
     assert told == "hydra.job.config.override_dirname.exclude_keys=['loss','dataset_sources.mine']"
 
 
-def test_all_jobs_are_checked_before_the_first_starts(monkeypatch):
+def test_all_jobs_are_checked_before_the_first_starts():
     assert problems_of("-m", "loss=dpo,ipo", "loss.beta=0.1", "lr=1e-2,nan,-1") == [
         "lr=nan must be a number above 0",
         "lr=-1 must be a number above 0",
     ]
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert problems_of("-m", "seed=1,2")[0].endswith("run it without a launcher")
 
 
 @pytest.mark.slow

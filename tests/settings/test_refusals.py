@@ -8,7 +8,7 @@ import pytest
 from support.commands import RUNS, compose, find_refusals
 from support.runs import ROOT
 
-from dpo.settings import validation
+from dpo.losses import LOSSES
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, find_warnings
 
@@ -27,56 +27,47 @@ REFUSED = [
     # --- overrides
     ("=3", "=3 is not an override: write NAME=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
-    ("lr==1", "lr==1 cannot be read: write 'lr=\"VALUE\"'"),
     ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"VALUE\"'"),
     ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [A,B] for a list, or -m "),
     ("-m model=glob(*)", "model=glob(*) has several values"),
     ("~lr", "~lr would remove a key from the config: give lr=VALUE instead"),
-    ("hydra.sweeper.params.x=1", "the config cannot be composed: "),
-    ("lora.name=lora", "lora.name=lora: choose lora=lora, which sets its other keys too"),
     # --- keys and options
     ("Lr=1", "unknown key Lr: did you mean lr?"),
     ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
-    ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
-    ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
     ("lora=x", "lora=x is not one of lora, none, qlora"),
-    ("loss=dppo loss.beta=0.1", "loss=dppo is not one of aot, "),  # whether there is a beta is not known
-    ("model=/my/model", "model=/my/model: for a directory or Hub id give model.name_or_path=/my/model"),
     (
-        "lora=/my/adapter",
-        "lora=/my/adapter: to start from an adapter, give model.archive=/my/adapter lora=lora",
-    ),
+        "loss=dppo loss.beta=0.1",
+        f"loss=dppo is not one of {', '.join(sorted(LOSSES))}: did you mean dpo?",
+    ),  # whether there is a beta is not known
+    ("model=me/my-model", "model=me/my-model: for a directory or Hub id give model.name_or_path=me/my-model"),
+    ("lora=/my/adapter", "lora=/my/adapter: for a directory or Hub id give lora=lora model.archive=/my/adapter"),
     ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft: it belongs to loss=aot, "),
-    ("loss=orpo loss.gamma=1", "loss.gamma does not exist with loss=orpo: it belongs to loss=mix, simpo"),
     # --- values
-    ("exp_name=???", "exp_name is not set: exp_name=NAME"),  # and nothing of local_run_dir, which is made from it
+    (
+        "exp_name=???",
+        "exp_name is not set: give exp_name=VALUE, a text",
+    ),  # and nothing of local_run_dir, which is made from it
     ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
-    ("loss=dpo", "loss.beta is not set: loss.beta=0.1"),
+    ("loss=dpo", "loss.beta is not set: give loss.beta=VALUE, a number above 0"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
     ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
-    ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null"),
-    ("seed=4294967296", "seed=4294967296 must be an integer in [0, 4294967295]"),
     ("lr=nan", "lr=nan must be a number above 0"),
     (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing=0.5 must be a number in [0, 0.5)"),
-    ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
-    ("schedule=null", "schedule=null must be one of constant, linear, cosine"),
     ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
-    ("wandb.tags=[a,a]", "wandb.tags=['a', 'a'] must be a list of different texts, such as [dpo,first]"),
-    ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
-    ("model.archive=''", "model.archive= must be a path, or null"),
+    ("local_dirs=.cache", "local_dirs=.cache must be a list of different texts, such as [a,b]"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
-    (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
-    (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
-    ("chat_template_date=2025-13-01", "chat_template_date=2025-13-01 must be a date in quotes"),
     # --- datasets
-    ("datasets=3", "datasets=3 must be a name, a path or a Hub id, or a list of different ones"),
+    ("datasets=3", "datasets=3 must be a text, or a list of different ones"),
     ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
     ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
     ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
-    ("datasets=[me/a,you/a]", "datasets has you/a, which would be called a, as another dataset is: choose a name OTHE"),
+    (
+        "datasets=[me/a,you/a]",
+        "datasets has you/a, and another one called a: give OTHER, and dataset_sources.OTHER=you/a",
+    ),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     (
@@ -99,13 +90,10 @@ REFUSED = [
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
     ("model.name_or_path=/no/such", "model.name_or_path=/no/such does not exist"),
-    ("chat_template=no/such.jinja", f"chat_template={ROOT}/no/such.jinja is no file: give the path of a template"),
-    (VARLEN, f"{VARLEN} cannot train on a CPU"),
-    (f"GPUS=1 {VARLEN}", f"{VARLEN} takes no float32, in which policy or reference computes"),
-    (f"{FSDP} world_size=2 model.cache_implementation=static", "model.cache_implementation=static compiles sampling"),
+    (VARLEN, f"{VARLEN} needs a GPU"),
     # --- processes
-    ("world_size=2", "world_size=2 needs several processes: trainer=FSDPTrainer"),
-    ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
+    ("world_size=2", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
+    ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
     (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave world_size out"),
     (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
     (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another optimizer with trainer="),
@@ -119,12 +107,10 @@ REFUSED = [
     (f"{FSDP} {DPO} {LORA} lora.reference=model {COMPUTED} fsdp_frozen_weights=whole", "fsdp_frozen_weights=whole ro"),
     # --- losses
     ("loss=bradley_terry", "loss=bradley_terry trains a reward model, which writes no text: set sample_during_eval="),
-    ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_we"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto, apo_zero_unpaired, bco_unpaired"),
     (f"{DRAWN} loss.offset_by_margin=true", "loss.offset_by_margin=true needs margins, and the pairs of online=onli"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
-    ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
     ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number in [0, 1e30]"),
     ("loss=mix loss.weights.aot=1", "loss.weights.aot: a mix adds up loss=sft, dpo, "),
@@ -135,7 +121,7 @@ REFUSED = [
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
     # --- online pairs
     (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: give online.reward"),
-    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no such file"),
+    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f must be a file that exists"),
     ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
@@ -143,21 +129,8 @@ REFUSED = [
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs lora=none and a loss with "),
 ]
 
-NO_EFFECT = [
-    ("lr_scaling=linear", "it needs several processes: trainer=FSDPTrainer"),
-    ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: loss=dpo, ipo, "),
-    (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: loss=dpo, ipo, "),
-    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a reference that is a second model"),
-    (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
-    ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: loss=dpo, ipo, "),
-    (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
-    (f"online.reward_format=pair {DRAWN}", "it needs online.scorer=reward_model"),
-    (f"online.function=a.py:f {DRAWN}", "it needs online.scorer=function"),
-    (f"online.keyword=a {DRAWN}", "it needs online.scorer=keyword"),
-    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "datasets=shp does not name it"),
-]
-
 DISCOURAGED = [
+    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "dataset_sources.hh has no effect: datasets=shp"),
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
@@ -216,13 +189,6 @@ def find_config_warnings(command: str) -> list[str]:
     return find_warnings(plan)
 
 
-@pytest.mark.parametrize(("command", "sentence"), NO_EFFECT)
-def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, sentence, typed):
-    [warning] = find_config_warnings(typed(command))
-    assert warning.startswith(command.split("=")[0])
-    assert f"has no effect: {sentence}" in warning
-
-
 @pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
 def test_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sentence, typed):
     [warning] = find_config_warnings(typed(command))
@@ -234,17 +200,11 @@ def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, type
     assert find_config_warnings(typed(command)) == []
 
 
-def test_every_key_that_needs_another_is_in_a_table():
-    commands = [f" {command}" for command, _ in (*REFUSED, *NO_EFFECT)]
-    keys = [key for check in (*validation.REFUSED, *validation.WARNED) for key in check.keys.split()]
-    assert [key for key in keys if not any(f" {key}=" in command for command in commands)] == []
-
-
 def test_packages_that_are_not_installed_are_named_if_they_are_needed(typed, monkeypatch):
     monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
     assert find_refusals(typed("lora=qlora lr=1e-4 tensorboard.enabled=true")) == [
-        "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora",
-        "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off",
+        "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or leave it out",
+        "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it out",
     ]
     assert find_refusals(typed(LORA)) == []
 
@@ -255,13 +215,13 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "batch_size=6 gradient_accumulation_steps=4 eval_every=5 debug=maybe datasets=[hh,mine] lr=-1 max_length=256 "
         "n_epochs=null trainer=BasicTrainr loss=dpo loss.label_smoothing=0.5"
     ) == [
-        "exp_name is not set: exp_name=NAME names the run",
+        "exp_name is not set: give exp_name=VALUE, a text",
         "debug=maybe must be true or false",
         "lr=-1 must be a number above 0",
         "trainer=BasicTrainr must be one of BasicTrainer, FSDPTrainer, TensorParallelTrainer",
         "model.name_or_path is not set: choose model=pythia28 or another of config/model, "
         "or give model.name_or_path=DIR_OR_HUB_ID",
-        "loss.beta is not set: loss.beta=0.1 is the DPO paper's choice",
+        "loss.beta is not set: give loss.beta=VALUE, a number above 0",
         "loss.label_smoothing=0.5 must be a number in [0, 0.5)",
         "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",

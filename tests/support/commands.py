@@ -7,7 +7,6 @@ import shlex
 import hydra
 from omegaconf import DictConfig
 
-import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
 from dpo.settings.command_line import check_line, parse
 from dpo.settings.files import CONFIG_DIR

@@ -29,9 +29,8 @@ WAYS = [
     (f"loss={loss}", f"layout={layout}", f"eval_batch_size={size}")
     for loss, layout, size in itertools.product(("sft", "dpo"), LAYOUTS, (3, 16))
 ]
-IN_THREES = [("loss=dpo", f"layout={layout}", "eval_batch_size=3") for layout in LAYOUTS]
 ONE_BY_ONE = ("layout=padded", "eval_batch_size=1")
-FSDP, CUT = ("trainer=FSDPTrainer",), ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")
+FSDP = ("trainer=FSDPTrainer",)
 
 
 @pytest.fixture(scope="module")
@@ -108,39 +107,29 @@ def test_n_eval_examples_is_a_maximum(at_most, batch, folder, expected):
     assert found["means"]["loss/eval"] == pytest.approx(sum(losses) / at_most, rel=1e-6)
 
 
-def evaluate_in_ways(rank: int, world_size: int, folder: Path, of: str, cases: list[tuple[int, tuple]]) -> None:
+def evaluate_in_ways(rank: int, world_size: int, folder: Path, cases: list[tuple[int, tuple]]) -> None:
     """Metrics and samples of each case, from rank 0."""
     results = []
     for n, way in cases:
         trainer = make_trainer(folder, n, *way, rank=rank, world_size=world_size)
-        is_sampled = trainer.config.eval_batch_size == 3  # it takes a while; of seven rows the last batch has one
-        prompts = [sample.prompt for sample in trainer.evaluator.samples(n_examples=0)] if is_sampled else []
+        prompts = [sample.prompt for sample in trainer.evaluator.samples(n_examples=0)]
         results.append({**evaluate(trainer), "prompts": prompts})
     if rank == 0:
-        (folder / f"{of}.json").write_text(json.dumps(results))
-
-
-OF_PROCESSES = {
-    "2 sharded": (2, [(7, (*FSDP, *way)) for way in WAYS]),
-    "4 sharded": (4, [(n, (*FSDP, *way)) for n in (1, 3) for way in IN_THREES]),
-    "2 cut": (2, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
-    "4 cut and sharded": (4, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
-}
+        (folder / "found.json").write_text(json.dumps(results))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_PROCESSES)
-def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
-    processes, cases = OF_PROCESSES[name]
-    sampling = ("n_eval_model_samples=16", "max_length=48")
-    cases = [(n, (*way, *sampling)) for n, way in cases]
-    launch(evaluate_in_ways, processes, folder, name, cases, process_group=True)
+def test_processes_may_be_more_than_there_are_examples(folder, expected):
+    cases = [
+        (n, (*FSDP, "loss=dpo", f"layout={layout}", "eval_batch_size=3", "n_eval_model_samples=16", "max_length=48"))
+        for n in (1, 3)
+        for layout in LAYOUTS
+    ]
+    launch(evaluate_in_ways, 4, folder, cases, process_group=True)
 
-    for (n, way), found in zip(cases, json.loads((folder / f"{name}.json").read_text()), strict=True):
-        loss = next(setting for setting in way if setting.startswith("loss="))
-        assert_same(found, expected(loss, n))
-        n_sampled = n if "eval_batch_size=3" in way else 0
-        assert len(set(found["prompts"])) == len(found["prompts"]) == n_sampled  # none twice
+    for (n, _), found in zip(cases, json.loads((folder / "found.json").read_text()), strict=True):
+        assert_same(found, expected("loss=dpo", n))
+        assert len(set(found["prompts"])) == len(found["prompts"]) == n  # none twice
 
 
 # --- when a run evaluates ---------------------------------------------------------------------------------------------

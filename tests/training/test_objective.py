@@ -11,7 +11,6 @@ from support.runs import write_lists, write_weighted
 
 from dpo.analysis.ledger_file import WEIGHTED_SCHEMA, read_ledger
 from dpo.reporting.ledger import Ledger
-from dpo.training.metrics import Reduced
 from trainers import BasicTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.5")
@@ -87,9 +86,3 @@ def test_weights_that_float32_cannot_hold_count_by_their_ratios(scale, make, tmp
         metrics = trainer.train_step(batch._replace(weights=[factor * w for w in batch.weights])).metrics
         found.append([metrics["loss/train"], metrics["grad_norm"], metrics["logps_train/chosen"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("weight", [5e-324, 1e-30, 1.0, 1e308])
-def test_weights_that_are_all_alike_change_no_mean(weight):
-    reduced = Reduced({"loss/train": torch.tensor([1.0, 2.0, 6.0])}, {})
-    assert reduced.means(weights=[weight] * 3) == pytest.approx({"loss/train": 3.0})

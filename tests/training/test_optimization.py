@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -75,36 +74,25 @@ def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(kind
 
     assert rates(again, 5) == rates(whole, 7)[2:]  # bit for bit
     assert again.state_dict() == whole.state_dict()
-    assert len(again.notes) == (kind != "constant" and updates != 6)
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_warm_up_that_takes_most_of_the_run_is_warned_about(run, capsys):
-    warning = "warning: warmup_steps=2 takes most of the 3 updates of this run"
-    for n_examples in (12, 16):
-        run("run", "warmup_steps=2", f"n_examples={n_examples}", "dry_run=true")
-        assert (warning in capsys.readouterr().out) == (n_examples == 12)
 
 
 def lrs(run_dir) -> list[float]:
     return [line["lr"] for line in read_metrics(run_dir, "train")]
 
 
-def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run(run, tmp_path, capsys):
+def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run(run, tmp_path):
     settings = ("schedule=linear", "warmup_steps=1", "do_first_eval=false", "eval_every=40")
     run("whole", *settings, "n_examples=40")
     run("run", *settings, "n_examples=16")
-    assert "schedule=linear now ends" not in capsys.readouterr().out
     run("run", *settings, "n_examples=40", "resume=auto")
 
     ours, whole = lrs(tmp_path / "run"), lrs(tmp_path / "whole")
     assert ours[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 * 1 / 3])
     assert whole[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 8 / 9, 1e-3 * 7 / 9])
     assert ours[4:] == whole[4:]
-    said = "schedule=linear now ends after 10 updates, not 4: the next update has learning rate 0.0006667"
-    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("updates", "warmup"), [(9, 0), (78, 7), (1499, 149), (100_000, 150)])
@@ -142,22 +130,16 @@ def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor
 
 
 @pytest.mark.slow
-def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path, capsys):
+def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
     shared = ("trainer=FSDPTrainer", "world_size=2", "n_examples=8")
-    run("run", *settings, *shared, "dry_run=true")
-    assert "learning rate 0.002: lr=0.001, scaled for 2 processes by lr_scaling=linear" in capsys.readouterr().out
     result = train(*command("run", *settings, *shared))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("learning rate 0.002: lr=0.001, scaled for 2 processes by lr_scaling=linear") == 1
     assert lrs(tmp_path / "run") == [0.002] * 2
 
     run("run", *settings, "n_examples=12", "resume=auto")
 
     assert lrs(tmp_path / "run") == [0.002] * 3
-    said = capsys.readouterr().out
-    note = "learning rate 0.002, with which the run began; this config would begin a run with 0.001"
-    assert re.findall("learning rate .*", said) == [note]
     groups = read_state(tmp_path / "run" / "step-12" / "optimizer.pt")["param_groups"]
     assert [group["lr"] for group in groups] == [0.002]
 
