@@ -234,20 +234,6 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
 # --- keys and what they do -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "updates"),
-    [
-        (("n_epochs=2", "n_examples=12"), 3),  # 16 examples, 4 a batch
-        (("batch_size=8",), 2),
-    ],
-)
-def test_epochs_and_examples_end_a_run_whichever_comes_first(overrides, updates, trained):
-    run, stdout = trained(*overrides, "debug=true")
-
-    assert f"{updates} updates of" in stdout
-    assert len(read_metrics(run, "train")) == updates
-
-
 def test_debug_writes_no_checkpoints_and_no_wandb(trained):
     run, _ = trained("debug=true", "wandb.enabled=true", "n_examples=4")
     files = {".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "log.txt"}

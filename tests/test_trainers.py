@@ -16,7 +16,7 @@ from support.gpu import HostReads
 from support.runs import GOLDEN, compose, read_metrics, write_rows
 
 from dpo.errors import InputError
-from dpo.models.layouts import Padded, pad
+from dpo.models.layouts import pad
 from dpo.training.metrics import Reduced
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
@@ -101,25 +101,6 @@ def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer)
 
     assert metrics["loss/train"] == pytest.approx(loss.item(), rel=1e-7)  # the model's norms and softmax are float32
     torch.testing.assert_close(flat_weights(trainer), before - gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_functions_that_load_models_are_called_each_when_the_model_before_is_in_place(
-    make_trainer, tiny_llama, monkeypatch
-):
-    trainer, events = make_trainer(*DPO), []
-    monkeypatch.setattr(
-        "dpo.training.setting_up.place", lambda plan, model, *_, **dtype: events.append("place") or model
-    )
-
-    def load():
-        events.append("load")
-        return copy.deepcopy(tiny_llama)
-
-    ours = BasicTrainer(load, trainer.config, 0, trainer.run_dir, reference_model=load)
-
-    assert events == ["load", "place", "load", "place"]
-    assert ours.objective.reference.digest == trainer.objective.reference.digest
-    assert not ours.reference_model.training
 
 
 # --- a run ---------------------------------------------------------------------------------------------------------
@@ -274,32 +255,6 @@ def test_with_all_references_cached_nothing_changes_and_the_model_is_gone(make_t
         np.savez(file, logps=stored["logps"] * 1.05)
     with pytest.raises(InputError, match="stored reference log-probabilities differ by up to"):
         make_trainer(*options, *cached, run="third").train()
-
-
-def test_before_the_first_update_rounding_ranks_no_pair_right(run, tmp_path):
-    run("run", "model.reference_dtype=float16")
-    (first, *_), (update, *_) = (read_metrics(tmp_path / "run", split) for split in ("eval", "train"))
-    assert first["rewards_eval/margins"] != 0
-    assert update["rewards_train/margins"] != 0
-    assert first["rewards_eval/accuracies"] == update["rewards_train/accuracies"] == 0
-    assert read_metrics(tmp_path / "run", "train")[-1]["rewards_train/accuracies"] > 0
-
-
-def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monkeypatch, capsys):
-    class Other(type(make_trainer(*DPO, run="first").reference_model)):
-        def forward(self, input_ids, attention_mask=None, **kwargs):  # takes no positions
-            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-
-    make = BasicTrainer.__init__
-
-    def with_other(self, policy, *others, reference_model, **named):
-        reference_model.__class__ = Other
-        make(self, policy, *others, reference_model=reference_model, **named)
-
-    monkeypatch.setattr(BasicTrainer, "__init__", with_other)
-    trainer = make_trainer(*DPO, "self_test=false")
-    assert isinstance(trainer.objective.layout, Padded)
-    assert "layout=padded: Other takes no positions" in capsys.readouterr().out
 
 
 def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):

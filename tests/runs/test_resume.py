@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from datetime import date
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
 from dpo.system.plain_files import read_yaml
 from dpo.system.run_directory import write_record
-from dpo.system.signals import Stopped
 from dpo.training.evaluation import Evaluator
 
 WAYS = {
@@ -51,32 +49,6 @@ def test_the_comparison_sees_what_differs(finished):
 
     assert {"metrics.jsonl", "policy.lm_head.weight"} <= set(found)
     assert any(place.startswith("optimizer.state") for place in found)
-
-
-@pytest.mark.usefixtures("hangups_are_heard")
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP))],
-)
-def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(
-    number, run, finished, tmp_path, monkeypatch
-):
-    whole, evaluate, calls = finished(), Evaluator.metrics, []
-
-    def asked_to_stop_in_it(self):
-        calls.append(self)
-        if len(calls) == 3:  # after 0, 8 and 16 examples
-            os.kill(os.getpid(), number)
-        return evaluate(self)
-
-    monkeypatch.setattr(Evaluator, "metrics", asked_to_stop_in_it)
-    with pytest.raises(Stopped):
-        run("stopped")
-    monkeypatch.undo()
-
-    assert [line["examples"] for line in read_metrics(tmp_path / "stopped", "eval")] == [0, 8]
-    run("stopped", "resume=auto")
-    assert find_differences(whole, tmp_path / "stopped") == []
 
 
 def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, finished, tmp_path, monkeypatch, capsys):
@@ -117,12 +89,6 @@ def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_
 
     assert f"{tmp_path}/run/step-8: this run is already complete" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_finished_run_goes_on_with_more_examples(run, copied, finished, tmp_path):
-    copied("run", "n_examples=8")
-    run("run", "n_examples=24", "resume=auto")
-    assert find_differences(finished(), tmp_path / "run") == []
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
@@ -254,13 +220,6 @@ def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_rep
         (model / "model.safetensors").unlink()
     run("run", *settings, "n_examples=12", "resume=auto")
     assert len(read_metrics(tmp_path / "run", "train")) == 3
-
-
-def test_of_evaluations_of_other_examples_none_is_the_best(run, tmp_path, capsys):
-    run("run", "n_examples=8", "n_eval_examples=2", "eval_batch_size=2")
-    run("run", "n_examples=16", "n_eval_examples=8", "eval_batch_size=2", "resume=auto")
-    assert "BEST is chosen anew from now on, as 8 test examples are evaluated, and were 2" in capsys.readouterr().out
-    assert (tmp_path / "run" / "BEST").resolve().name == "step-16"
 
 
 def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ_after_a_resume(run, tmp_path):

@@ -96,12 +96,6 @@ def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_pat
     assert problems_of(*line) == []
 
 
-@pytest.mark.parametrize("arguments", [["--config-dir"], ["--config-dir="], ["-cd"], ["--config-dir=/nowhere"]])
-def test_an_own_config_directory_must_be_one(arguments):
-    with pytest.raises(InputError, match="is not a directory"):
-        parse(arguments)
-
-
 @pytest.mark.parametrize("way", ["command line", "reference's constructor"])
 def test_a_process_makes_its_plan_once_and_hands_it_on(way, command, tiny_llama, tmp_path, monkeypatch):
     resolved, config = [], compose_run(tmp_path, "run", "n_examples=4", "loss=sft")

@@ -98,16 +98,6 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
     assert [p.name for p in tmp_path.rglob("*")] == ["second"]
 
 
-def test_every_key_is_read_by_the_code():
-    files = [*ROOT.glob("*.py"), *(ROOT / "dpo").rglob("*.py")]
-    sources = "".join(f.read_text() for f in files if f.stem not in ("keys", "validation", "resume"))
-    names = {*re.findall(r"\.(\w+)\b", sources), *re.findall(r"\b(\w+): (?:float|bool|str)", sources)}
-    names |= set(re.findall(r"[\"']([\w.]+)[\"']", sources))
-    # the fields of `plan.fsdp` lack the prefix of their keys
-    unread = [key for key in KEYS if not {key, key.rpartition(".")[2], key.removeprefix("fsdp_")} & names]
-    assert [key for key in unread if not key.startswith("loss.weights.")] == []  # read as a mapping
-
-
 def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_config(monkeypatch, capsys):
     monkeypatch.setitem(REMOVED, "old.rate", "0123abcd; use lr")
     assert find_refusals("exp_name=x model.name_or_path=gpt2 old.rate=1") == [

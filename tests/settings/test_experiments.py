@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import yaml
 from support.commands import compose, find_refusals
 from support.runs import ROOT, train
 
-from dpo.settings.command_line import help_text
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.settings.validation import find_problems, find_warnings
 
@@ -54,12 +52,6 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
 
 
-def test_help_names_every_experiment_and_model():
-    for group in ("experiment", "model"):
-        [listed] = re.findall(rf"^{group}: (.*(?:\n  .*)*)", help_text(), re.MULTILINE)
-        assert listed.replace("\n ", "").split(", ") == sorted(f.stem for f in (ROOT / "config" / group).iterdir())
-
-
 # --- of a user -----------------------------------------------------------------------------------------------------
 
 
@@ -86,9 +78,3 @@ def test_an_own_experiment_may_build_on_one_of_ours(own):
 def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
     [problem, *_] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
     assert problem.startswith("experiment=hh_pythia28_sft: a file of --config-dir has the name of one of ours")
-
-
-def test_an_experiment_that_is_not_there_gets_the_choices_with_those_of_the_user(own):
-    [problem, *_] = find_refusals(f"--config-dir={own} experiment=mein")
-    assert problem.startswith("experiment=mein is not one of chat7b_1gpu, chat7b_8gpu, chat7b_lora_1gpu, hh_")
-    assert ", mine, " in problem

@@ -15,7 +15,6 @@ from dpo.settings import choices, keys
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import ParallelDims, Plan, resolve
-from dpo.system import host
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 FSDP = "trainer=FSDPTrainer"
@@ -46,12 +45,6 @@ def two_gpus(monkeypatch):
 def test_trainer_and_groups_of_processes(overrides, trainer, dims):
     plan = plan_of(overrides)
     assert (plan.trainer.name, plan.dims, plan.launched) == (trainer, ParallelDims(*dims), False)
-
-
-def test_groups_of_processes_fill_the_world():
-    dims = ParallelDims.of(8, shard_size=2, tensor_size=2)
-    assert (dims.data_size, dims.replicate_size) == (4, 2)
-    assert ParallelDims.of(8, tensor_size=2) == ParallelDims(8, shard_size=4, tensor_size=2)
 
 
 def test_given_processes_count_before_those_of_a_launcher(monkeypatch):
@@ -93,13 +86,3 @@ def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():
     kept = {key for key in KEYS if KEYS[key].resume is Resume.KEEP}
     assert {"seed", "lr", "batch_size", "datasets", "loss.name", "loss.beta", "model.policy_dtype"} <= kept
     assert not {"world_size", "local_run_dir", "n_epochs", "layout"} & kept
-
-
-def test_torch_is_asked_for_gpus_only_where_there_may_be_one(tmp_path, monkeypatch):
-    (tmp_path / "nvidia0").touch()
-    there, nowhere = (f"{tmp_path}/nvidia*",), (f"{tmp_path}/kfd",)
-    assert host.count_gpus(nowhere) == 2  # torch is here already
-    monkeypatch.delitem(host.sys.modules, "torch")
-    assert host.count_gpus(nowhere) == 0
-    monkeypatch.setitem(host.sys.modules, "torch", torch)
-    assert host.count_gpus(there) == 2

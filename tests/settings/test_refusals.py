@@ -25,15 +25,12 @@ VARLEN = "model.attn_implementation=varlen"
 # have RUNS first. A sentence is given by its beginning.
 REFUSED = [
     # --- overrides
-    ("=3", "=3 is not an override: write NAME=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
     ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"VALUE\"'"),
     ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [A,B] for a list, or -m "),
     ("-m model=glob(*)", "model=glob(*) has several values"),
-    ("~lr", "~lr would remove a key from the config: give lr=VALUE instead"),
     # --- keys and options
     ("Lr=1", "unknown key Lr: did you mean lr?"),
-    ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
     ("lora=x", "lora=x is not one of lora, none, qlora"),
@@ -52,17 +49,13 @@ REFUSED = [
     ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
     ("loss=dpo", "loss.beta is not set: give loss.beta=VALUE, a number above 0"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
-    ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
     ("lr=nan", "lr=nan must be a number above 0"),
-    (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing=0.5 must be a number in [0, 0.5)"),
     ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
-    ("local_dirs=.cache", "local_dirs=.cache must be a list of different texts, such as [a,b]"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
     # --- datasets
     ("datasets=3", "datasets=3 must be a text, or a list of different ones"),
     ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
-    ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
     ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
     (
         "datasets=[me/a,you/a]",
@@ -74,7 +67,6 @@ REFUSED = [
         "dataset_sources.hh={path:a,columns:{chosen:b}}",
         "dataset_sources.hh.columns: hh is built in, with fixed",
     ),
-    ("dataset_sources.a={path:a,columns:{chosen:null}}", "dataset_sources.a.columns={'chosen': None} must map"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
     ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after 9949121b; leave it out"),
     # --- keys that contradict each other
@@ -82,10 +74,6 @@ REFUSED = [
         "gradient_accumulation_steps=3",
         "batch_size=4 must be divisible by gradient_accumulation_steps * processes = 3",
     ),
-    (f"{FSDP} world_size=3", "batch_size=8 must be divisible by gradient_accumulation_steps * processes = 1 * 3"),
-    ("max_prompt_length=513", "max_prompt_length=513 must be below max_length=512"),
-    ("n_epochs=null", "n_epochs and n_examples are both null"),
-    ("eval_every=3", "eval_every=3 (examples) must be at least batch_size=4"),
     ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
@@ -93,14 +81,12 @@ REFUSED = [
     (VARLEN, f"{VARLEN} needs a GPU"),
     # --- processes
     ("world_size=2", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
-    ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
     (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave world_size out"),
     (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
     (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another optimizer with trainer="),
     ("fsdp_shard_size=2", "fsdp_shard_size=2 needs several processes: trainer=FSDPTrainer"),
     (COMPUTED, f"{COMPUTED} needs several processes: trainer=FSDPTrainer"),
     (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 does not divide the 2 proces"),
-    (f"{CUT} world_size=4 tensor_parallel_size=3", "tensor_parallel_size=3 does not divide the 4 processes"),
     (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
     (PACKAGE, "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast"),
@@ -112,10 +98,7 @@ REFUSED = [
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
-    ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number in [0, 1e30]"),
-    ("loss=mix loss.weights.aot=1", "loss.weights.aot: a mix adds up loss=sft, dpo, "),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
-    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss of pairs with a reference"),
     # --- adapters
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),

@@ -32,19 +32,6 @@ def test_the_next_are_prepared_while_one_is_used_and_no_more():
     assert prepared == [0, 1, 2]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_preparing_raises_is_raised_where_its_result_is_due(workers):
-    def prepare(item: int) -> int:
-        if item == 1:
-            raise ValueError("item 1 is bad")
-        return item
-
-    results = prefetch(range(3), prepare, workers=workers)
-    assert next(results) == 0
-    with pytest.raises(ValueError, match="item 1 is bad"):
-        next(results)
-
-
 def test_a_mismatched_example_has_a_response_to_another_prompt():
     """Though examples of a prompt are neighbours, and there are fewer responses to some prompts than to others."""
     prompts = []

@@ -17,7 +17,6 @@ from support.warm import launch
 
 import trainers as own
 from dpo.data.examples import Example
-from dpo.losses import find_loss
 from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import make_plan
 from dpo.training.evaluation import Interval
@@ -98,15 +97,6 @@ def test_layouts_and_sizes_of_batches_change_nothing(way, folder, expected):
     assert_same(found, expected(way[0], 7))
 
 
-@pytest.mark.parametrize(("at_most", "batch"), [(1, 16), (5, 4), (6, 3), (7, 4)])
-def test_n_eval_examples_is_a_maximum(at_most, batch, folder, expected):
-    settings = ("loss=sft", f"n_eval_examples={at_most}", f"eval_batch_size={batch}")
-    found = evaluate(make_trainer(folder, 7, *settings))
-    assert found["digests"] == expected("loss=sft", 7)["digests"][:at_most]
-    losses = expected("loss=sft", 7)["table"]["loss/eval"][:at_most]
-    assert found["means"]["loss/eval"] == pytest.approx(sum(losses) / at_most, rel=1e-6)
-
-
 def evaluate_in_ways(rank: int, world_size: int, folder: Path, cases: list[tuple[int, tuple]]) -> None:
     """Metrics and samples of each case, from rank 0."""
     results = []
@@ -177,20 +167,6 @@ def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     at_equal_models = {"bco": 2 * math.log(2), "kto": 0.5}.get(name, math.log(2))
     assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
-
-
-def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_own_mean(tmp_path):
-    found = {}
-    for name in ("beta_dpo", "dpo", "bco"):
-        trainer = trainers.make(trainers.compose(tmp_path, name, "loss=dpo", "loss.beta=0.1"))
-        trainers.updates(trainer)
-        trainer.objective.loss = find_loss(trainers.compose(tmp_path, "other", f"loss={name}", "loss.beta=0.1").loss)
-        found[name] = trainer.evaluator.metrics()
-    assert found["beta_dpo"].means() == pytest.approx(found["dpo"].means(), rel=1e-12)  # summed in another order
-    chosen, rejected = (found["bco"].examples[f"rewards_eval/{side}"] for side in ("chosen", "rejected"))
-    shift = (chosen.mean() + rejected.mean()) / 2
-    losses = -((chosen - shift).sigmoid().log() + (shift - rejected).sigmoid().log())
-    assert found["bco"].means()["loss/eval"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
 def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_batch(tmp_path):

@@ -21,29 +21,6 @@ def batch(*rows: int) -> SimpleNamespace:
     return SimpleNamespace(cache_rows=list(rows))
 
 
-@pytest.mark.slow
-def test_scores_that_cannot_be_saved_serve_the_run_all_the_same(run, tmp_path, capsys):
-    (tmp_path / "cache").mkdir()
-    run("first", "n_examples=8", "cache_reference_logps=all", f"local_dirs=[{tmp_path}/cache]")
-    [user] = (tmp_path / "cache").iterdir()
-    (user / "reference_logps").rename(tmp_path / "away")
-    (user / "reference_logps").touch()
-    run("run", "n_examples=8", "cache_reference_logps=all", f"local_dirs=[{tmp_path}/cache]")
-    assert "scored by the reference; warning: they are not saved for other runs" in capsys.readouterr().out
-    assert (tmp_path / "run" / "LATEST").exists()
-
-
-def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
-    known, logps = ReferenceLogps(3, 2), torch.tensor([[-1 / 3, -1e-30], [-12345.678, 0.0]])
-    known.store([0, 2], logps)
-    known.save(tmp_path / "new" / "file.npz")
-
-    read = read_logps(tmp_path / "new" / "file.npz", (3, 2))
-    assert read[[0, 2]].tolist() == logps.double().tolist()
-    assert np.isnan(read[1]).all()
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.npz"]  # nothing beside it
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))],
