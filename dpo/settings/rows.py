@@ -67,7 +67,10 @@ def _store(splits: dict[str, Any], name: str, folder: Path) -> str:
             else:
                 lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
                 contents[f"{split}.jsonl"] = "".join(f"{line}\n" for line in lines).encode()
-    directory = folder / hashlib.sha256(repr(contents).encode()).hexdigest()[:32]
+    digest = hashlib.sha256()
+    for file_name, content in contents.items():
+        digest.update(f"{file_name} {len(content)} ".encode() + content)
+    directory = folder / digest.hexdigest()[:32]
     make_directory(directory)
     for file_name, content in contents.items():
         file = directory / file_name

@@ -62,9 +62,8 @@ SEVERAL_PROCESSES = "several processes: trainer=FSDPTrainer"
 # fmt: off
 REFUSED = (  # v: the right values, p: the plan
     needs("fsdp_shard_size model.fsdp_policy_mp", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
-    needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
-         lambda v, p: p.trainer.cuts_layers or v["tensor_parallel_size"] == 1),
-    needs("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers),
+    needs("tensor_parallel_size tensor_parallel.backend", "trainer=TensorParallelTrainer",
+         lambda v, p: p.trainer.cuts_layers),
     needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant"),
     needs("loss.wpo loss.ld_alpha", f"a loss of pairs with a reference: {_list_losses(_has_reference_and_pairs)}",
          lambda v, p: _has_reference_and_pairs(p.loss)),
@@ -134,8 +133,6 @@ REFUSED = (  # v: the right values, p: the plan
           "response"),
     Check(lambda v, p: v["n_epochs"] is None and v["n_examples"] is None,
           "n_epochs and n_examples are both null, so training would never end: give one of them"),
-    Check(lambda v, p: v["eval_every"] is not None and v["eval_every"] < v["batch_size"],
-          "eval_every={eval_every} (examples) must be at least batch_size={batch_size}"),
     Check(lambda v, p: (v["save_every"] or 0) % v["batch_size"],
           "save_every={save_every} (examples) must be a multiple of batch_size={batch_size}"),
     # --- losses

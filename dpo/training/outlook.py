@@ -56,7 +56,9 @@ def list_first_tasks(plan: Plan, data: TrainingData) -> list[str]:
         "self-test (self_test)": plan.training.self_test,
         "the reference scores all examples (cache_reference_logps)": plan.caches_reference_first,
         f"evaluation of {count(n_examples, 'example')} (do_first_eval, n_eval_examples)": is_evaluated and n_examples,
-        f"answers to {count(n_prompts, 'held-out prompt')} (do_first_eval)": is_evaluated and plan.online,
+        f"answers to {count(n_prompts, 'held-out prompt')} (do_first_eval, n_eval_examples)": (
+            is_evaluated and plan.online
+        ),
         f"{count(min(N_ASKED, n_prompts), 'answer')} for comparison at the end (sample_during_eval)": is_sampled,
         f"{count(evaluation.n_eval_model_samples, 'sample')} (do_first_sampling, n_eval_model_samples)": (
             is_evaluated and is_sampled and evaluation.do_first_sampling

@@ -195,7 +195,7 @@ def test_packages_that_are_not_installed_are_named_if_they_are_needed(typed, mon
 def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
     typed("")
     assert find_refusals(
-        "batch_size=6 gradient_accumulation_steps=4 eval_every=5 debug=maybe datasets=[hh,mine] lr=-1 max_length=256 "
+        "batch_size=6 gradient_accumulation_steps=4 debug=maybe datasets=[hh,mine] lr=-1 max_length=256 "
         "n_epochs=null trainer=BasicTrainr loss=dpo loss.label_smoothing=0.5"
     ) == [
         "exp_name is not set: give exp_name=VALUE, a text",
@@ -209,7 +209,6 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
-        "eval_every=5 (examples) must be at least batch_size=6",
         "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory: "
         "give its path or Hub id, or say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
     ]
