@@ -111,20 +111,14 @@ RESUMED_ONLY = {
         "cache_reference_logps=all"
     ),
     "autocast": "model.autocast=bfloat16",
-    "half precision": "model.policy_dtype=bfloat16",
-    "lora, autocast": f"{LORA} model.autocast=bfloat16",
     "lora, half precision": f"{LORA} model.policy_dtype=bfloat16",
     "lora in some layers": f"{LORA} lora.target_modules=[q_proj,v_proj]",
     "padded": "layout=padded",
-    "padded, RMSprop": "layout=padded optimizer=RMSprop",
-    "accumulation": "gradient_accumulation_steps=2",
-    "recomputed": "activation_checkpointing=true",
     "references first": "cache_reference_logps=all",
     "references first, lora": f"cache_reference_logps=all {LORA}",
     "online, padded, in parts": f"{ONLINE} layout=padded gradient_accumulation_steps=2",
     "random weights": "model.random_init=true seed=3",
     "cosine": "schedule=cosine warmup_steps=1",
-    "linear": "schedule=linear warmup_steps=1 min_lr_ratio=0.1",
 }
 
 # --- how it is computed --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dpo.errors import InputError
 from dpo.settings.files import flatten, load_defaults
 from dpo.settings.keys import KEYS
 from dpo.system.launching import get_open_port
-from preference_datasets import get_batch_iterator, get_collate_fn, strings_match_up_to_spaces
+from preference_datasets import get_batch_iterator, get_collate_fn
 from trainers import BasicTrainer
 from utils import get_remote_file
 
@@ -112,19 +112,6 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(bare_tokenizer):
     assert get_collate_fn(bare_tokenizer)([row])["prompt_input_ids"].tolist() == [[1]]
 
 
-def test_one_with_neither_is_told_what_to_set(bare_tokenizer):
-    bare_tokenizer.eos_token = None
-    with pytest.raises(InputError, match=r"no EOS token, which must end every response: set tokenizer\.eos_token"):
-        next(get_batch_iterator(["demo"], bare_tokenizer, n_epochs=1, silent=True))
-    with pytest.raises(InputError, match=r"neither a pad token nor EOS to pad with: set tokenizer\.pad_token"):
-        get_collate_fn(bare_tokenizer)
-
-
-@pytest.mark.parametrize(("one", "other", "same"), [("a b c", " ab", True), ("a b", "a c", False), ("", "x", True)])
-def test_strings_that_match_up_to_spaces(one, other, same):
-    assert strings_match_up_to_spaces(one, other) == strings_match_up_to_spaces(other, one) == same
-
-
 # --- files of another machine --------------------------------------------------------------------------------------
 
 
@@ -156,10 +143,8 @@ def test_a_file_of_another_machine_is_copied_once_or_not_at_all_and_no_shell_see
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("loss", None, "loss.name is not set"),
         ("loss", {"name": "foo"}, "loss.name=foo must be one of sft, dpo"),
         ("loss", {"name": "dpo"}, "loss.beta is not set: give loss.beta=VALUE"),
-        ("learning_rate", 1, "unknown key learning_rate: here it is lr"),
         ("lr", -1, "lr=-1 must be a number above 0"),
         ("model", None, "model.name_or_path is not set: choose"),
     ],

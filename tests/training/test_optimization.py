@@ -122,13 +122,6 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, 
 # --- scaling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor):
-    settings = {"lr": 5e-7, "lr_scaling": scaling, "schedule": "constant", "min_lr_ratio": 0.0, "warmup_steps": 0}
-    schedule = Schedule.of(make_plan(settings).training, optimizer_of(5e-7), updates=3, size=4)
-    assert rates(schedule, 2) == [factor * 5e-7] * 2
-
-
 @pytest.mark.slow
 def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
