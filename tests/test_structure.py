@@ -139,6 +139,35 @@ def test_each_of_these_libraries_is_known_in_one_place():
     assert {module for module in name_processes if module.startswith(without_processes)} == set()
 
 
+PRIVATE = re.compile(r"_[a-z]\w*")
+OURS = {"_replace", "_asdict", "_fields", "_exit"}  # those of named tuples, and os._exit, which are documented
+
+
+def list_private_names() -> set[str]:
+    """The private names of libraries that our code imports, or reads as attributes of what is neither self nor cls."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in [*PATHS, *(ROOT / "scripts").glob("*.py")]]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | OURS
+    attributes = [(node, getattr(node.value, "id", "")) for node in nodes if isinstance(node, ast.Attribute)]
+    defined |= {node.attr for node, owner in attributes if owner in ("self", "cls")}
+    names = {node.attr for node, _ in attributes}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            parts = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            names |= {name for part in parts for name in part.split(".")}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            names |= {argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)}
+    return {name for name in names if PRIVATE.fullmatch(name)} - defined
+
+
+def test_private_names_of_libraries_are_at_most_ten_rows_of_the_table_with_a_test_that_would_notice():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| .+? \| .*?`(test_\w+\.py)`", text.partition("## Private names")[2], re.MULTILINE)
+    assert {name for cell, _ in rows for name in re.findall(r"\b_[a-z]\w*", cell)} == list_private_names()
+    assert len(rows) <= 10
+    assert {test for _, test in rows} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+
+
 IMPORT_ALL = """
 import importlib, random, sys
 import numpy, torch

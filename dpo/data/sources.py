@@ -138,12 +138,14 @@ def load_rows(
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     """Make a JSON value that changes whenever the source changes.
 
-    It holds the sizes and times of a local source's files, or for the Hub the fingerprint of `datasets`. Returns None
-    if neither can be read.
+    It holds the sizes and times of a local source's files, or for the Hub the files in which `datasets` caches the
+    data. Returns None if there are none.
     """
     path = source.local
     if path is None:
-        return [source.path, dict(source.columns), _load_from_hub(source, "train", cache_dir)._fingerprint]
+        # their paths have a digest of the revision and its files; there are none if the data are in memory
+        files = [file["filename"] for file in _load_from_hub(source, "train", cache_dir).cache_files]
+        return [source.path, dict(source.columns), files] if files else None
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
         files = [path] if path.is_file() else entries

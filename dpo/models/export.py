@@ -18,7 +18,6 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
-from transformers.utils.hub import cached_file
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
@@ -31,7 +30,7 @@ from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
-from dpo.models.text_part import complete_checkpoint, is_text_part
+from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
 from dpo.models.weights import Weights, read_archive
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing
@@ -182,9 +181,8 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
             model.config = config.get_text_config()  # there are no weights of other parts
         has_parts = model.config.get_text_config() is not model.config
         model.save_pretrained(folder, max_shard_size=SHARD_BYTES, save_original_format=has_parts)
-    options: Any = {"cache_dir": source.cache_dir, "_raise_exceptions_for_missing_entries": False}
     for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):  # how images and video are read
-        if path := cached_file(source.name, file, **options):
+        if path := find_file(source.name, file, source.cache_dir):
             shutil.copyfile(path, folder / file)
     if not is_reward_model:
         _write_generation_config(folder, origin, tokenizer)
@@ -227,7 +225,7 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
     name = origin.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **find_source(origin.plan).options)
-    if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
+    if type(tokenizer).__module__.startswith("transformers."):  # its class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
     bind_template(tokenizer, origin.plan.chat)
     pad = find_pad_token(tokenizer, n_embeddings)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
@@ -123,13 +125,23 @@ def _find_shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ..
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
+def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
+    """The path of a file of a directory or Hub id, which may be fetched; None if there is none."""
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return str(directory / file) if (directory / file).exists() else None
+    try:
+        return hf_hub_download(name, file, cache_dir=cache_dir)
+    except EntryNotFoundError:
+        return None
+
+
 def _find_files(name: str, cache_dir: str | None) -> list[Path]:
     """The safetensors files of a directory or Hub id."""
-    options: Any = {"cache_dir": cache_dir, "_raise_exceptions_for_missing_entries": False}
-    name = str(Path(name).expanduser())
-    if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
+    if index := find_file(name, SAFE_WEIGHTS_INDEX_NAME, cache_dir):
+        name = str(Path(name).expanduser())
         return [Path(file) for file in get_checkpoint_shard_files(name, index, cache_dir=cache_dir)[0]]
-    file = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+    file = find_file(name, SAFE_WEIGHTS_NAME, cache_dir)
     return [Path(file)] if file else []
 
 

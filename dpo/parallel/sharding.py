@@ -250,4 +250,6 @@ def choose_device_map(gpus: int) -> str | dict[str, int] | None:
 
 def keep_outputs_where_they_are(model: Any) -> None:
     """Let accelerate not move the logits of all tokens back to the first GPU of a model that is spread over several."""
-    model._hf_hook.io_same_device = False
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model)  # the parts keep theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,8 +108,9 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
             dist.all_reduce(squares, group=group)
         total += squares
     norm = total.sqrt()
-    for shards in shards_by_groups.values():
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for shard in chain.from_iterable(shards_by_groups.values()):
+        shard.mul_(scale)
     return norm
 
 
