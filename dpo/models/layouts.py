@@ -1,10 +1,8 @@
 """Layouts of examples in a forward pass, and checks of models' support.
 
 `padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
-tokens (see `dpo/models/packing.py`).
-
-In shapes, B is the number of examples, and "sides" the largest number of responses of an example: 2 for pairs, 1 for
-SFT. Ranked lists may have different numbers of responses.
+tokens (see `dpo/models/packing.py`). In shapes, B is the number of examples, and "sides" the largest number of
+responses of an example: 2 for pairs, 1 for SFT.
 """
 
 from __future__ import annotations
@@ -38,23 +36,12 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    """Each response in its own row, after its prompt.
-
-    The rows of all first responses (in pairs, the chosen ones) come before those of all second responses.
-    """
+    """Each response in its own row, after its prompt."""
 
     input_ids: torch.Tensor  # (rows, T) int64
     attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
     labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
-    sides: int  # responses per example
-    # (sides, B) int64: the row of each response, or any row for a missing one; None if no response is missing
-    row_index: torch.Tensor | None = None
-
-    def by_side(self, values: torch.Tensor) -> torch.Tensor:
-        """Arrange values (rows, ...) as (sides, B, ...)."""
-        if self.row_index is None:
-            return values.unflatten(0, (self.sides, -1))
-        return values[self.row_index]
+    row_index: torch.Tensor  # (sides, B) int64: the row of each response, or any row for a missing one
 
 
 class Microbatch(NamedTuple):
@@ -135,19 +122,17 @@ class Padded:
             by_row = TokenLogps(rewards[:, None])
         else:
             by_row = sequence_logps(model, input_ids, attention_mask, labels, with_squares=with_squares)  # (rows, T)
-        return map_tensors(lambda values: inputs.by_side(values.to(input_ids.device)), by_row)
+        return map_tensors(lambda values: values.to(input_ids.device)[inputs.row_index], by_row)
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out examples in rows of `length` tokens, padded on the right with token 0."""
-    sides = max(len(example.responses) for example in examples)
+    """Lay out examples in rows of `length` tokens, padded on the right with token 0; first responses come first."""
     rows = []  # (prompt, response, cuts)
-    row_index = np.zeros((sides, len(examples)), dtype=np.int64)
-    for side in range(sides):
-        for i, example in enumerate(examples):
-            if side < len(example.responses):
-                row_index[side, i] = len(rows)
-                rows.append((example.prompt, *example.cut_responses[side]))
+    row_index = np.zeros((max(len(example.responses) for example in examples), len(examples)), dtype=np.int64)
+    for side, i in np.ndindex(row_index.shape):
+        if side < len(examples[i].responses):
+            row_index[side, i] = len(rows)
+            rows.append((examples[i].prompt, *examples[i].cut_responses[side]))
     input_ids, attention_mask = np.zeros((2, len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for row, (prompt, response, cuts) in enumerate(rows):
@@ -155,14 +140,7 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
         labels[row, start:end] = make_labels(response, cuts)
-    has_all_responses = len(rows) == row_index.size
-    return PaddedRows(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(attention_mask),
-        torch.from_numpy(labels),
-        sides,
-        None if has_all_responses else torch.from_numpy(row_index),
-    )
+    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels, row_index)))
 
 
 class SharedPrefix:
@@ -182,7 +160,8 @@ class SharedPrefix:
         gives_rewards: bool = False,
     ) -> None:
         self.windows, self.alignment, self.gives_rewards = windows, alignment, gives_rewards
-        self.max_tree_tokens = None if by_segments else max_tree_tokens(max_length)
+        # in which two responses always fit; rows are at most twice as long
+        self.max_tree_tokens = None if by_segments else 2 * max_length
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split as `Padded.split`, into microbatches with about equally many tokens."""
@@ -193,13 +172,8 @@ class SharedPrefix:
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
         """Pack examples into rows of `length`; None: the cheapest length."""
-        return pack(
-            examples,
-            max_tree_tokens=self.max_tree_tokens,
-            alignment=self.alignment,
-            length=length,
-            for_rewards=self.gives_rewards,
-        )
+        options = {"max_tree_tokens": self.max_tree_tokens, "alignment": self.alignment}
+        return pack(examples, **options, length=length, for_rewards=self.gives_rewards)
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """As `Padded.forward`."""
@@ -207,14 +181,6 @@ class SharedPrefix:
         by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
         index = inputs.response_index
         return map_tensors(lambda values: values.to(index.device)[index], by_response)
-
-
-def max_tree_tokens(max_length: int) -> int:
-    """The largest number of tokens in a prompt's tree, in which two responses always fit.
-
-    Rows are at most twice as long (`pack`).
-    """
-    return 2 * max_length
 
 
 GPU_ALIGNMENT = 64  # tokens; with other row lengths, CUDA's fused attention copies the mask in every layer
@@ -231,7 +197,7 @@ class Longest(NamedTuple):
     def of(cls, example: int, n_examples: int, max_length: int, *, n_responses: int = 2) -> Longest:
         """Bounds for microbatches of up to `n_examples` examples with up to `n_responses` responses each."""
         n_unshared = max(2, n_responses) * n_examples * example  # tokens if each response had its own prompt
-        return cls(example, min(n_unshared, 2 * max_tree_tokens(max_length)))
+        return cls(example, min(n_unshared, 4 * max_length))
 
 
 def choose_layout(
@@ -251,7 +217,7 @@ def choose_layout(
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
-        longest = longest or Longest(max_length, 2 * max_tree_tokens(max_length))
+        longest = longest or Longest(max_length, 4 * max_length)
         reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if on_any_process(reason is not None):
@@ -294,12 +260,11 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
         return "takes no positions"
     if attention not in ("eager", "sdpa", VARLEN):
         return f"takes no mask of its own with {attention}"
-    if getattr(model, "_is_stateful", False) or not kinds <= {"full_attention", "sliding_attention"}:
+    if not kinds <= {"full_attention", "sliding_attention"}:
         return "has layers that are recurrent, or of another kind"
     for key in COLUMN_LIMIT_KEYS:
         limit = getattr(config, key, None)
-        # a packed row is longer than any example
-        if isinstance(limit, int) and 0 < limit < 2 * max_tree_tokens(max_length):
+        if isinstance(limit, int) and 0 < limit < 4 * max_length:  # the longest row
             return f"attends locally ({key}={limit})"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
@@ -334,13 +299,12 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                 if row_length is None or layout.gives_rewards:
                     expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
                 else:
-                    expected = padded.by_side(run_as_forward(model, _sum_in_chunks, padded))
+                    expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
                 error, size = (layout.forward(model, packed).logps.sum(-1) - expected).abs(), expected.abs()
                 if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
-                    what = "rewards" if layout.gives_rewards else "log-probabilities"
-                    return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
+                    return f"gives other numbers with shared prefixes, off by {(error / size).max().item():.2g}"
     except (torch.OutOfMemoryError, InputError):  # not the layout's fault
         raise
     except Exception as error:  # an unsuitable model may raise anything

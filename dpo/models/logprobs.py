@@ -122,23 +122,21 @@ def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | N
 
 
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
-    """The additive mask of each kind of attention layer."""
-    device, dtype = packed.input_ids.device.type, model.get_input_embeddings().weight.dtype
+    """The additive mask of each kind of attention layer: on CPUs it is faster than `tree_mask`, which is bool."""
+    device, dtype = packed.input_ids.device, model.get_input_embeddings().weight.dtype
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
-        return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
-    if device == "cpu":
+        return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
+    if device.type == "cpu":
         cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
     if find_attention(model.config) == "sdpa":
-        dtype = find_compute_dtype(device, dtype)  # so that no layer has to cast the mask
+        dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if packed.masks[0] != dtype:
-        packed.masks = dtype, {kind: _additive_mask(packed, size, dtype) for kind, size in windows.items()}
+        masks, lowest = {}, torch.finfo(dtype).min
+        for kind, window in windows.items():
+            mask = tree_mask(packed, window=window)
+            masks[kind] = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, lowest)
+        packed.masks = dtype, masks
     return packed.masks[1]
-
-
-def _additive_mask(packed: Packed, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`tree_mask` to be added to scores, 0 or the dtype's minimum: on CPUs faster than the bool mask."""
-    mask = tree_mask(packed, window=window)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 class _PickedLogSoftmax(torch.autograd.Function):

@@ -133,7 +133,6 @@ def pack(
     the prompt. With `max_tree_tokens` None all trees are in one row, at least `length` long, which has `segments`.
     With `for_rewards` a response is fed whole, and `scored` has its last scored token itself.
     """
-    n_left_out = 0 if for_rewards else 1
     # prompt -> {distinct response with its cuts: its index}
     indices_by_prompt: dict[tuple, dict[tuple[tuple, tuple], int]] = {}
     n_responses = 0
@@ -143,19 +142,20 @@ def pack(
             if cut_response not in indices:
                 indices[cut_response] = n_responses
                 n_responses += 1
-    one_row = max_tree_tokens is None
     trees: list[_Tree] = []
     for prompt, indices in indices_by_prompt.items():
-        first_tree = len(trees)
+        tree = _Tree(prompt, [], len(prompt))
         for (response, cuts), index in indices.items():
-            n_fed = len(response) - n_left_out
-            if len(trees) == first_tree or not (one_row or trees[-1].length + n_fed <= max_tree_tokens):
-                trees.append(_Tree(prompt, [], len(prompt)))
-            trees[-1].branches.append((index, response, cuts))
-            trees[-1] = trees[-1]._replace(length=trees[-1].length + n_fed)
+            n_fed = len(response) - (not for_rewards)
+            if tree.branches and max_tree_tokens is not None and tree.length + n_fed > max_tree_tokens:
+                trees.append(tree)
+                tree = _Tree(prompt, [], len(prompt))
+            tree.branches.append((index, response, cuts))
+            tree = tree._replace(length=tree.length + n_fed)
+        trees.append(tree)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
     n_tokens = sum(tree.length for tree in trees)
-    if one_row:
+    if max_tree_tokens is None:
         candidates = [max(length or 1, n_tokens)]
     elif length is not None:
         candidates = [length]
@@ -173,9 +173,10 @@ def pack(
     response_index = by_side(
         [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples], fill=0
     )
-    shape = (n_responses, longest)
-    packed, spans = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
-    if one_row:
+    packed, spans = _write(
+        rows_by_length[cheapest], cheapest, response_index, (n_responses, longest), for_rewards=for_rewards
+    )
+    if max_tree_tokens is None:
         packed.segments = _find_segments(spans, cheapest)
     return packed
 
@@ -203,17 +204,14 @@ def _write(
     rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int], *, for_rewards: bool
 ) -> tuple[Packed, list[tuple[range, range]]]:
     """Write the trees of each row one after another; return also the spans of prompts and responses."""
-    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)  # (rows, length) each
-    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)  # (rows, length) each
-    scored: list[int] = []
-    targets: list[int] = []
-    slots: list[int] = []
+    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
+    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
+    scored, targets, slots = [], [], []
     spans: list[tuple[range, range]] = []  # of each prompt and response: its columns, and those of the prompt it sees
     for row, trees in enumerate(rows):
         start = 0
         for tree_index, tree in enumerate(trees):
-            n_prompt = len(tree.prompt)
-            prompt = range(start, start + n_prompt)
+            prompt, n_prompt = range(start, start + len(tree.prompt)), len(tree.prompt)
             tree_of[row, start : start + tree.length] = tree_index
             spans.append((prompt, range(0)))
             input_ids[row, prompt.start : prompt.stop] = tree.prompt
@@ -226,8 +224,7 @@ def _write(
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
-                labels = make_labels(token_ids, cuts)
-                kept = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]  # tokens that are scored
+                kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
                 if for_rewards:
                     kept = kept[-1:]
                     columns = [start + i for i in kept]
@@ -240,18 +237,9 @@ def _write(
                 targets += [token_ids[i] for i in kept]
                 slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
-    packed = Packed(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
-        tree=torch.from_numpy(tree_of),
-        branch=torch.from_numpy(branch_of),
-        scored=torch.tensor(scored, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        response_index=torch.from_numpy(response_index),
-        shape=shape,
-    )
-    return packed, spans
+    in_rows = map(torch.from_numpy, (input_ids, position_ids, tree_of, branch_of))
+    by_token = (torch.tensor(values, dtype=torch.int64) for values in (scored, targets, slots))
+    return Packed(*in_rows, *by_token, torch.from_numpy(response_index), shape), spans
 
 
 def _find_segments(spans: list[tuple[range, range]], length: int) -> Segments:

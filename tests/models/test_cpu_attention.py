@@ -30,7 +30,6 @@ def masks() -> dict[str, torch.Tensor]:
     return {
         "causal": mask_of(causal),
         "trees": mask_of(trees),
-        "windows": mask_of(causal & (columns[:, None] - columns < 4)),
         "no order": mask_of(scattered | torch.eye(LENGTH, dtype=torch.bool)),
         "each row its own": torch.cat([mask_of(causal), mask_of(trees)]),
         "a bias": bias,
@@ -62,10 +61,6 @@ def test_output_and_gradients_are_as_close_to_float64_as_those_of_torch(name, mo
 
     for mine, theirs, wanted in zip(ours, torchs, exact, strict=True):
         assert (mine - wanted).norm() < max(2 * (theirs - wanted).norm(), 2**-8 * wanted.norm())
-
-
-class Module(torch.nn.Module):
-    is_causal = True
 
 
 @pytest.fixture

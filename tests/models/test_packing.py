@@ -55,19 +55,6 @@ def test_padding_is_not_seen():
     assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
 
 
-def test_segments_of_two_prompts():
-    packed = pack([PAIR, Example((4,), ((30, 31, 9), (9,)))], max_tree_tokens=None, alignment=4)
-    assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31, 0, 0, 0]]
-    queries, keys, columns, longest = packed.segments
-    # a response of one token feeds nothing, so it has no segment
-    assert queries.tolist() == [0, 3, 5, 6, 7, 9, 12]
-    assert [columns[a:b].tolist() for a, b in pairwise(keys)] == [
-        [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 5], [6], [6, 7, 8], [9, 10, 11],
-    ]  # fmt: skip
-    assert longest == (3, 5)
-    assert (queries.dtype, keys.dtype, columns.dtype) == (torch.int32, torch.int32, torch.int64)  # as the kernel wants
-
-
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("window", [None, 3])
 def test_segments_see_what_the_dense_mask_says(alignment, window):
@@ -83,13 +70,6 @@ def test_segments_see_what_the_dense_mask_says(alignment, window):
     text = packed.tree[0] >= 0
     assert torch.equal(seen[text], dense[text])
     assert not seen[~text][:, text].any()
-
-
-def test_what_several_pairs_share_is_there_once():
-    prompt, a, b, c = (1, 2), (10, 9), (20, 9), (30, 9)
-    packed = pack([Example(prompt, pair) for pair in ((a, b), (a, c), (b, c), (c, c))], max_tree_tokens=100)
-    assert packed.input_ids.tolist() == [[1, 2, 10, 20, 30]]
-    assert packed.response_index.tolist() == [[0, 0, 1, 2], [1, 2, 2, 2]]
 
 
 def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():

@@ -105,7 +105,7 @@ def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, devic
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=choose_attention(config, attention)
+            config, dtype=dtype, attn_implementation=choose_attention(attention)
         )
     disable_dropout(model)
     return model.train()
@@ -176,11 +176,6 @@ class Process:
         assert status == 0, f"{self.name} ended with status {status}: {self.text[-3000:]}"
         return self
 
-    def stop(self, seconds: float) -> int | None:
-        """Send SIGTERM, and return the exit status, as `wait` does."""
-        self.process.terminate()
-        return self.wait(seconds)
-
 
 class Run(Process):
     """`python train.py OVERRIDES` into FOLDER/NAME; `script` replaces train.py."""
@@ -197,14 +192,6 @@ class Run(Process):
         path = self.directory / file
         found = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]] if path.exists() else []
         return [line for line in found if split in (None, line.get("split"))]
-
-
-def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
-    """Wait until a condition holds; return whether it does in time."""
-    deadline = time.monotonic() + seconds
-    while not there() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(there())
 
 
 # --- the real loop in this process -----------------------------------------------------------------------------------
