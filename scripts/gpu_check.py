@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 # in the order of their value, so that a run that is cut short has done what matters most
-NAMES = ("layouts", "features", "syncs", "demo", "memory", "fsdp", "repeats", "compile", "processes")
+NAMES = ("layouts", "features", "syncs", "demo", "memory", "fsdp", "repeats", "compile")
 
 
 def main() -> int:

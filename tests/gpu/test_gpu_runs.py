@@ -19,7 +19,6 @@ from support.gpu import (
     few_words,
     limit,
     pick,
-    wait_until,
 )
 from support.runs import GOLDEN, distance, find_differences, golden_command
 
@@ -174,23 +173,3 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
     assert len(first.records()) == 6 + 3  # updates, evaluations
     assert first.records("samples.jsonl")
     assert [find_differences(first.directory, other.directory) for other in others] == [[], []]
-
-
-# --- launchers and signals -------------------------------------------------------------------------------------------
-
-STOP_SECONDS = 60.0
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@limit(90)
-def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path):
-    common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}")
-    training = Run(tmp_path, "training", *common, *FSDP, "n_examples=1000000", "eval_every=1000000")
-    loading = Run(tmp_path, "loading", *common, *(FSDP if GPU else ()), "n_examples=8")
-
-    assert wait_until((loading.directory / "preflight.json").exists), loading.last_line
-    assert loading.stop(STOP_SECONDS) == 143, loading.last_line
-    assert wait_until(lambda: training.records(split="train")), training.last_line
-    assert training.stop(STOP_SECONDS) == 143, training.last_line
-    assert (training.directory / "LATEST").exists()
