@@ -1,7 +1,4 @@
-"""The memory that updates need, and settings that reduce it.
-
-Weights, gradients and optimizer state follow from parameters; activations come on top, or temporaries of the optimizer.
-"""
+"""The memory that updates need, and settings that reduce it."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, Sh
 from dpo.models.loading import find_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE, find_attention
 from dpo.models.pretrained import DTYPES
-from dpo.models.quantization import Linear4bit
 from dpo.models.scoring import load_reward_model
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
@@ -92,18 +88,19 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
     if plan.online and plan.online.scorer == "reward_model":
         held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
-        blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
-        in_blocks = {parameter for block in blocks for parameter in block}
-        units = [[parameter for parameter in weights if parameter not in in_blocks], *blocks]  # the root unit first
-        trained_units = [[parameter for parameter in unit if parameter.requires_grad] for unit in units]
-        root, *sizes = map(_count_elements, trained_units if is_whole else units)
+        blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
+
+        def count_units(parameters: list[torch.nn.Parameter]) -> list[int]:
+            sizes = [_count_elements(block.intersection(parameters)) for block in blocks]
+            return [_count_elements(parameters) - sum(sizes), *sizes]
+
+        root, *sizes = count_units(trained if is_whole else weights)
         # the root stays gathered; of the blocks the running and the next one do, or all
         n_gathered = root + (2 * max(sizes) if plan.fsdp.reshard_after_forward else sum(sizes))
         held["gathered"] = n_gathered * compute_size // dims.tensor_size
-        if held["reference"] and not is_whole:
-            held["gathered"] += root * DTYPES[plan.reference_dtype].itemsize // dims.tensor_size
+        # gradients of the largest unit, or all until the last backward pass of an update
         waits = plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1
-        n_reduced = max(map(_count_elements, trained_units)) + waits * _count_elements(trained)
+        n_reduced = _count_elements(trained) if waits else max(count_units(trained))
         held["reduced"] = n_reduced * DTYPES[plan.fsdp.reduce_dtype].itemsize // dims.tensor_size
     return held
 
@@ -155,8 +152,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
         # as if the inputs and outputs of all its matrices were kept
         matrices = [parameter for parameter in policy.base_model.parameters() if parameter.ndim > 1]
         kept = sum(sum(matrix.shape[-2:]) for matrix in matrices) * microbatch.n_tokens * compute_size
-        why = f"as {type(policy).__name__} does not run without data ({one_sentence(error)})"
-        notes = [f"warning: activations are estimated roughly, {why}"]
+        notes = [f"warning: activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"]
     block = kept // n_blocks
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
         kept = block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
@@ -171,9 +167,6 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
     if find_attention(policy.config) not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
         policy.set_attn_implementation("sdpa")
-    for module in policy.modules():
-        if isinstance(module, Linear4bit) and autocast:  # it multiplies where `_OnMeta` does not see it
-            module.register_forward_pre_hook(lambda _, args: (args[0].to(autocast),))
     held = {tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
     kept = set()  # storages, so that views count once
 
@@ -228,29 +221,32 @@ def decide_frozen_weights(plan: Plan) -> Plan:
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return sharded
     held = count_held(whole, find_policy_structure(plan, plan.model.policy_dtype)).total()
-    available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
+    available = _find_available(plan)
     return whole if held <= MAX_HELD_SHARE * available else sharded
 
 
 def suggest_settings(plan: Plan) -> str:
     """Settings that save memory and that the run does not have, in the order in which to try them."""
-    suggestions = [f"gradient_accumulation_steps={2 * plan.data.gradient_accumulation_steps}"]
-    if not plan.training.activation_checkpointing:
-        suggestions.append("activation_checkpointing=true")
-    if plan.reference == "model" and not plan.caches_reference_first and not plan.online:
-        suggestions.append("cache_reference_logps=all")
-    if plan.lora is None:
-        suggestions.append("lora=lora")
-    suggestions.append(f"max_length={plan.data.max_length // 2}")
-    return f"{', '.join(suggestions)}, a smaller model, or more processes with trainer=FSDPTrainer"
+    suggestions = {
+        f"gradient_accumulation_steps={2 * plan.data.gradient_accumulation_steps}": True,
+        "activation_checkpointing=true": not plan.training.activation_checkpointing,
+        "cache_reference_logps=all": plan.reference == "model" and not plan.caches_reference_first and not plan.online,
+        "lora=lora": plan.lora is None,
+        f"max_length={plan.data.max_length // 2}": True,
+    }
+    wanted = ", ".join(setting for setting, is_possible in suggestions.items() if is_possible)
+    return f"{wanted}, a smaller model, or more processes with trainer=FSDPTrainer"
+
+
+def _find_available(plan: Plan) -> float:
+    return find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    memory, notes = predict(plan, data)
+    (memory, notes), available = predict(plan, data), _find_available(plan)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
-    available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
     total = f"{memory.total() / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB"
     print(f"{'total':>12} {total}", *notes, sep="\n")
     if memory.total() > available:
@@ -269,9 +265,8 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        needed = predict(plan, data)[0].total() / 1e9
-        available = find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process) / 1e9
+        needed, available = predict(plan, data)[0].total(), _find_available(plan)
         raise RunError(
-            f"out of memory: a process needs about {needed:.2f} GB, and its device has {available:.2f} GB; try "
-            f"{suggest_settings(plan)} ({one_sentence(error)[:200]})"
+            f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"try {suggest_settings(plan)} ({one_sentence(error)[:200]})"
         ) from error

@@ -126,13 +126,13 @@ def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows
             "lora=lora lora.r=4 model.policy_dtype=bfloat16",
             {"policy": 2 * PARAMETERS + 4 * ADAPTER, "gradients": 4 * ADAPTER, "reference": 0},
         ),
-        # two processes: the policy's root and two blocks in bfloat16 and the reference's root in float32 are gathered
+        # two processes: the policy's root and two blocks are gathered in bfloat16
         (
             FSDP,
             {
                 "policy": 4 * PARAMETERS / 2,
                 "reference": 4 * PARAMETERS / 2,
-                "gathered": 2 * (ROOT_UNIT + 2 * BLOCK) + 4 * ROOT_UNIT,
+                "gathered": 2 * (ROOT_UNIT + 2 * BLOCK),
                 "reduced": 4 * ROOT_UNIT,
             },
         ),
@@ -176,9 +176,7 @@ def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_
 
     monkeypatch.setattr(memory, "find_policy_structure", find_curious)
     found, [note] = predict(plan, data)
-    assert note.startswith(
-        "warning: activations are estimated roughly, as LlamaForCausalLM does not run without data ("
-    )
+    assert note.startswith("warning: activations are estimated roughly, as the model cannot run here: ")
     assert counted / 3 < found["activations"] < 3 * counted
 
 
@@ -198,8 +196,6 @@ def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monk
     for available, expected in ((2.01 * held, "whole"), (1.99 * held, "sharded")):
         monkeypatch.setattr(memory, "find_device_memory", lambda *_, size=available, **__: size)
         assert decide_frozen_weights(plan).fsdp.frozen_weights == expected
-    for asked, expected in (("fsdp_frozen_weights=whole", "whole"), ("fsdp_frozen_weights=sharded", "sharded")):
-        assert decide_frozen_weights(plan_of(f"{FSDP} {asked}", 2)).fsdp.frozen_weights == expected
     monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 0)
     assert decide_frozen_weights(plan_of(FSDP, 2)).fsdp.frozen_weights == "sharded"
     assert decide_frozen_weights(plan_of(f"{FSDP} loss=sft", 2)).fsdp.frozen_weights is None  # nothing is frozen
@@ -222,14 +218,6 @@ def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(comman
     for line in ("policy", "optimizer", "reference", "activations", "total"):
         assert re.search(rf"^ *{line} +[\d.]+ GB", result.stdout, re.MULTILINE), line
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_of_several_processes_one_says_what_a_dry_run_finds(run, tmp_path, monkeypatch, capfd):
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        run("run", "trainer=FSDPTrainer", "dry_run=true")
-        assert ("total" in capfd.readouterr().out) == (rank == "0")
 
 
 def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, rows, tmp_path):
