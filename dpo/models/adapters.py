@@ -41,16 +41,13 @@ POLICY, REFERENCE = "policy", "reference"
 AUTO = "all-linear"  # PEFT's name for all linear layers but the head
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
-# Keys of PEFT's config that are read, or do not change what a trained adapter computes. The keys that name the adapted
-# layers are among them, because the file of weights names these layers too. An adapter with any other key set is
-# refused.
-SUPPORTED_KEYS = {
-    *("r", "lora_alpha", "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
-}
-SAVED_HEADS = (HEAD, "classifier")  # names of scalar heads that PEFT saves with an adapter; a model has one of them
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also modify the base
+# Keys of PEFT's config that do not change what a trained adapter computes, or that name the adapted layers, which the
+# file of weights names too. `read_adapter` reads some others, and refuses the rest.
+HARMLESS_KEYS = (
+    *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+)
+SAVED_HEADS = {HEAD, "classifier"}  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 FACTOR_OF_ANY = re.compile(r"\.lora_[AB]\.")  # in the name of a weight, by which adapter it may be
 
@@ -100,38 +97,31 @@ def read_base(directory: Path) -> str | None:
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read an adapter in PEFT's format; InputError if it is damaged, or of an unsupported type."""
+    """Read an adapter in PEFT's format; InputError if it is damaged, or more than LoRA and a scalar head."""
     with _explaining_errors(directory):
         check_readable(directory / WEIGHTS)
-        config = read_json(directory / CONFIG)
-        adapter_type, r, alpha = config["peft_type"], config.get("r"), config.get("lora_alpha")
-        weights = load_file(directory / WEIGHTS)
-        unsupported = _find_unsupported(config, weights)
-    if adapter_type != "LORA":
-        raise InputError(f"{directory} holds an adapter of type {adapter_type}; only LORA is supported here")
-    if type(r) is not int or r < 1 or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise InputError(
-            f"{directory / CONFIG}: r={r} must be an integer >= 1, and lora_alpha={alpha} a number above 0"
-        )
+        config, weights = read_json(directory / CONFIG), load_file(directory / WEIGHTS)
+        r, alpha, defaults = config.get("r"), config.get("lora_alpha"), vars(_import_peft().LoraConfig())
+        is_supported = dict.fromkeys(HARMLESS_KEYS, True) | {
+            "peft_type": config["peft_type"] == "LORA",
+            "r": type(r) is int and r >= 1,
+            "lora_alpha": type(alpha) in (int, float) and 0 < alpha < math.inf,
+            # others, such as "pissa", also change the base
+            "init_lora_weights": config.get("init_lora_weights") in (None, True, False, "gaussian"),
+            "modules_to_save": SAVED_HEADS.issuperset(config.get("modules_to_save") or ()),
+        }
+        changed = {key for key, value in config.items() if value and value != defaults.get(key)}
+        unsupported = [
+            f"{key}={config.get(key)}" for key in sorted(changed | is_supported.keys()) if not is_supported.get(key)
+        ]
+    names = {name.removeprefix(PREFIX) for name in weights} - {HEAD_WEIGHT}
+    unsupported += sorted(name for name in names if not FACTOR_NAME.fullmatch(name))[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
             f"its base with peft, and give the result as model.name_or_path"
         )
     return StoredAdapter(directory, r, alpha, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
-
-
-def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """Settings, as `key=value`, and weights of an adapter beyond LoRA and a scalar head."""
-    defaults, names, supported_keys = vars(_import_peft().LoraConfig()), set(weights), set(SUPPORTED_KEYS)
-    if PREFIX + HEAD_WEIGHT in names and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
-        names.remove(PREFIX + HEAD_WEIGHT)
-        supported_keys.add("modules_to_save")
-    if str(config.get("init_lora_weights")).startswith(BASE_CHANGING_INITS):
-        supported_keys.remove("init_lora_weights")
-    set_keys = [key for key, value in config.items() if value and value != defaults.get(key)]
-    unsupported = [f"{key}={config[key]}" for key in set_keys if key not in supported_keys]
-    return unsupported + sorted(name for name in names if not FACTOR_NAME.fullmatch(name))[:3]
 
 
 def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
@@ -180,22 +170,18 @@ def add_adapter(
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
-    scalar_head = find_scalar_head(model)
+    scalar_head, embedding = find_scalar_head(model), model.get_input_embeddings()
     if scalar_head is not None:
-        config.task_type = "SEQ_CLS"  # so that PEFT does not adapt the scalar head
+        config.task_type = "SEQ_CLS"
         scalar_head.weight.data = scalar_head.weight.data.float()
     _inject(model, config, name, seed, targets)
-    if scalar_head is not find_scalar_head(model):
-        raise InputError(f"{targets} names the scalar head `{HEAD}`, which is trained as a whole: leave it out")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
-        raise InputError(
-            f"{targets} names the output head of {type(model).__name__}, which is tied to its embedding: leave it out"
-        )
     for layer in _adapted_layers(model):
-        if not _is_linear(layer.get_base_layer()):
-            layer_class = type(layer.get_base_layer()).__name__
-            raise InputError(f"{targets} names a layer of class {layer_class}, which is not linear: leave it out")
+        base = layer.get_base_layer()
+        if not _is_linear(base) or base.weight is embedding.weight:  # a merge would change the embedding too
+            raise InputError(
+                f"{targets} names a layer of class {type(base).__name__} that is not linear, is the scalar head, or is "
+                f"tied to the embedding: leave it out"
+            )
         layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
         for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
             if name in matrices:
@@ -212,32 +198,27 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     peft = _import_peft()
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
     if config.target_modules == AUTO:
-        config.target_modules = {*_shorten_names(model, _list_linear_layers(model))}
-    if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
-        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-        layers = [f".{layer.removesuffix('.base_layer')}" for layer, _ in model.named_modules()]
-        missing = {t for t in config.target_modules if not any(layer.endswith(f".{t}") for layer in layers)}
-        if missing:
-            raise InputError(
-                f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])} (all experts "
-                f"are one tensor, which gets no adapter)"
-            )
+        config.target_modules = {*_list_linear_layers(model)}
+    # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
+    layers = [f".{layer.removesuffix('.base_layer')}" for layer, _ in model.named_modules()]
+    # PEFT raises only if none of the targets is in the model
+    missing = [t for t in sorted(config.target_modules) if not any(layer.endswith(f".{t}") for layer in layers)]
+    if missing:
+        raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(missing[:5])}")
     # PEFT translates names for models whose experts it knows from earlier versions of transformers, and then adapts
     # experts and routers, also if only a dense layer has such a name. It does not if the config is a dictionary.
     container: Any = torch.nn.Module()
     container.config, container.model = model.config.to_dict(), model
     if hasattr(model, "peft_config"):  # from an earlier adapter
         container.peft_config = model.peft_config
-    # by default PEFT makes the factors in memory first, even for a model on the meta device
-    default_device = torch.device("meta") if on_meta else nullcontext()
-    gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns of several GPUs
     with (
         explaining_library(
             lambda error: InputError(f"{targets} cannot be adapted in {model_class}: {one_sentence(error)}")
         ),
-        torch.random.fork_rng(gpus),
+        torch.random.fork_rng(range(torch.cuda.device_count())),  # without the range it warns of several GPUs
         warnings.catch_warnings(),
-        default_device,
+        # by default PEFT makes the factors in memory first, even for a model on the meta device
+        torch.device("meta") if on_meta else nullcontext(),
     ):
         # PEFT warns about a second adapter and about GPT-2's layers, which work here, and about a tied head, for which
         # `add_adapter` raises an error
@@ -251,28 +232,17 @@ def _list_linear_layers(model: Any) -> list[str]:
     """The linear layers of a model, except its head."""
     names = []
     for name, layer in model.named_modules():
-        path = name.removesuffix(".base_layer").split(".")
-        is_factor = "lora_A" in path or "lora_B" in path  # of another adapter
+        path, _, last = name.removesuffix(".base_layer").rpartition(".")
         # Mamba multiplies by these weights itself, and would miss an adapter
-        is_bypassed = path[-1] in ("out_proj", "x_proj", "dt_proj") and hasattr(
-            model.get_submodule(".".join(path[:-1])), "A_log"
-        )
-        if _is_linear(layer) and layer is not model.get_output_embeddings() and not is_factor and not is_bypassed:
-            names.append(".".join(path))
+        is_bypassed = last in ("out_proj", "x_proj", "dt_proj") and hasattr(model.get_submodule(path), "A_log")
+        if _is_linear(layer) and layer is not model.get_output_embeddings() and not is_bypassed:
+            names.append(name.removesuffix(".base_layer"))
     return names
 
 
 def _is_linear(layer: Any) -> bool:
     """Return whether a layer computes what torch's does, unlike such subclasses as Llama 4's routers."""
     return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
-
-
-def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
-    """The last parts of layers' names, such as `q_proj`; full names if other layers have such last parts too."""
-    layers = set(layers)
-    last_parts = {layer.rpartition(".")[2] for layer in layers}
-    layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    return sorted(layers if layers < layers_so_named else last_parts)
 
 
 def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -352,10 +322,10 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     shapes, stored_shapes = ({key: tuple(w.shape) for key, w in each.items()} for each in (parameters, weights))
     if shapes != stored_shapes:
         differing = sorted({key for key, _ in shapes.items() ^ stored_shapes.items()})
-        layers = ",".join(_shorten_names(model, _list_layers(weights)))
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(differing[:3])}: give lora.target_modules=[{layers}], and the model that it was trained on"
+            f"{', '.join(differing[:3])}: give lora.target_modules as in its {CONFIG}, and the model that it was "
+            f"trained on"
         )
     with torch.no_grad():
         for key, parameter in parameters.items():

@@ -54,13 +54,8 @@ def find_structure(plan: Plan, dtype: str) -> Any:
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
     """The policy, quantized and with its adapters, but without weights."""
-    policy = find_structure(plan, dtype)
-    if plan.quantized:
-        quantize(policy)
-    if plan.lora:
-        names = [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]
-        _add_adapters(policy, plan, dict.fromkeys(names))
-    return policy
+    names = ([POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]) if plan.lora else []
+    return _prepare(find_structure(plan, dtype), plan, dict.fromkeys(names))
 
 
 def find_weights(plan: Plan) -> Weights:
@@ -106,11 +101,6 @@ def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | Non
 def check_model(plan: Plan) -> Weights:
     """Find the weights, and raise InputError if the model cannot be trained."""
     weights, config = find_weights(plan), load_config(find_source(plan))
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(
-            f"model.name_or_path={plan.model.name_or_path} is quantized already (its config.json has a "
-            f"quantization_config), and quantized weights cannot be trained: give the model that it was made from"
-        )
     if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
         name_in_files(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
@@ -121,15 +111,12 @@ def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
     weights = check_model(plan)
     structure = find_structure(plan, plan.model.policy_dtype)
-    if plan.model.block_name:
-        find_blocks(structure, plan.model.block_name)
     check_positions(structure, plan.data.max_length)
     if weights.archive is not None:
         read_archive(weights.archive, structure)
-    if plan.quantized:
-        quantize(structure)
-    if plan.lora is not None:
-        _add_adapters(structure, plan, {POLICY: weights.adapter})
+    if plan.model.block_name:
+        find_blocks(structure, plan.model.block_name)
+    _prepare(structure, plan, {POLICY: weights.adapter} if plan.lora else {})
 
 
 def model_loaders(
@@ -140,6 +127,9 @@ def model_loaders(
     On ranks other than 0, they return models without weights. Raises InputError as `check_model` does.
     """
     archive = check_model(plan).archive
+    # a checkpoint with an adapter has no weights of the base
+    policy_archive = resume_from if resume_from and plan.lora is None else archive
+    reference_archive = find_following_reference(plan, resume_from) or archive
     # a model that will be sharded or quantized stays on the CPU until then
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
     device_map = None if stays_on_cpu else choose_device_map(plan.gpus)
@@ -149,13 +139,8 @@ def model_loaders(
             return find_structure(plan, dtype)
         return load_base(plan, DTYPES[dtype], weights_path, device_map=device_map)
 
-    # a checkpoint with an adapter has no weights of the base
-    policy_archive = resume_from if resume_from and plan.lora is None else archive
-    load_policy_base = partial(load, plan.model.policy_dtype, policy_archive)
-    if plan.reference != "model":
-        return load_policy_base, None
-    reference_archive = find_following_reference(plan, resume_from) or archive
-    return load_policy_base, partial(load, plan.reference_dtype, reference_archive)
+    load_reference_base = partial(load, plan.reference_dtype, reference_archive) if plan.reference == "model" else None
+    return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
 
 
 def load_base(
@@ -186,36 +171,34 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
     separate model, and on ranks other than 0.
     """
     if plan.lora is None:
-        return _prepare(policy, plan, {}, rank=rank), None
+        return _compile_blocks(plan, _prepare(policy, plan, {}, rank=rank)), None
     weights = find_weights(plan)
     adapters = {POLICY: resume_from or weights.adapter}
     if plan.reference == "adapter":
         adapters[REFERENCE] = weights.adapter
-    model = _prepare(policy, plan, adapters, rank=rank)
-    if weights.archive is not None:  # a name that lasts
-        base = resolve_name(str(weights.archive))
-    else:
-        base = None if plan.model.random_init else resolve_name(plan.model.name_or_path)
-    model.peft_config[POLICY].base_model_name_or_path = base
+    model = _compile_blocks(plan, _prepare(policy, plan, adapters, rank=rank))
+    base = str(weights.archive or plan.model.name_or_path)
+    has_base = weights.archive is not None or not plan.model.random_init
+    model.peft_config[POLICY].base_model_name_or_path = resolve_name(base) if has_base else None
     if rank != 0 or plan.reference == "model":
         return model, None
-    return model, digest_reference(model, plan, REFERENCE if REFERENCE in adapters else None)
+    return model, _digest_reference(model, plan, adapters)
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """A separate reference, or what a function loads, and its digest: None unless on rank 0, or if it is to follow."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    model = _prepare(model, plan, adapters, rank=rank)
+    model = _compile_blocks(plan, _prepare(model, plan, adapters, rank=rank))
     model.eval().requires_grad_(False)
     if rank != 0 or plan.follow_every is not None:
         return model, None
-    return model, digest_reference(model, plan, REFERENCE if adapters else None)
+    return model, _digest_reference(model, plan, adapters)
 
 
-def digest_reference(model: Any, plan: Plan, adapter: str | None) -> str:
-    """The digest of a run's reference: a model with the adapter of this name, if any."""
-    return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
+def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> str:
+    dtype = plan.model.autocast or plan.reference_dtype
+    return model_digest(model, dtype, REFERENCE if REFERENCE in adapters else None)
 
 
 def unwrap(model: Any) -> Any:
@@ -225,38 +208,22 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int) -> Any:
-    """Quantize, adapt and compile a model, or what a function loads, as the plan says.
+def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0) -> Any:
+    """Quantize and adapt a model, or what a function loads, as the plan says.
 
-    `adapters` maps names to directories in PEFT's format, or to None for a new adapter. Raises InputError if there is
-    no block of the class `model.block_name`, even if no blocks are needed.
+    `adapters` maps names to directories in PEFT's format, or to None for a new adapter; the first becomes active. Only
+    rank 0 reads them, and will send the weights to the other ranks. Raises InputError if an adapter does not fit.
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:
         quantize(model, device="cuda" if plan.gpus else None)
-    # only rank 0 reads adapters; it will send the weights to the other ranks
-    _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))
-    if plan.model.block_name or plan.training.compile:
-        blocks = find_blocks(model, plan.model.block_name)
-        if plan.training.compile:
-            for block in blocks:
-                # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
-                block.compile(dynamic=True, options={"fallback_random": True})
-    return model
-
-
-def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> None:
-    """Add adapters to a model, the first of which becomes active, with the weights in their directories, if any.
-
-    Raises InputError if these do not fit, or if r or alpha is not the plan's.
-    """
-    lora: Any = plan.lora
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
+        lora: Any = plan.lora
         config = make_adapter_config(lora.r, lora.alpha, lora.target_modules)
         add_adapter(model, config, name=name, dropout=lora.dropout if name == POLICY else 0.0, seed=plan.run.seed)
-        if directory is None:
+        if directory is None or rank != 0:
             continue
         stored = read_adapter(directory)
         if (stored.r, stored.alpha) != (lora.r, lora.alpha):
@@ -264,3 +231,14 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
                 f"{stored.directory} is an adapter of another size: give lora.r={stored.r} lora.alpha={stored.alpha}"
             )
         load_adapter(model, stored, name)
+    return model
+
+
+def _compile_blocks(plan: Plan, model: Any) -> Any:
+    """Compile a model's blocks if the plan says so; InputError if a class that it names is not in the model."""
+    blocks = find_blocks(model, plan.model.block_name) if plan.model.block_name or plan.training.compile else []
+    if plan.training.compile:
+        for block in blocks:
+            # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
+            block.compile(dynamic=True, options={"fallback_random": True})
+    return model

@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -53,8 +54,8 @@ class Source(NamedTuple):
 
 
 def load_config(source: Source) -> transformers.PretrainedConfig:
-    """A model's config; InputError if there is none, for an adapter, and if transformers makes no such model of it."""
-    name = source.name
+    """A model's config; InputError if it is none, or that of a model that cannot be trained here."""
+    name, auto_class = source.name, source.auto_class.__name__
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
             f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
@@ -62,17 +63,19 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
         )
     with explaining_load_errors("model", name):
         config = transformers.AutoConfig.from_pretrained(name, **source.options, **source.labels)
-    auto_class = source.auto_class.__name__
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(
+            f"model {name!r} is quantized already (its config.json has a quantization_config), and quantized weights "
+            f"cannot be trained: give the model that it was made from"
+        )
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if source.scalar_head:
         mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    model_class, saved_classes = mapping.get(type(config), None), config.architectures or []
-    # transformers would load the decoder of an encoder-decoder model alone
-    is_part = config.is_encoder_decoder and saved_classes and getattr(model_class, "__name__", "") not in saved_classes
-    if not has_own_code and (model_class is None or is_part):
-        saved_class = ", ".join(saved_classes) or type(config).__name__
+    # of an encoder-decoder model, transformers would load the decoder alone
+    if not has_own_code and (type(config) not in mapping or config.is_encoder_decoder):
+        saved_class = ", ".join(config.architectures or [type(config).__name__])
         raise InputError(
             f"model {name!r} is a {saved_class}, which {auto_class} of transformers does not load: give a model for "
             f"text alone"
@@ -80,27 +83,15 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
     return config
 
 
-def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str | None:
+def choose_attention(wanted: str) -> str | None:
     """The `attn_implementation` with which transformers makes a model.
 
-    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as Gemma 2. Raises
-    InputError for FlashAttention or attention by segments where they are not available.
+    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as Gemma 2.
     """
-    if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
-        raise InputError(
-            "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which are not "
-            "available here: use sdpa"
-        )
     if wanted == VARLEN:
         from dpo.models import varlen_attention  # its import takes 0.1 s
 
         varlen_attention.register()
-        model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: its own code
-        if model_class is not None and not model_class.is_backend_compatible():
-            raise InputError(
-                f"model.attn_implementation={wanted} does not support {model_class.__name__}, whose attention is code "
-                f"of its own: use sdpa"
-            )
     sdpa_attention.use_gqa_in_sdpa = _use_grouped_heads
     return None if wanted == "sdpa" else wanted
 
@@ -119,12 +110,15 @@ def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torc
 def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
     """The model of `load_model` without its weights, on the meta device."""
     config = load_config(source)
-    attention = choose_attention(config, attn_implementation)
     with explaining_load_errors("model", source.name), torch.device("meta"):
-        model = source.auto_class.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
-        )
-        return _complete(model, source, config)
+        return _complete(_make(source, config, dtype, choose_attention(attn_implementation)), source, config)
+
+
+def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    """A model with the weights that its class draws."""
+    return source.auto_class.from_config(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
+    )
 
 
 def load_model(
@@ -143,71 +137,46 @@ def load_model(
     the model's own. A scalar head that the weights lack is drawn from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
-    config = load_config(source)
-    options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
-    with explaining_load_errors("model", source.name):
+    config, attention, state = load_config(source), choose_attention(attn_implementation), {}
+    with explaining_load_errors("model", source.name), silenced_reports():
         if archive is not None:
             structure = load_structure(source, dtype=dtype)
-            weights = read_archive(archive, structure)  # checked before memory is taken for the model
-            if source.scalar_head and HEAD_WEIGHT not in weights:
-                weights[HEAD_WEIGHT] = draw_head(structure, seed)
-            model = _load_state(source, config, structure, weights, {**options, "device_map": device_map})
-            if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
-                model.generation_config = load_generation_config(source)
+            state = read_archive(archive, structure)  # checked before memory is taken for the model
         elif random_init:
             # drawn on the CPU in float32, so models of the same seed are equal up to rounding, whatever their dtype
-            options_on_cpu = {**options, "dtype": torch.float32, "trust_remote_code": source.trust_remote_code}
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # without the range it warns of several GPUs
                 torch.manual_seed(seed)
-                drawn = source.auto_class.from_config(config, **options_on_cpu)
-            model = _load_state(source, config, drawn, drawn.state_dict(), {**options, "device_map": device_map})
+                structure = _make(source, config, torch.float32, attention)
+            state = structure.state_dict()
+        if state:
+            own_config = config.get_text_config() if is_text_part(config) else config
+            load = partial(type(structure).from_pretrained, None, config=own_config, state_dict=state)
         else:
-            model = _load_published(source, config, seed, {**options, "device_map": device_map})
+            load = partial(source.auto_class.from_pretrained, source.name, **source.options, **source.labels)
+        # transformers casts and places the weights one by one, so that there is no second copy
+        model, loading = load(
+            dtype=dtype, attn_implementation=attention, device_map=device_map, output_loading_info=True
+        )
+        if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
+            loading["missing_keys"].remove(HEAD_WEIGHT)
+            with torch.no_grad():
+                model.score.weight.copy_(draw_head(model, seed))
+        refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
+        if state:
+            model.name_or_path = model.config.name_or_path = source.name
+            if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
+                model.generation_config = load_generation_config(source)
+            # copy the tensors that were neither cast nor moved: they may be mapped from a file, which may be deleted
+            storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.untyped_storage().data_ptr() in storages:
+                    tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        elif integers := find_integer_weights(source.name, source.cache_dir):
+            raise InputError(
+                f"model {source.name!r} has integers for {', '.join(integers[:3])}, as if it were quantized, and its "
+                f"config.json has no quantization_config: give the model that it was made from"
+            )
         return _complete(model, source, config)
-
-
-def _load_published(source: Source, config: Any, seed: int, options: Mapping[str, Any]) -> Any:
-    """The model with its own weights; InputError if some are missing, or integers without scales."""
-    with silenced_reports() if source.scalar_head else contextlib.nullcontext():
-        model, loading = source.auto_class.from_pretrained(
-            source.name, **source.options, **source.labels, **options, output_loading_info=True
-        )
-    if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
-        loading["missing_keys"].remove(HEAD_WEIGHT)
-        with torch.no_grad():
-            model.score.weight.copy_(draw_head(model, seed))
-    refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    if not is_quantized and (integers := find_integer_weights(source.name, source.cache_dir)):
-        raise InputError(
-            f"model {source.name!r} has integers for {', '.join(integers[:3])}, as if it were quantized, and its "
-            f"config.json has no quantization_config: give the model that it was made from"
-        )
-    return model
-
-
-def _load_state(
-    source: Source, config: Any, structure: Any, state: dict[str, torch.Tensor], options: Mapping[str, Any]
-) -> Any:
-    """A model of the structure's class with these weights.
-
-    transformers casts and places the weights one by one, so that there is no second copy.
-    """
-    model, loading = type(structure).from_pretrained(
-        None,
-        config=config.get_text_config() if is_text_part(config) else config,
-        state_dict=state,
-        **options,
-        output_loading_info=True,
-    )
-    refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
-    model.name_or_path = model.config.name_or_path = source.name
-    # copy the tensors that were neither cast nor moved: they may be mapped from a file, which may be deleted
-    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.untyped_storage().data_ptr() in storages:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return model
 
 
 def _complete(model: Any, source: Source, config: Any) -> Any:
@@ -253,19 +222,12 @@ def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
 
 def check_positions(model: Any, max_length: int) -> None:
     """Raise InputError if a model has fewer positions, or changes them in a batch with a row of `max_length`."""
-    name, n_positions = type(model).__name__, count_positions(model)
-    if max_length > n_positions:
-        raise InputError(
-            f"max_length={max_length} is more than the {n_positions} positions that {name} has: set "
-            f"max_length={n_positions} or less"
-        )
+    limits = [(count_positions(model), "the number of its positions")]
     for kind, length in find_changing_ropes(model.config.get_text_config()):
-        if max_length > length:
-            raise InputError(
-                f"max_length={max_length} is more than {length} tokens, and with a longer row {name} changes the "
-                f"rotary frequencies of its whole batch (rope_type={kind}), so that log-probabilities depend on other "
-                f"rows: set max_length={length} or less"
-            )
+        limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
+    limit, why = min(limits)
+    if max_length > limit:
+        raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: give {limit} or less, {why}")
 
 
 def count_positions(model: Any) -> float:
@@ -275,8 +237,8 @@ def count_positions(model: Any) -> float:
         is_table = isinstance(table, torch.nn.Embedding) and table is not model.get_input_embeddings()
         if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:  # OPT's has 2 rows more
             return n_positions - (0 if table.padding_idx is None else table.padding_idx + 1)  # RoBERTa's: after padding
-    computed = [len(table) for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's
-    return n_positions if n_positions in computed else math.inf
+    is_computed = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's
+    return n_positions if is_computed else math.inf
 
 
 def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
@@ -299,8 +261,8 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     notes = []
     if hasattr(model, "checkpoint_class"):
         notes.append(
-            f"only the text part of this {model.checkpoint_class} is trained ({name}); its other parts, such as "
-            f"vision, are carried along unchanged into exports"
+            f"only the text part of this {model.checkpoint_class} is trained ({name}); exports hold its other parts, "
+            f"such as vision, unchanged"
         )
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")

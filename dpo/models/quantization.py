@@ -1,9 +1,8 @@
-"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits.
+"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits, by the kernels of bitsandbytes.
 
-Weights are in 4-bit NormalFloat with double quantization, by the kernels of bitsandbytes. The packed weights are
-buffers, not parameters: every process holds all of them, and FSDP, gradients and optimizers see only the other weights.
-bitsandbytes' own layer is not used: on a CPU with AVX512-BF16, its first evaluation converts the weights to another
-format and loses precision.
+Weights are in 4-bit NormalFloat with double quantization. The packed weights are buffers, not parameters: every process
+holds all of them, and FSDP, gradients and optimizers see only the other weights. bitsandbytes' own layer is not used:
+on a CPU with AVX512-BF16, its first evaluation converts the weights to another format and loses precision.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
-        weight = _transpose_conv1d(layer.weight.detach(), layer)
+        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
         if device is not None and not weight.is_meta:
             weight = weight.to(device)
         model.set_submodule(name, Linear4bit(weight, layer.bias))
@@ -98,26 +97,21 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
     """A layer's weight rounded to 4 bits, in the dtype of `weight`."""
-    quantized = Linear4bit(_transpose_conv1d(weight, layer))
-    return _transpose_conv1d(quantized.dequantized(weight.dtype), layer)
-
-
-def _transpose_conv1d(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The weight of GPT-2's Conv1D, (in_features, out_features), transposed; any other layer's unchanged."""
-    return weight.T if isinstance(layer, Conv1D) else weight
+    if isinstance(layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
+        return Linear4bit(weight.T).dequantized(weight.dtype).T
+    return Linear4bit(weight).dequantized(weight.dtype)
 
 
 def layers_to_quantize(model: Any) -> list[str]:
     """The names of a model's linear layers but the head, as far as their weights fill whole blocks."""
     silence_bitsandbytes()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with explaining_library(
         lambda error: InputError(
             f"lora=qlora needs bitsandbytes with kernels for this machine (pip install bitsandbytes; python -m "
             f"bitsandbytes says what is wrong), or use lora=lora: {one_sentence(error)}"
         )
     ):
-        _quantize(torch.zeros(BLOCK, device=device))
+        _quantize(torch.zeros(BLOCK, device="cuda" if torch.cuda.is_available() else "cpu"))
     head = model.get_output_embeddings() or find_scalar_head(model)
     return [
         name

@@ -58,9 +58,8 @@ def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
-    if not path.exists():
-        raise InputError(f"{key}{archive} does not exist")
-    raise InputError(f"{key}{archive} is neither a policy.pt nor a directory that contains one")
+    what = "is neither a policy.pt nor a directory that contains one" if path.exists() else "does not exist"
+    raise InputError(f"{key}{archive} {what}")
 
 
 def read_archive(
@@ -79,29 +78,23 @@ def read_archive(
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
-    for old, new in RENAMED.items():
-        if old in state and new in expected:
-            state = {new if name == old else name: tensor for name, tensor in state.items()}
+    state = {name if name in expected else RENAMED.get(name, name): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
     if find_scalar_head(model) is not None and HEAD_WEIGHT not in state:  # the weights of a language model
-        state = {name: tensor for name, tensor in state.items() if name not in (*LM_HEAD, *RENAMED)}
+        state = {name: tensor for name, tensor in state.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
     # tied weights are one object with several names in the model, and a file may have any of these names
-    shared_ids = {id(expected[name]) for name in state if name in expected}
-    unfit = {
-        "unexpected": state.keys() - expected.keys(),
-        "missing": {name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids},
-        "of another shape": {n for n in state.keys() & expected.keys() if state[n].shape != expected[n].shape},
-        "integers, as of a quantized model": {
-            n for n in state.keys() & expected.keys()
-            if expected[n].is_floating_point() and not state[n].is_floating_point()
-        },
-    }  # fmt: skip
-    if any(unfit.values()):
-        kinds = [f"{kind}: {', '.join(sorted(names)[:3])}" for kind, names in unfit.items() if names]
-        raise InputError(
-            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): {'; '.join(kinds)}"
-        )
+    given = {id(expected[name]) for name in state if name in expected}
+    lacking, unfit = [f"it lacks {name}" for name, weight in expected.items() if id(weight) not in given], []
+    for name, tensor in state.items():
+        if name not in expected:
+            unfit.append(f"{name} is not in the model")
+        elif tensor.shape != expected[name].shape:
+            unfit.append(f"{name} has another shape")
+        elif expected[name].is_floating_point() and not tensor.is_floating_point():
+            unfit.append(f"{name} has integers, as in a quantized model")
+    if problems := unfit[:3] + lacking[:3]:
+        raise InputError(f"{key}{path} does not fit the model ({type(model).__name__}): {'; '.join(problems)}")
     return state
 
 

@@ -13,7 +13,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import COMMON, GROUPED, build, list_examples
-from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from dpo.errors import InputError
 from dpo.models import logprobs
@@ -103,43 +102,27 @@ def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     assert (model(IDS).logits - build(family).eval()(IDS).logits).abs().max() > 0.1
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURES = {  # a config, and names of layers that `auto` adapts
     "qwen2-moe, dense and shared experts": (
         lambda: transformers.Qwen2MoeConfig(
-            **GROUPED, **EXPERTS, shared_expert_intermediate_size=16, mlp_only_layers=[0]
+            **GROUPED, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, mlp_only_layers=[0]
         ),
         {"q_proj", "gate_proj", "down_proj", "shared_expert_gate"},
-    ),
-    "llama4, router of torch's class": (
-        lambda: transformers.Llama4TextConfig(
-            **GROUPED, head_dim=8, num_local_experts=4, intermediate_size_mlp=16, attention_chunk_size=32
-        ),
-        {"q_proj", "gate_proj"},
     ),
     "mamba": (lambda: transformers.MambaConfig(**COMMON, state_size=8), {"in_proj"}),
 }
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_auto_adapts_linear_layers_alone_beside_experts_routers_and_state_spaces(family, tmp_path):
+def test_auto_adapts_linear_layers_alone_beside_experts_routers_and_state_spaces(family):
     make_config, some_layers = MIXTURES[family]
-    base = build(make_config).eval()
-    model = build_adapted(make_config)
+    base, model = build(make_config).eval(), build_adapted(make_config)
     layers = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
     assert some_layers <= {name.rpartition(".")[2] for name in layers}
     assert all(isinstance(base.get_submodule(name), torch.nn.Linear) for name in layers)
     assert not any(word in name for name in layers for word in ("lm_head", "out_proj", "x_proj", "dt_proj"))
-    assert not any(isinstance(base.get_submodule(name), Llama4Router) for name in layers)
     model(IDS).logits.sum().backward()
     assert all(weight.grad is not None for weight in adapter_weights(model, POLICY).values())
-
-    part = policy_part(model)
-    for name, content in part.convert(part.gather(copy=True)).items():
-        (tmp_path / name).write_bytes(content)
-    read = build(make_config).eval()
-    add_stored_adapter(read, read_adapter(tmp_path))
-    assert torch.equal(read(IDS).logits, model(IDS).logits)
     assert (model(IDS).logits - base(IDS).logits).abs().max() > 1e-3
 
 
@@ -157,33 +140,6 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain
     assert all(torch.equal(weights[name], alone[name]) for name in alone)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
-def test_an_adapter_is_kept_in_float32_and_multiplied_in_the_dtype_of_its_input(base, autocast):
-    model = build("llama", dtype=base)
-    add_adapter(model, make_adapter_config(4, 8, ["q_proj"]))
-    layer = model.model.layers[0].self_attn.q_proj
-    down, up = layer.lora_A["policy"], layer.lora_B["policy"]
-    torch.nn.init.normal_(up.weight)
-    inputs, kept = torch.randn(3, 32).to(base), []
-
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
-    ):
-        output = layer(inputs)
-    output.float().sum().backward()
-
-    used = torch.bfloat16 if autocast else base
-    x, a, b = (tensor.detach().to(used) for tensor in (inputs, down.weight, up.weight))
-    assert output.dtype == used
-    eps = torch.finfo(used).eps
-    expected = x @ layer.base_layer.weight.T.to(used) + (x @ a.T) @ b.T * 2
-    torch.testing.assert_close(output.detach(), expected, rtol=eps, atol=8 * eps)
-    assert {tensor.dtype for tensor in kept} == {used}
-    assert {tensor.dtype for factor in (down, up) for tensor in (factor.weight, factor.weight.grad)} == {torch.float32}
-
-
 # --- what cannot be read ---------------------------------------------------------------------------------------------
 
 
@@ -193,53 +149,32 @@ def test_an_adapter_is_kept_in_float32_and_multiplied_in_the_dtype_of_its_input(
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
-        ({"of_a_later_peft": True}, "of_a_later_peft=True"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type=PROMPT_TUNING"),
+        ({"r": 1.5}, "r=1.5"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(changes, said, edited):
+def test_an_adapter_of_another_kind_or_an_impossible_size_is_refused(changes, said, edited):
     with pytest.raises(InputError, match=rf"{said}.* not supported here: merge it into its base with peft"):
         read_adapter(edited(**changes))
 
 
-def test_weights_of_embeddings_and_prompt_tuning_are_refused(edited, tmp_path):
+def test_weights_of_other_layers_than_linear_ones_are_refused(edited):
     folder = edited()
     weights = load_file(folder / WEIGHTS)
     save_file(weights | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 101)}, folder / WEIGHTS)
     with pytest.raises(InputError, match=r"embed_tokens\.lora_embedding_A, which is not supported here"):
         read_adapter(folder)
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    peft.get_peft_model(build("llama"), config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="adapter of type PROMPT_TUNING; only LORA is supported"):
-        read_adapter(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("r", 0), ("r", "16"), ("r", 1.5), ("lora_alpha", float("nan")), ("lora_alpha", 0), ("lora_alpha", {"q_proj": 8})],
-)
-def test_an_impossible_size_is_named_with_its_file(key, value, edited):
-    adapter = edited(**{key: value})
-    with pytest.raises(InputError, match=rf"{adapter / CONFIG}: r=.* an integer >= 1, and lora_alpha=.* above 0$"):
-        read_adapter(adapter)
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        (WEIGHTS, b"not safetensors" * 9),
-        (WEIGHTS, None),
-        (WEIGHTS, "cut off"),
-        (CONFIG, b"[1, 2]"),
-        (CONFIG, b'{"r": 4}'),
-        (CONFIG, b'{"peft_type": "LORA", "base_model_name_or_path": ["a"]}'),
-    ],
+    [(WEIGHTS, b"not safetensors" * 9), (WEIGHTS, "cut off"), (CONFIG, b"[1, 2]"), (CONFIG, b'{"r": 4}')],
 )
 def test_a_damaged_adapter_is_one_sentence(name, content, edited, tmp_path, capsys):
     file = edited() / name
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-100] if content == "cut off" else content)
+    file.write_bytes(file.read_bytes()[:-100] if content == "cut off" else content)
     assert export_by_hand([str(file.parent), str(tmp_path / "out"), "--merge", "--model=x/y"]) == 2
     [sentence] = capsys.readouterr().err.splitlines()
     assert sentence.startswith("error: ")
@@ -252,12 +187,11 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_pef
         add_stored_adapter(build("gpt-neox"), stored)
     with pytest.raises(InputError, match="names layers that are not in LlamaForCausalLM: other"):
         add_adapter(build("llama"), make_adapter_config(4, 8, ["q_proj", "other"]))
-    with pytest.raises(InputError, match="names a layer of class Embedding, which is not linear"):
-        build_adapted(targets=["embed_tokens"])
-    with pytest.raises(InputError, match="names the output head of LlamaForCausalLM, which is tied to its embedding"):
-        add_adapter(build("llama, tied"), make_adapter_config(4, 8, ["lm_head"]))
+    for family, layer in (("llama", "embed_tokens"), ("llama, tied", "lm_head")):
+        with pytest.raises(InputError, match="is not linear, is the scalar head, or is tied to the embedding"):
+            build_adapted(family, targets=[layer])
     weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.weights.items()}
-    with pytest.raises(InputError, match=r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules="):
+    with pytest.raises(InputError, match=r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules"):
         add_stored_adapter(build("llama"), stored._replace(weights=weights))
 
 
@@ -266,7 +200,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_pef
 
 def adapt_a_layer(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.nn.ModuleDict:
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24, dtype=dtype)})
-    model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    model.get_input_embeddings = lambda: torch.nn.Embedding(2, 2)
     model.config = transformers.PreTrainedConfig()
     add_adapter(model, make_adapter_config(4, 8, ["layer"]), dropout=dropout)
     return model
@@ -279,6 +213,7 @@ def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
     torch.manual_seed(0)
     layer = adapt_a_layer(p, dtype)["layer"]
     a, b = (part[POLICY].weight for part in (layer.lora_A, layer.lora_B))
+    assert a.dtype == b.dtype == torch.float32  # whatever the base's is
     b.data = torch.randn(24, 4)
     x = torch.randn(16, 12, 32).to(dtype).requires_grad_()
     seed_dropout(5)
@@ -350,15 +285,13 @@ def test_activations_and_logits_that_are_computed_again_drop_alike(monkeypatch):
     assert (losses[1] - losses[0]).item() / 1e-2 == pytest.approx(slope.item(), rel=0.01)
 
 
-def test_experts_without_an_adapter_are_said_with_their_share_and_cannot_be_named():
+def test_experts_without_an_adapter_are_said_with_their_share():
     model = build(
         lambda: transformers.Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, moe_intermediate_size=16),
         on_meta=True,
     )
     n_all = sum(parameter.numel() for parameter in model.parameters())
     n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
-    with pytest.raises(InputError, match=r"not in Qwen3MoeForCausalLM: gate_up_proj \(all experts are one tensor"):
-        add_adapter(model, make_adapter_config(4, 8, ["q_proj", "gate_up_proj"]))
     assert remarks(model, attention="eager", max_length=8) == []
     add_adapter(model, make_adapter_config(4, 8, "auto"))
     assert remarks(model, attention="eager", max_length=8)[1:] == [

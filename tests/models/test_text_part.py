@@ -34,9 +34,6 @@ def text(**more: Any) -> dict[str, Any]:
 
 CONFIGS = {
     "qwen3.5": lambda: transformers.Qwen3_5Config(text_config=text(**LINEAR), vision_config=QWEN_VISION),
-    "qwen3.5, tied": lambda: transformers.Qwen3_5Config(
-        text_config=text(**LINEAR, tie_word_embeddings=True), vision_config=QWEN_VISION, tie_word_embeddings=True
-    ),
     "qwen3.5, experts": lambda: transformers.Qwen3_5MoeConfig(
         text_config=text(**LINEAR, **MIXTURE, shared_expert_intermediate_size=16), vision_config=QWEN_VISION
     ),
