@@ -136,56 +136,30 @@ def few_words(folder: Path, n: int) -> Path:
 # --- runs of the command line ----------------------------------------------------------------------------------------
 
 
-class Process:
-    """`python ARGUMENTS` in the background."""
+class Run:
+    """`python train.py OVERRIDES` into FOLDER/NAME, in the background."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
-        self.name, self.log = name, folder / f"{name}.log"
+    def __init__(self, folder: Path, name: str, *overrides: str, **environment: str) -> None:
+        self.name, self.directory, self.log = name, folder / name, folder / f"{name}.log"
+        fixed = (f"local_run_dir={self.directory}", f"local_dirs=[{folder}]", f"exp_name={name}", "wandb.enabled=false")
         environment = make_environment(**environment)
         if GPU and environment.get("CUDA_VISIBLE_DEVICES") != "":
             environment.pop("OMP_NUM_THREADS")  # as many threads as in training
+        command = [sys.executable, "train.py", *fixed, *overrides]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
             )
 
     @property
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    @property
-    def last_line(self) -> str:
-        return ([line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"])[-1][:300]
-
-    def wait(self, seconds: float = 600) -> int | None:
-        """The exit status; None after these seconds, with the process killed."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return None
-
     def done(self) -> Self:
         """Wait for the process, which must end well."""
-        status = self.wait()
+        status = self.process.wait()  # the test's own time limit ends all that it started
         assert status == 0, f"{self.name} ended with status {status}: {self.text[-3000:]}"
         return self
-
-
-class Run(Process):
-    """`python train.py OVERRIDES` into FOLDER/NAME; `script` replaces train.py."""
-
-    def __init__(
-        self, folder: Path, name: str, *overrides: str, script: tuple[str, ...] = ("train.py",), **environment: str
-    ) -> None:
-        self.directory = folder / name
-        fixed = (f"local_run_dir={self.directory}", f"local_dirs=[{folder}]", f"exp_name={name}", "wandb.enabled=false")
-        super().__init__(folder, name, *script, *fixed, *overrides, **environment)
 
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict[str, Any]]:
         """The complete lines of one of the run's logs."""
