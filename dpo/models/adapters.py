@@ -432,13 +432,6 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     return ParameterCount(n_trainable, n_total)
 
 
-def count_expert_weights(model: torch.nn.Module) -> int:
-    """The number of weights of experts, which get no adapter: those of a layer are one tensor of three dimensions."""
-    layers = [layer for layer in model.modules() if not isinstance(layer, torch.nn.Conv1d)]
-    weights = [weight for layer in layers for weight in layer.parameters(recurse=False)]
-    return sum(weight.numel() for weight in weights if weight.ndim == 3)
-
-
 def policy_part(model: torch.nn.Module) -> ModelPart:
     """The checkpoint's part with the policy: its adapter, or all weights."""
     return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)

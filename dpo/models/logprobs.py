@@ -79,7 +79,14 @@ def packed_logps(
 
     Equal to `sequence_logps` of each response alone, up to rounding. A reward model gives `sequence_rewards`, (U, 1).
     """
-    hidden = _predicting_states(model, packed, windows)
+    attention_mask: Any = _find_masks(model, packed, windows)
+    if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
+        [attention_mask] = attention_mask.values()
+    options = {} if packed.segments is None else {"segments": packed.segments}  # for `varlen_attention`
+    hidden = model.base_model(
+        packed.input_ids, attention_mask=attention_mask, position_ids=packed.position_ids, use_cache=False, **options
+    ).last_hidden_state  # (R, L, H)
+    hidden = hidden.flatten(0, 1)[packed.scored.to(hidden.device)]  # (N, H)
     if find_scalar_head(model) is not None:
         by_token = TokenLogps(reward(model, hidden))
     else:
@@ -103,22 +110,6 @@ def sequence_rewards(
     last = columns.where(labels != IGNORE_INDEX, 0).argmax(-1).to(hidden.device)  # (B,): columns of the last labels
     rows = torch.arange(len(last), device=last.device)
     return reward(model, hidden[rows, last])
-
-
-def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """The hidden states that predict the N scored tokens, or to which a reward's head is applied, (N, H)."""
-    attention_mask: Any = _find_masks(model, packed, windows)
-    if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
-        [attention_mask] = attention_mask.values()
-    options = {} if packed.segments is None else {"segments": packed.segments}  # for `varlen_attention`
-    hidden = model.base_model(
-        packed.input_ids,
-        attention_mask=attention_mask,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        **options,
-    ).last_hidden_state  # (R, L, H)
-    return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
 
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, torch.Tensor]:

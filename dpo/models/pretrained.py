@@ -16,7 +16,7 @@ from transformers.integrations import sdpa_attention
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, count_expert_weights, count_parameters, list_dropouts
+from dpo.models.adapters import CONFIG, count_parameters, list_dropouts
 from dpo.models.logprobs import find_attention
 from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.text_part import find_integer_weights, is_text_part, name_in_class
@@ -272,7 +272,9 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     if n_trainable < n_total:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
-        if n_experts := count_expert_weights(model):
+        # those of a layer are one tensor of three dims; of a depthwise convolution's kernel the second is 1
+        experts = [weight for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1]
+        if n_experts := sum(weight.numel() for weight in experts):
             notes.append(
                 f"warning: the experts, {percent(n_experts / (n_total - n_trainable))} of the weights, get no adapter"
             )

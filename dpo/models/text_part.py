@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -76,13 +77,10 @@ def complete_checkpoint(
     model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors, in `dtype` if given, with a text model's in their places."""
-    trained, tensors = name_in_files(model, name, cache_dir), {}
-    for path in _find_files(name, cache_dir):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-                tensor = trained[key] if key in trained else file.get_tensor(key)
-                tensors[key] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-    return tensors
+    trained = name_in_files(model, name, cache_dir)
+    stored = {key: tensor for path in _find_files(name, cache_dir) for key, tensor in load_file(path).items()}
+    complete = stored | {key: trained[key] for key in stored.keys() & trained.keys()}
+    return {k: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for k, tensor in complete.items()}
 
 
 def find_integer_weights(name: str, cache_dir: str | None) -> list[str]:
