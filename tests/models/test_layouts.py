@@ -48,7 +48,7 @@ PADDED = {
     ),
     "jamba": (
         lambda: transformers.JambaConfig(**GROUPED, num_experts=2, use_mamba_kernels=False, mamba_d_state=4),
-        "off by",
+        "recurrent",
     ),
 }
 
