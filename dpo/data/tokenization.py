@@ -29,7 +29,7 @@ PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands fo
 
 Parts = tuple[str, ...]
 Job = tuple[Parts, bool]  # and whether they begin the whole text
-Cuts = list[int | None]  # numbers of tokens before each limit of parts; None if a token lies on both sides
+Limits = list[int | None]  # numbers of tokens before each limit of parts; None if a token lies on both sides
 
 
 def list_control(tokenizer: Any) -> list[str]:
@@ -109,9 +109,7 @@ class TextEncoder:
 
         Raises InputError for a token id without an embedding in the model.
         """
-        with self._lock:
-            cuts = self._encode_parts(((text,), True) for text in texts)
-        self._check(cuts.values())
+        cuts = self._encode_parts(((text,), True) for text in texts)
         return {text: cut.ids[0] for ((text,), _), cut in cuts.items()}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
@@ -119,34 +117,20 @@ class TextEncoder:
 
         The prompt is cut off first if it must be for one of the responses: all continue the same tokens.
         """
-        jobs = [
-            [((prompt, *pieces), True) for pieces in responses] or [((prompt,), True)]
-            for prompt, responses in conversations
-        ]
+        texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
+        whole = self._encode_parts((parts, True) for of_prompt in texts for parts in of_prompt)
+        cuts = [[whole[parts, True] for parts in of_prompt] for of_prompt in texts]
+        apart = [any(cut.was_cut[:1] == (True,) or cut.ids[0] != own[0].ids[0] for cut in own) for own in cuts]
+        divided = [parts for of_prompt, is_apart in zip(texts, apart, strict=True) if is_apart for parts in of_prompt]
+        halves = self._encode_parts(half for parts in divided for half in ((parts[:1], True), (parts[1:], False)))
         encoded = []
-        with self._lock:
-            cuts = self._encode_parts(chain.from_iterable(jobs))
-            apart = [  # where the prompt is cut off first, or its tokens differ
-                any(
-                    cuts[job].was_cut[:1] == (True,) or cuts[job].ids[0] != cuts[of_prompt[0]].ids[0]
-                    for job in of_prompt
-                )
-                for of_prompt in jobs
-            ]
-            # prompt and responses of these
-            halves = [
-                [((parts[:1], True), (parts[1:], False)) for parts, _ in of_prompt] if is_apart else []
-                for of_prompt, is_apart in zip(jobs, apart, strict=True)
-            ]
-            cuts |= self._encode_parts(chain.from_iterable(chain.from_iterable(halves)))
-        self._check(cuts.values())
-        for of_prompt, of_halves in zip(jobs, halves, strict=True):
-            own = [cuts[response] for _, response in of_halves] or [cuts[job] for job in of_prompt]
-            if of_halves:
-                ids = cuts[of_halves[0][0]].ids[0], [cut.ids for cut in own]
+        for of_prompt, own, is_apart in zip(texts, cuts, apart, strict=True):
+            if is_apart:
+                [prompt] = halves[of_prompt[0][:1], True].ids
+                responses = [halves[parts[1:], False].ids for parts in of_prompt]
             else:
-                ids = own[0].ids[0], [cut.ids[1:] for cut in own if len(cut.ids) > 1]
-            encoded.append(Tokens(*ids, crosses=bool(of_halves) or any(any(cut.was_cut) for cut in own)))
+                prompt, responses = own[0].ids[0], [cut.ids[1:] for cut in own if len(cut.ids) > 1]
+            encoded.append(Tokens(prompt, responses, crosses=is_apart or any(any(cut.was_cut) for cut in own)))
         return encoded
 
     def check_vocabulary(self, n_embeddings: float) -> None:
@@ -162,72 +146,62 @@ class TextEncoder:
                 f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
 
-    def _check(self, cuts: Iterable[Cut]) -> None:
-        self.largest = max(self.largest, *(max(ids, default=-1) for cut in cuts for ids in cut.ids), -1)
-        self.check_vocabulary(self._n_embeddings)
-
     def _encode_parts(self, jobs: Iterable[Job]) -> dict[Job, Cut]:
-        """Tokenize the distinct texts, all in one call."""
-        distinct = list(dict.fromkeys(jobs))
+        """Tokenize the distinct texts, and cut their tokens where parts meet."""
+        with self._lock:
+            cuts = self._cut(list(dict.fromkeys(jobs)))
+        self.largest = max(self.largest, *(max(ids, default=-1) for cut in cuts.values() for ids in cut.ids), -1)
+        self.check_vocabulary(self._n_embeddings)
+        return cuts
+
+    def _cut(self, jobs: Sequence[Job]) -> dict[Job, Cut]:
         found: dict[Job, Cut] = {}
         divided: dict[Job, list[Job]] = {}
-        for job, (ids, limits) in zip(distinct, self._encode(distinct), strict=True):
+        for job, (ids, limits) in self._encode(jobs).items():
             if None in limits:  # tokenize what is between these limits apart
                 parts, begins = job
                 starts = [0, *(i for i, limit in enumerate(limits, start=1) if limit is None), len(parts)]
                 divided[job] = [(parts[i:j], begins and i == 0) for i, j in pairwise(starts)]
             else:
                 found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], (False,) * len(limits))
-        if divided:
-            below = self._encode_parts(chain.from_iterable(divided.values()))
-            for job, jobs in divided.items():
-                # a text that was divided may be cut at further places
-                was_cut = [*chain.from_iterable((*below[each].was_cut, True) for each in jobs)][:-1]
-                found[job] = Cut([*chain.from_iterable(below[each].ids for each in jobs)], tuple(was_cut))
+        below = self._cut(list(dict.fromkeys(chain.from_iterable(divided.values())))) if divided else {}
+        for job, pieces in divided.items():
+            # a text that was divided may be cut at further places
+            was_cut = [*chain.from_iterable((*below[piece].was_cut, True) for piece in pieces)][:-1]
+            found[job] = Cut([*chain.from_iterable(below[piece].ids for piece in pieces)], tuple(was_cut))
         return found
 
-    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], Cuts]]:
+    def _encode(self, jobs: Sequence[Job]) -> dict[Job, tuple[list[int], Limits]]:
         """Tokenize texts, and count the tokens before each limit of their parts."""
-        if self._settings is None:
-            return [self._encode_in_python(*job) for job in jobs]
-        encoded: dict[Job, tuple[list[int], Cuts]] = {}
-        inner = [job for job in jobs if not job[1]]
-        for marker in MARKERS if inner else ():
-            marked = self._encode_bare([(marker, *parts) for parts, _ in inner])
-            for job, (ids, (first, *rest)) in zip(inner, marked, strict=True):
+        encoded: dict[Job, tuple[list[int], Limits]] = {}
+        for marker in (*MARKERS, ""):  # without a marker every text is taken
+            left = [job for job in jobs if job not in encoded]
+            marked = [("" if begins else marker, *parts) for parts, begins in left]
+            for job, (ids, (first, *rest)) in zip(left, self._encode_marked(marked), strict=True):
                 if first is not None:
                     encoded[job] = ids[first:], [None if limit is None else limit - first for limit in rest]
-            inner = [job for job in inner if job not in encoded]
-        bare = [job for job in jobs if job not in encoded]
-        encoded |= zip(bare, self._encode_bare([parts for parts, _ in bare]), strict=True)
-        return [encoded[job] for job in jobs]
+        return encoded
 
-    def _encode_bare(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
+    def _encode_marked(self, texts: Sequence[Parts]) -> list[tuple[list[int], Limits]]:
+        if self._settings is None:
+            return [self._encode_in_python(parts) for parts in texts]
         escaped = [parts for parts in texts if any(ESCAPE in part for part in parts)]
-        if not escaped:
-            return self._plain.encode(texts)
-        encoded = dict(zip(escaped, self._twin.encode(escaped), strict=True))
+        encoded = dict(zip(escaped, self._twin.encode(escaped), strict=True)) if escaped else {}
         plain = [parts for parts in texts if parts not in encoded]
         encoded |= zip(plain, self._plain.encode(plain), strict=True)
         return [encoded[parts] for parts in texts]
 
-    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], Cuts]:
-        """Tokenize the parts one by one, as there are no offsets; a marker goes before those that do not begin."""
-        if any(ESCAPE in part for part in parts):
+    def _encode_in_python(self, parts: Parts) -> tuple[list[int], Limits]:
+        """Tokenize with a tokenizer that gives no offsets, so that only the limit behind the marker can be found."""
+        text = "".join(parts)
+        if ESCAPE in text:
             raise InputError(
                 f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
-                f"in the message {unescape(''.join(parts))[:200]!r} for ordinary text: remove them"
+                f"in the message {unescape(text)[:200]!r} for ordinary text: remove them"
             )
-
-        def call(text: str) -> list[int]:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        ids = []
-        for i, part in enumerate(parts):
-            marked = [(call(marker), call(marker + part)) for marker in (() if begins and i == 0 else MARKERS)]
-            behind = (both[len(alone) :] for alone, both in marked if both[: len(alone)] == alone)
-            ids.append(next(behind, None) or call(part))
-        return [*chain(*ids)], [*accumulate(map(len, ids[:-1]))]
+        marker, ids = (self.tokenizer(each, add_special_tokens=False)["input_ids"] for each in (parts[0], text))
+        limits: Limits = [len(marker) if ids[: len(marker)] == marker else None]
+        return ids, limits + [None] * (len(parts) - 2)
 
     @cached_property
     def _settings(self) -> dict[str, Any] | None:
@@ -265,7 +239,7 @@ class Backend:
         added = settings["added_tokens"]
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
-    def encode(self, texts: Sequence[Parts]) -> list[tuple[list[int], Cuts]]:
+    def encode(self, texts: Sequence[Parts]) -> list[tuple[list[int], Limits]]:
         """Tokenize each text, and count the tokens before each limit of its parts."""
         if self.names:  # escaped control tokens become letters
             texts = [
