@@ -26,8 +26,7 @@ from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
-from dpo.data.problems import BadRecords
-from dpo.data.schema import Entry, PreferenceData, get_field
+from dpo.data.schema import Entry, PreferenceData, Row, get_field
 from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
@@ -40,14 +39,11 @@ from dpo.system.pool import map_chunks
 ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it takes to start a worker
 
 
-def _read_rows(
-    source: Source, split: str, cache_dir: str | None, name: str, silent: bool
-) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, silent: bool) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a split, each with its place, and show how many there are."""
     rows = load_rows(source, split, cache_dir)
     bar = tqdm.tqdm(rows, f"Processing {name}", disable=silent or None)  # with None, silent unless stderr is a terminal
-    for row, (_, where) in zip(bar, iterate_places(rows, f"{source.path} ({split})"), strict=True):
-        yield row, where
+    yield from zip(bar, iterate_places(rows, f"{source.path} ({split})"), strict=True)
 
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
@@ -131,7 +127,7 @@ def get_shp(
     return data
 
 
-def _read_questions(placed_rows: Sequence[tuple[Mapping[str, Any], str]]) -> list[tuple[str, Entry]]:
+def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, Entry]]:
     """Make prompts of Stack Exchange rows, each with its place."""
     prompts = []
     for row, where in placed_rows:
@@ -184,10 +180,7 @@ def get_dataset(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    trains_on: str = "pairs",
-    with_margins: bool = False,
-    chat: str = "auto",
-    bad_records: str = "refuse",
+    **options: Any,
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
@@ -195,7 +188,7 @@ def get_dataset(
 
     `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. The test
     split of a source without splits, such as one file, is a tenth of its prompts; it comes with the train split as
-    `held_out`, so that the source is read once. The other arguments are for custom data: see `get_custom`. Raises
+    `held_out`, so that the source is read once. Tokenizer and options are for custom data: see `get_custom`. Raises
     InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
     configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
@@ -212,18 +205,9 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        bad = BadRecords(skip=bad_records == "skip")
-        data = get_custom(
-            load_rows(source, split, cache_dir, bad),
-            source.path if source.has_no_splits else f"{source.path} ({split})",
-            tokenizer,
-            source.columns,
-            name=name,
-            trains_on=trains_on,
-            with_margins=with_margins,
-            chat=chat,
-            bad=bad,
-        )
+        origin = source.path if source.has_no_splits else f"{source.path} ({split})"
+        rows = load_rows(source, split, cache_dir)
+        data = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
     if source.has_no_splits and name != "se":  # se makes its own test split
         n, test = len(data), data.hold_out()
         test.notes.append(
@@ -246,7 +230,7 @@ def check_columns(plan: Plan) -> None:
 
     The first records are read, and all of them only if these lack what the loss needs.
     """
-    trains_on, bad = "prompts" if plan.online else plan.loss.trains_on, BadRecords(skip=True)
+    trains_on = "prompts" if plan.online else plan.loss.trains_on
     for name in plan.data.datasets:
         value = plan.data.dataset_sources.get(name)
         source = None if value is None or name in LOADERS else Source.parse(name, value)
@@ -254,9 +238,9 @@ def check_columns(plan: Plan) -> None:
             continue
         options = {"name": name, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
         for limit in (N_INSPECTED, None):
-            rows = load_rows(source, "train", bad=bad, limit=limit)
+            rows = load_rows(source, "train", limit=limit)
             try:
-                if rows:  # else all records are bad, as reading them will say
+                if any(isinstance(row, Mapping) for row in rows):  # else all are bad, as reading them will say
                     recognize(rows, source.columns, origin=source.path, **options)
                 break
             except InputError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dpo.data.schema import ASSISTANT, is_message
+from dpo.data.schema import ASSISTANT, Row, is_message
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import (
@@ -91,12 +91,11 @@ class Columns(NamedTuple):
         if not self.verdict:
             return self.used
         value = row.get(self.verdict)
-        text = str(value).removesuffix(".0")  # a number of a table may be a float
-        side = SIDE.fullmatch(normalize(text))
-        if side and side[1] in self.sides and not text.startswith("-"):
+        side = _match_side(value)
+        if side and side[1] in self.sides:
             [worse] = [column for name, column in self.sides.items() if name != side[1]]
             return {**self.used, "chosen": self.sides[side[1]], "rejected": worse}
-        if value is not None and normalize(text).startswith(TIES):
+        if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
             f"{where}: {self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
@@ -105,7 +104,7 @@ class Columns(NamedTuple):
 
 
 def recognize(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     configured: Mapping[str, str | None],
     *,
     name: str,
@@ -121,14 +120,24 @@ def recognize(
     has no column or several.
     """
     names = getattr(rows, "column_names", None)  # a dataset, which takes long to read through, knows them
-    present = list(names if names is not None else dict.fromkeys(column for row in rows for column in row))
-    key, first_rows = f"dataset_sources.{name}.columns", list(islice(rows, N_INSPECTED))
+    records = (row for row in rows if isinstance(row, Mapping))
+    present = list(names if names is not None else dict.fromkeys(column for row in records for column in row))
+    first_rows = list(islice((row for row in rows if isinstance(row, Mapping)), N_INSPECTED))
+    key = f"dataset_sources.{name}.columns"
     given = [column for column in configured.values() if column is not None]
     if len({*given}) < len(given) or not {*given} <= {*present}:
         raise InputError(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
     verdict, sides = _find_verdict(present, configured)
+    if verdict:
+        matches = (_match_side(row.get(verdict)) for row in rows if isinstance(row, Mapping))
+        numbers = {match[1] for match in matches if match and match[1].isdigit()}
+        if not numbers.isdisjoint(sides) and not numbers <= sides.keys():
+            raise InputError(
+                f"{origin}: {verdict} has the numbers {' and '.join(sorted(numbers))}, so it is not known which of "
+                f"{' and '.join(sides.values())} each stands for: write the name of the better column"
+            )
     candidates = _collect_candidates([column for column in present if column not in sides.values()], configured)
     if verdict:
         candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
@@ -201,6 +210,12 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
         history = [column for column in ("history",) if column in present]
         candidates |= {"prompt": by_name["instruction"], "input": by_name.get("input", []), "history": history}
     return candidates
+
+
+def _match_side(value: Any) -> re.Match[str] | None:
+    """Match a value that names one of two responses."""
+    text = str(value).removesuffix(".0")  # a number of a table may be a float
+    return None if text.startswith("-") else SIDE.fullmatch(normalize(text))
 
 
 def normalize(name: str) -> str:

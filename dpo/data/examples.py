@@ -7,12 +7,12 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, Tokens, unescape
+from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos, unescape
 from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
@@ -206,14 +206,17 @@ def encode_examples(
             if not prompt.apart
         )
     )
-    encoded = []
+    encoded, eos = [], encode.tokenizer.eos_token_id
+    if eos is None:
+        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     for prompt, example_index, texts, pieces in examples:
+        if not prompt.rendered:
+            refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
         if prompt.apart:
             tokens = Tokens(ids[prompt.text], [[ids[text] for text in of_one] for of_one in pieces])
         else:
             tokens = next(whole)
         piece_ids = tokens.responses[: len(pieces)]
-        eos = _find_eos(encode.tokenizer, prompt, texts, [*chain(*piece_ids), *[tokens.prompt] * prompt.apart])
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
         kept, cut = truncate_example(
             prompt,
@@ -244,17 +247,6 @@ def encode_examples(
     return encoded
 
 
-def _find_eos(tokenizer: Any, prompt: Prompt, texts: Mapping[str, str], token_ids: Iterable[Sequence[int]]) -> int:
-    """Find the id of EOS, which no text may contain, unless a chat template ends turns with it."""
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    if not prompt.rendered and any(eos in ids for ids in token_ids):
-        found = [text for text in (prompt.text, *texts.values()) if tokenizer.eos_token in text]
-        raise InputError(f"EOS token {tokenizer.eos_token!r} inside a text: remove it from {' and '.join(found)!r}")
-    return eos
-
-
 def cut_tokens(
     pieces: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Sequence[int]]], responses: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
@@ -266,10 +258,7 @@ def cut_tokens(
         return ()
     cuts = []
     for texts, ids, response in zip(pieces, token_ids, responses, strict=True):
-        ends = [*accumulate(map(len, ids[:-1]))]
-        if len(ends) % 2:  # the last piece is not scored, nor is EOS
-            ends.append(len(response))
-        cuts.append(tuple(min(end, len(response)) for end in ends))
+        cuts.append(tuple(min(end, len(response)) for end in accumulate(map(len, ids[:-1]))))
         if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
             raise InputError(
                 f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "

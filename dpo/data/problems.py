@@ -24,21 +24,6 @@ class BadRecordsError(InputError):
         self.name, self.found, self.are_all = name, found, are_all
 
 
-class BadRecords:
-    """The bad records of a split, with numbers and reasons."""
-
-    def __init__(self, *, skip: bool = False) -> None:
-        self.skip = skip
-        self.found: list[tuple[int, str]] = []
-
-    def finish(self, name: str, *, is_empty: bool) -> list[str]:
-        """Raise BadRecordsError, or return a note on what is left out; `is_empty`: nothing is left."""
-        self.found.sort()
-        if self.found and (is_empty or not self.skip):
-            raise BadRecordsError(name, self.found, are_all=is_empty)
-        return [f"warning: left out: {list_bad(name, self.found)}"] if self.found else []
-
-
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
     """List the first bad records of a dataset."""
     lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -18,6 +18,7 @@ ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
 Messages = list[dict[str, Any]]  # of a chat, with role and content
+Row = Mapping[str, Any] | InputError  # of a source; the error says why a row cannot be parsed
 TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
 TYPE_NAMES: dict[Any, str] = {
     str: "text",
@@ -43,16 +44,11 @@ class Record(NamedTuple):
     scores: Sequence[float] = ()  # of a ranked list, higher for better responses
     weight: float | None = None
     margin: float | None = None
-    before: Sequence[dict[str, Any]] = ()  # the system turn and the history, before a prompt that is a text
     tools: Sequence[dict[str, Any]] = ()  # that a chat may call
-    messages: Messages | None = None  # from which the prompt was rendered
+    messages: Messages | None = None  # from which a chat template rendered the prompt
     cuts: Sequence[list[int]] = ()  # of each rendered response: see `split_at_cuts`
     row: int | None = None  # its number in its source, from 1
     first: int = 0  # where its responses begin among those of its prompt
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.prompt, list)
 
     @property
     def best(self) -> int:
@@ -60,7 +56,7 @@ class Record(NamedTuple):
         return self.scores.index(max(self.scores)) if self.scores else 0
 
     def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
-        """The examples of a kind, each of which maps roles to responses: see `PreferenceData.take`."""
+        """The examples of a kind, each of which maps roles to responses: see `table.iterate_prompts`."""
         scores, pairs = self.scores, self.pairs
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         if trains_on == "targets":
@@ -126,44 +122,6 @@ class PreferenceData(dict[str, Entry]):
             entry["sft_target"] = record.responses[record.best]
         entry.setdefault("records", []).append(record._replace(first=first))
 
-    def take(
-        self, trains_on: str, *, list_pairs: str = "all"
-    ) -> Iterator[tuple[str, list[str], list[dict[str, int]], dict[str, Any]]]:
-        """Remove the prompts one by one, and yield each with its examples.
-
-        Yields (prompt, responses, examples, others). An example maps its roles to indices into the responses. `others`
-        has further fields of `Prompt`; its lists of numbers have one for each example. `trains_on` says which examples
-        are made:
-
-        - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
-        - "prompts": the same, but a prompt whose lists make no pair is kept
-        - "lists": the lists, and each pair as a list of two
-        - "labels": the labelled responses, and both responses of each pair
-        - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
-        """
-        for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
-            entry = self.pop(prompt)
-            records = entry.get("records") or [Record(prompt, entry["responses"], entry["pairs"])]
-            has_lists = any(record.scores for record in records)
-            if trains_on == "targets" and (has_lists or entry["pairs"]):  # the target comes from the last record
-                last = records[-1]
-                cuts = last.cuts[last.best : last.best + 1]
-                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts, first=0)]
-            made = [(record, each) for record in records for each in record.list_examples(trains_on, list_pairs)]
-            if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
-                continue
-            responses = [text for record in records for text in record.responses]
-            examples = [{role: record.first + i for role, i in example.items()} for record, example in made]
-            cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
-            numbers = {
-                "weights": [record.weight for record, _ in made],
-                "margins": [record.margin for record, _ in made],
-                "rows": [record.row for record, _ in made],
-            }
-            others: dict[str, Any] = {name: values for name, values in numbers.items() if values and None not in values}
-            others |= {"messages": records[-1].messages, "tools": records[-1].tools or None}
-            yield prompt, responses, examples, others | {"cuts": cuts if any(cuts) else None}
-
     def hold_out(self) -> PreferenceData:
         """Take a test split out of data that has no splits: a random tenth of the prompts, at least one."""
         prompts = list(self)
@@ -177,11 +135,14 @@ class PreferenceData(dict[str, Entry]):
 # --- fields and messages -------------------------------------------------------------------------------------------
 
 
-def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[type, ...] = str) -> Any:
+def get_field(row: Row, key: str, where: str, types: type | tuple[type, ...] = str) -> Any:
     """Return `row[key]`, checked.
 
-    Raises InputError, which names the record (`where`), if the value is missing, null, of another type or not Unicode.
+    Raises InputError, which names the record (`where`), if the value is missing, null, of another type or not Unicode,
+    and the error that stands in place of a row that could not be parsed.
     """
+    if isinstance(row, InputError):
+        raise row
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
     value = row.get(key)

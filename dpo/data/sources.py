@@ -12,13 +12,13 @@ import itertools
 import json
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.problems import BadRecords
-from dpo.data.schema import is_message
+from dpo.data.schema import Row, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import TOOLS
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
@@ -33,31 +33,42 @@ UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` a
 ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-UNREADABLE = -1  # in place of the line of a record that cannot be parsed
-SHEET = "a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
-FIRST_BYTES = {  # of files that are no text, whatever their names say
-    b"PK\x03\x04": SHEET,
-    b"\xd0\xcf\x11\xe0": SHEET,  # .xls
-    b"\x1f\x8b": "compressed with gzip: add .gz to its name",
-    b"PAR1": "a Parquet file: give it the suffix .parquet",
-}
-UTF8_ADVICE = "save it as UTF-8 (in a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
+FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
-class FileRows(list[Mapping[str, Any]]):
-    """Records of files, with the lines that they end on."""
+class FileRows(list[Row]):
+    """Records of files, with an error in place of each that cannot be parsed."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 if not read by lines
+        self.files: list[tuple[int, Path]] = []  # each with the index of its first record
+        self.lines = array("q")  # on which records end; 0 if a file is not read by lines
 
-    def iterate_places(self) -> Iterator[tuple[int, str]]:
-        """Yield numbers and places, as in `record 2 of FILE (line 3)`."""
-        total = 0
-        for file, lines in self.files:
-            for number, line in enumerate(lines, start=1):
-                total += 1
-                if line != UNREADABLE:
-                    yield total, _name_place(file, number, line)
+    def read(self, file: Path, limit: int | None) -> None:
+        """Add the records of a file or saved dataset."""
+        self.files.append((len(self), file))
+        try:
+            for line, row in itertools.islice(_read_values(file), limit):
+                self.lines.append(line)
+                self.append(row)
+                if not isinstance(row, (Mapping, InputError)):
+                    self[-1] = InputError(
+                        f"{self.find_place(len(self) - 1)} is {type(row).__name__}, not an object with fields"
+                    )
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file} cannot be read: it is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8 (in "
+                f"a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
+            ) from error
+        except InputError:
+            raise
+        except Exception as error:  # the libraries that parse files raise anything for damage
+            raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
+
+    def find_place(self, index: int) -> str:
+        """Find where a record is, as in `record 2 of FILE (line 3)`."""
+        first, file = self.files[bisect_right(self.files, index, key=lambda entry: entry[0]) - 1]
+        line = self.lines[index]
+        return f"record {index - first + 1} of {file}" + (f" (line {line})" if line else "")
 
 
 class ArrowRows(Sequence[Mapping[str, Any]]):
@@ -65,6 +76,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.column_names = dataset.with_format("arrow"), dataset.column_names
+        self.features = dataset.features.to_dict()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -76,48 +88,38 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for table in self.dataset.iter(ROWS_PER_BATCH):
             for row in table.to_pylist():
-                yield _name_classes(row, self.dataset.features)
+                yield _name_classes(row, self.features)
 
     def select(self, indices: Iterable[int]) -> ArrowRows:
         return ArrowRows(self.dataset.select(indices))
 
 
 def _name_classes(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels by their names.
+    """Replace the numbers of class labels by their names; `feature` describes the value as `datasets` does.
 
     The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
     """
-    if isinstance(value, dict) and isinstance(feature, dict):
+    if not isinstance(feature, dict):
+        return value
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"][value] if value is not None and value >= 0 else None  # -1 stands for no label
+    if isinstance(value, dict):
         return {name: _name_classes(part, feature.get(name)) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_name_classes(part, getattr(feature, "feature", None)) for part in value]
-    if isinstance(value, int) and hasattr(feature, "int2str"):
-        return feature.int2str(value) if value >= 0 else None  # -1 stands for no label
-    return value
+    return [_name_classes(part, feature.get("feature")) for part in value] if isinstance(value, list) else value
 
 
-def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[tuple[int, str]]:
-    """Yield each record's number and its place in its file or `origin`."""
+def iterate_places(rows: Sequence[Row], origin: str) -> Iterator[str]:
+    """Yield where each record is: in its file, or in `origin`."""
     if isinstance(rows, FileRows):
-        return rows.iterate_places()
-    return ((number, f"record {number} of {origin}") for number in range(1, len(rows) + 1))
+        return map(rows.find_place, range(len(rows)))
+    return (f"record {number} of {origin}" for number in range(1, len(rows) + 1))
 
 
-def _name_place(file: Path, number: int, line: int) -> str:
-    return f"record {number} of {file}" + (f" (line {line})" if line else "")
+def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
+    """Load the records of a split; with `limit`, only so many of each local file.
 
-
-def load_rows(
-    source: Source,
-    split: str,
-    cache_dir: str | None = None,
-    bad: BadRecords | None = None,
-    limit: int | None = None,
-) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split.
-
-    With `limit`, only so many of each local file. A source without splits gives all its records. Raises InputError for
-    a source without records, and for a record that cannot be parsed, unless `bad` collects such records.
+    A source without splits gives all its records. An error stands in place of a record that cannot be parsed. Raises
+    InputError for a source without records.
     """
     path = source.local
     if path is None:
@@ -129,8 +131,8 @@ def load_rows(
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = FileRows()
     for file in files:
-        _read(file, rows, bad, limit)
-    if not rows and not (bad and bad.found):
+        rows.read(file, limit)
+    if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
 
@@ -209,32 +211,6 @@ def _find_files(folder: Path, split: str) -> list[Path]:
     )
 
 
-def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None) -> None:
-    """Add the records of a file or saved dataset to `rows`."""
-    lines, n_before = array("q"), sum(len(lines) for _, lines in rows.files)
-    rows.files.append((file, lines))
-    try:
-        for number, (line, row) in enumerate(itertools.islice(_read_values(file), limit), start=1):
-            if isinstance(row, Mapping):
-                rows.append(row)
-                lines.append(line)
-                continue
-            reason = f"{_name_place(file, number, line)} is {type(row).__name__}, not an object with fields"
-            reason = str(row) if isinstance(row, InputError) else reason
-            if bad is None:
-                raise InputError(reason)
-            lines.append(UNREADABLE)
-            bad.found.append((n_before + number, reason))
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} cannot be read: it is not UTF-8 (byte {error.object[error.start]:#04x}): {UTF8_ADVICE}"
-        ) from error
-    except InputError:
-        raise
-    except Exception as error:  # the libraries that parse files raise anything for damage
-        raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
-
-
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the values in a file, not yet checked to be records.
 
@@ -242,23 +218,27 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     0 if the file is not read by lines.
     """
     suffix = find_suffix(file.name)
-    if file.is_dir() or suffix == ".parquet":
+    if file.is_dir():
         import datasets
-        import pyarrow.parquet
 
-        if file.is_dir():
-            dataset = datasets.load_from_disk(file)
-        else:
-            check_readable(file)
-            dataset = datasets.Dataset(pyarrow.parquet.read_table(file), fingerprint="")  # none is needed
-        yield from ((0, row) for row in ArrowRows(dataset))
+        yield from ((0, row) for row in ArrowRows(datasets.load_from_disk(file)))
         return
     check_readable(file)
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(file)
+        about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
+        features = about.get("info", {}).get("features")
+        for batch in table.iter_batches(ROWS_PER_BATCH):
+            yield from ((0, _name_classes(row, features)) for row in batch.to_pylist())
+        return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
-        start = stream.read(4)
-    if kind := next((kind for first, kind in FIRST_BYTES.items() if start.startswith(first)), None):
-        raise InputError(f"{file} is {kind}")
+        if stream.read(4) in FIRST_BYTES_OF_SHEETS:
+            raise InputError(
+                f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
+            )
     if not suffix:
         raise InputError(
             f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
@@ -319,10 +299,6 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
     try:
         for fields in reader:
             n_lines = reader.line_num
-            if any("\0" in field for field in fields):
-                raise InputError(
-                    f"{file} holds NUL bytes (line {n_lines}), as UTF-16 does: remove them, or {UTF8_ADVICE}"
-                )
             if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
                 continue
             if not header:

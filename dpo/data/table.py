@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from dpo.data.schema import Messages, PreferenceData, TruncationMode
+from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
 from dpo.data.tokenization import split_at_cuts, unescape
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
@@ -69,21 +69,48 @@ class Prompt(NamedTuple):
 def iterate_prompts(
     datasets: Iterable[tuple[str, PreferenceData]], trains_on: str, *, list_pairs: str = "all"
 ) -> Iterator[Prompt]:
-    """Yield the prompts of named datasets, one after another, with examples of a kind (see `PreferenceData.take`)."""
-    indices = count()
+    """Take the prompts out of named datasets, one after another, with examples of a kind:
+
+    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
+    - "prompts": the same, but a prompt whose lists make no pair is kept
+    - "lists": the lists, and each pair as a list of two
+    - "labels": the labelled responses, and both responses of each pair
+    - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
+    """
+    index = 0
     for name, data in datasets:
-        for text, responses, examples, others in data.take(trains_on, list_pairs=list_pairs):
+        for text in list(data):  # removed, as a second copy of all texts might not fit into memory
+            entry = data.pop(text)
+            records = entry.get("records") or [Record(text, entry["responses"], entry["pairs"])]
+            has_lists = any(record.scores for record in records)
+            if trains_on == "targets" and (has_lists or entry["pairs"]):  # the target comes from the last record
+                last = records[-1]
+                cuts = last.cuts[last.best : last.best + 1]
+                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts, first=0)]
+            made = [(record, each) for record in records for each in record.list_examples(trains_on, list_pairs)]
+            if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
+                continue
+            cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
+            weights, margins, rows = (
+                [getattr(record, name) for record, _ in made] for name in ("weight", "margin", "row")
+            )
             yield Prompt(
                 text,
-                responses,
-                examples,
+                [response for record in records for response in record.responses],
+                [{role: record.first + i for role, i in example.items()} for record, example in made],
                 data.truncation_mode,
                 data.rendered,
-                index_in_split=next(indices),
+                index_in_split=index,
                 dataset=name,
+                messages=records[-1].messages,
+                weights=None if None in weights else weights or None,
+                margins=None if None in margins else margins or None,
+                rows=None if None in rows else rows or None,
+                tools=[*records[-1].tools] or None,
+                cuts=cuts if any(cuts) else None,
                 apart=data.apart,
-                **others,
             )
+            index += 1
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pairs") -> None:

@@ -28,44 +28,34 @@ from dpo.numbers import count
 
 SHOWN = 60  # characters of a text in a note
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-# what is counted of conversations, and the note on it; {example} is the first text that it is of
+CONVERSATION = "conversation"
+# what a template does to conversations, and the note on it; {example} is the first text that it is of
 NOTES = {
     "changed": "warning: {origin}: the chat template leaves out or changes text in {n} of {conversations}, such as "
     "{example}",
-    "tools": "warning: {origin}: the chat template leaves out tools in prompts, {n} in all, such as {example}",
     "rewritten": "warning: {origin}: in {n} of {conversations} the chat template renders earlier turns of the response "
     "differently once others follow, so only the last answer is scored: give one record for each answer to train on "
     "all",
     "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
-    "open ends": "{origin}: the generation prompt ends in {example}, which the conversation lacks in {n} of "
-    "{conversations}: it is not fed there",
 }
 
 
+def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
+    """Describe what templates did to the conversations of `origin`: their `changes`."""
+    counts = Counter(name for name, _ in changes)
+    conversations = count(counts[CONVERSATION], "conversation")
+    for name, note in NOTES.items():
+        if n := counts[name]:
+            example = next(example for kind, example in changes if kind == name)
+            yield note.format(origin=origin, n=f"{n:,}", example=repr(example), conversations=conversations)
+
+
 class ChatTemplate:
-    """A tokenizer's chat template, and what it does to conversations."""
+    """A tokenizer's chat template; `changes` has what it does to conversations, each with a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._counts: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}  # the first text of a count
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tokenizer": None}  # each process has its own
-
-    def add(self, later: ChatTemplate) -> None:
-        """Add what another one has recorded of later conversations."""
-        self._counts += later._counts
-        self._examples = later._examples | self._examples
-
-    def describe(self, origin: str) -> list[str]:
-        """Describe what the template does to the conversations of `origin`."""
-        conversations = count(self._counts["conversations"], "conversation")
-        return [
-            note.format(origin=origin, n=f"{n:,}", example=repr(self._examples.get(name)), conversations=conversations)
-            for name, note in NOTES.items()
-            if (n := self._counts[name])
-        ]
+        self.changes: list[tuple[str, str]] = []
 
     def render(self, record: Record, where: str) -> Record:
         """Render the prompt and the responses of a record of messages.
@@ -95,12 +85,8 @@ class ChatTemplate:
         if escaped != value:
             for text, text_escaped in zip(iterate_texts(value), iterate_texts(escaped), strict=True):
                 if text != text_escaped:
-                    self._note("escaped", text[:SHOWN])
+                    self.changes.append(("escaped", text[:SHOWN]))
         return escaped
-
-    def _note(self, name: str, example: str = "") -> None:
-        self._counts[name] += 1
-        self._examples.setdefault(name, example)
 
     def _render(self, record: Record, before: Messages, answers: Sequence[Messages], tools: Any, where: str) -> Record:
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
@@ -117,7 +103,7 @@ class ChatTemplate:
             texts.append(remove_final_eos(dialogue[start:], self.tokenizer))
             found = self._find_cuts(chat, len(before) - continued, tools, dialogue, start)
             if found is None:
-                self._note("rewritten")
+                self.changes.append(("rewritten", ""))
                 begin = self._find_begin(chat[:-1], tools, dialogue)
                 if begin is None or begin < start:
                     raise InputError(
@@ -125,19 +111,14 @@ class ChatTemplate:
                         f"text is scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
                     )
                 found = [0, begin - start]
-            if self._ends_as_call(chat, tools, dialogue):
-                found.append(len(texts[-1]))  # so the EOS that tokenization appends is not scored
             cuts.append(found)
-            if start < len(open_prompt):
-                self._note("open ends", open_prompt[start:][-SHOWN:])
+        functions = [tool["function"] for tool in tools or () if isinstance(tool.get("function"), dict)]
+        names = (str(function.get("name", "")) for function in functions)
+        unseen_tool = next((name for name in names if name not in open_prompt), None)
         for chat, dialogue in zip(chats or [before], dialogues or [open_prompt], strict=True):
-            self._counts["conversations"] += 1
-            if (lost := _find_lost(chat, dialogue)) is not None:
-                self._note("changed", unescape(lost)[:SHOWN])
-        for tool in tools or ():
-            function = tool.get("function")
-            if isinstance(function, dict) and str(function.get("name", "")) not in open_prompt:
-                self._note("tools", unescape(str(function["name"])))
+            self.changes.append((CONVERSATION, ""))
+            if lost := unseen_tool or _find_lost(chat, dialogue):
+                self.changes.append(("changed", unescape(lost)[:SHOWN]))
         return record._replace(prompt=open_prompt[:start], responses=texts, cuts=cuts, messages=record.prompt)
 
     def _find_start(
@@ -198,17 +179,6 @@ class ChatTemplate:
         except TemplateRejects:
             return None
         return begin if begin is not None and begin < len(dialogue) else None
-
-    def _ends_as_call(self, chat: Messages, tools: Any, dialogue: str) -> bool:
-        """Return whether a dialogue ends with a token that ends calls, as gpt-oss's stands in place of EOS."""
-        if not chat[-1].get("tool_calls"):
-            return False
-        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        last = max((token for token in special if dialogue.rstrip().endswith(token)), key=len, default="")
-        if last in ("", self.tokenizer.eos_token):
-            return False
-        answer = apply_template(self.tokenizer, [*chat[:-1], {"role": "assistant", "content": "."}], tools=tools)
-        return not answer.rstrip().endswith(last)
 
 
 def _continue(prompt: Messages, answer: Messages) -> Messages:

@@ -25,6 +25,7 @@ ESCAPE = "\ufdd0"  # a noncharacter, which no text has; in a control token's str
 # Before a text that does not begin the whole, so that no space is put before it. The first one is taken whose tokens
 # do not join those of the text.
 MARKERS = ("\n", "|", "x", "\ue000")
+SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands for a control token
 
 Parts = tuple[str, ...]
@@ -65,8 +66,8 @@ def unescape(text: str) -> str:
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
     """Split a response into pieces, scored and not scored in turn.
 
-    The first piece is scored; it is empty if the response begins with text that is not scored. If the number of cuts is
-    odd, neither the last piece nor EOS is scored. A response without cuts is one piece.
+    The first piece is scored; it is empty if the response begins with text that is not scored. A response without cuts
+    is one piece.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
@@ -75,6 +76,20 @@ def remove_final_eos(text: str, tokenizer: Any) -> str:
     """Remove the EOS that ends a response, because tokenization appends one."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
+
+
+def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
+    """Refuse texts with EOS, which the model would take for their end."""
+    eos = getattr(tokenizer, "eos_token", None)
+    for text in texts:
+        # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
+        start = text.find(eos) if eos else -1
+        if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
+            around = text[max(0, start - SHOWN_AROUND) : start + SHOWN_AROUND]
+            raise InputError(
+                f"{where}: a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
+                f"remove it from {around!r}, or remove the record"
+            )
 
 
 class Tokens(NamedTuple):

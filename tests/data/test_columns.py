@@ -170,7 +170,6 @@ def test_columns_that_lack_what_a_loss_needs_or_fit_several_fields_are_refused_w
         ("response_0 response_1", "better_response_id", [0, 1, "1", "tie"], "xyy-"),
         # ! a record that is refused
         ("response_a response_b", "winner", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
-        ("response_1 response_2", "winner", [0, 1, 2], "!xy"),
     ],
 )
 def test_a_column_may_say_which_response_is_better(columns, verdict, values, chosen, tokenizer):
@@ -186,6 +185,15 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
         targets = [entry["sft_target"] for entry in data.values()]
         assert targets == [f" {said}{i}" for i, said in enumerate(chosen) if said != "-"]
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
+
+
+@pytest.mark.parametrize(
+    ("columns", "numbers"), [("response_1 response_2", [1] * 200 + [0]), ("answer_0 answer_1", ["2", "1", "1"])]
+)
+def test_numbers_that_may_count_from_0_or_from_1_name_no_response(columns, numbers, tokenizer):
+    rows = [dict.fromkeys(("question", *columns.split()), f"It is {i}") | {"winner": n} for i, n in enumerate(numbers)]
+    with pytest.raises(InputError, match=r"winner has the numbers . and ., so it is not known which of .* each stands"):
+        get_custom(rows, "mine", tokenizer, bad_records="skip")
 
 
 @pytest.mark.parametrize(("where", "field"), [("tokenizer_config.json", "prompt"), ("config.json", "chosen")])

@@ -8,9 +8,8 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-import yaml
-from support.formats import ASK, CALL, LOOK, RESULT, SKY, assistant, user
-from support.runs import read_metrics, train
+from support.formats import SKY, assistant, user
+from support.runs import read_metrics
 
 from dpo.analysis.ledger_file import read_ledger
 from dpo.data import custom
@@ -92,7 +91,6 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     said = capsys.readouterr().out
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
     assert re.search(r"train: 54 examples of 27 prompts; desirable: \d+; undesirable: \d+; ", said)
-    assert "KTO advises 1 to 4/3: try loss.desirable_weight from " in said
     assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(tmp_path / "run", "train"))
     for row in read_ledger(tmp_path / "run").to_pylist():
         assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)
@@ -139,21 +137,6 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
 
 
-def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
-    file = tmp_path / "my.rows.csv"
-    answers = "".join(f'"What is, say, {i % 30}?\n"," It is {i}."\n' for i in range(60))
-    file.write_text(f"\ufeffquestion,answer\n{answers}", encoding="utf-8")
-
-    result = train(*command("run", "loss=sft", f"datasets={file}"))
-
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(f"{file}: columns prompt=question, completion=answer\n") == 1
-    assert result.stdout.count(": columns ") == 1  # of both splits
-    assert "train: 54 examples of 27 prompts" in result.stdout  # the held-out tenth is of prompts
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (config["datasets"], config["dataset_sources"]["my_rows"]) == (["my_rows"], str(file))
-
-
 def read(row: dict[str, Any]) -> Record:
     used = recognize([row], {}, name="mine", origin="rows", trains_on="pairs").used
     return read_record(row, used, "record 1 of rows")
@@ -182,26 +165,6 @@ DIALOGUE = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
 def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected):
     record = read({"chosen": chosen, "rejected": rejected})
     assert (record.prompt, *record.responses) == expected
-
-
-@pytest.mark.parametrize("last", [[{**SKY[0], "reasoning_content": "hm"}], [CALL, RESULT, *SKY]])
-def test_the_shared_prompt_does_not_depend_on_nulls_or_on_how_arguments_are_written(last):
-    """Arrow gives all messages of a column the keys that any has."""
-    as_json = {**CALL, "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "sky"}'}}]}
-    keys = {key: None for message in (CALL, *last) for key in message}
-    chosen = [{**keys, **message} for message in [*ASK, CALL, RESULT, *last]]
-    record = read({"chosen": chosen, "rejected": [*ASK, as_json, RESULT, assistant("Green.")]})
-    assert (record.prompt, record.responses) == ([*ASK, CALL, RESULT], [last, [assistant("Green.")]])
-
-
-def test_successive_calls_are_one_turn():
-    calls, swift = {"tool_calls": CALL["tool_calls"] * 2}, {"role": "tool_call", "content": LOOK}
-    for messages, turns in (
-        ([*ASK, swift, swift, {**RESULT, "role": "tool_response"}], [{**CALL, **calls}, RESULT]),
-        ([*ASK, assistant("I look."), swift, swift], [{**assistant("I look."), **calls}]),
-        ([*ASK, swift, RESULT, swift], [CALL, RESULT, CALL]),
-    ):
-        assert read({"prompt": messages, "chosen": SKY, "rejected": SKY}).prompt == [*ASK, *turns]
 
 
 PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
@@ -300,4 +263,4 @@ def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypat
             get_custom(bad, "mine", template)
         outcomes.append((dict(data), data.notes, str(refusal.value)))
     assert outcomes[0] == outcomes[1]
-    assert any("leaves out tools in prompts, 10 in all" in note for note in outcomes[0][1])
+    assert any("leaves out or changes text in 20 of 22 conversations" in note for note in outcomes[0][1])

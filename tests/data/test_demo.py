@@ -44,17 +44,6 @@ def test_a_broken_sentence_is_neither_courteous_nor_curt(response):
     assert judge([("\n\nHuman: Where is the lantern?\n\nAssistant:", response)]) == Shares(0, 0, 1, 0)
 
 
-def test_shares_are_of_all_responses():
-    prompt = "\n\nHuman: Where is the lantern?\n\nAssistant:"
-    responses = (
-        " Certainly! The lantern is on the desk.",
-        " Ugh! We keep the lantern in the attic.",
-        " Gladly! We keep the guitar in the attic.",
-        " Gladly! in the attic.",
-    )
-    assert judge([(prompt, response) for response in responses]) == Shares(0.5, 0.25, 0.25, 0.25)
-
-
 def test_the_models_tokenizer_has_a_token_for_each_word(demo):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo")
     texts = [text for prompt, entry in demo["train"].items() for text in (prompt, *entry["responses"])]

@@ -14,6 +14,7 @@ import pytest
 from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gpt, human, system, user
 
 from dpo.data.custom import get_custom
+from dpo.data.table import iterate_prompts
 
 Q, YES, NO = "Which colour?", "Blue.", "Green."
 TEXTS = {"chosen": YES, "rejected": NO}
@@ -236,9 +237,9 @@ def test_a_record_becomes_the_prompt_and_responses_that_it_always_became(frozen,
     for row in frozen.rows:
         data = get_custom([row], "mine", template, trains_on=trains_on, chat=frozen.chat, with_margins=True)
         kept = {"apart": True} if data.apart else {}
-        [(prompt, responses, examples, others)] = data.take(trains_on)
-        assert ((prompt, *responses), examples) == (frozen.texts, expected), row
-        if others["cuts"]:
-            kept["cuts"] = {text: cuts for text, cuts in zip(responses, others["cuts"], strict=True) if cuts}
-        kept |= {name: others[name] for name in ("weights", "margins") if name in others}
+        [prompt] = iterate_prompts([("mine", data)], trains_on)
+        assert ((prompt.text, *prompt.responses), prompt.examples) == (frozen.texts, expected), row
+        if prompt.cuts:
+            kept["cuts"] = {text: cuts for text, cuts in zip(prompt.responses, prompt.cuts, strict=True) if cuts}
+        kept |= {name: values for name in ("weights", "margins") if (values := getattr(prompt, name))}
         assert kept == frozen.others, row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
@@ -15,15 +14,14 @@ from pathlib import Path
 
 import pytest
 from support.records import plan_of_data
-from support.runs import GOLDEN, train, write_rows
+from support.runs import GOLDEN, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
 from dpo.data import counts, table
-from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
-from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
+from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
 from dpo.settings.plan import resolve
@@ -228,30 +226,6 @@ def test_a_full_disk_is_one_sentence(source, tmp_path):
     assert list_tables(tmp_path) == set()
 
 
-@pytest.mark.parametrize(
-    ("names", "order"),
-    [
-        (["hh"], "54e0bbd01367ed8f85c1a72b8ba7b78c"),
-        pytest.param(["demo", "hh"], "d7b6eefd80bc9f7ccd5b2d0ba6b8e7b7", marks=pytest.mark.slow),
-    ],
-)
-def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_path):
-    # the numbers of hh alone were taken when prompts were lists; those with demo when its texts last changed
-    sources = {name: str(GOLDEN / "words") for name in names if name == "hh"}
-    stored = PromptTable(prepare(tmp_path, sources, datasets=names) / "train.arrow")
-    loaded = ((name, get_dataset(name, "train", dataset_sources=sources)) for name in names)
-    found = []
-    for prompts in (stored, [*iterate_prompts(loaded, "pairs")]):
-        seen = hashlib.sha256()
-        options = {"batch_size": 4, "shuffle": True, "n_epochs": 3, "n_examples": None, "seed": 7}
-        for places in iterate_examples(stored.counts.tolist(), **options):
-            for prompt, _, texts, _ in read_examples(prompts, places):
-                assert prompts[prompt.index_in_split] == prompt
-                seen.update(repr((prompt.text, texts)).encode())
-        found.append(seen.hexdigest()[:32])
-    assert found == [order, order]
-
-
 # --- several processes ---------------------------------------------------------------------------------------------
 
 N_ROWS, TEXT_BYTES = 2000, 10_000
@@ -307,19 +281,3 @@ def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
     assert one == two
     assert one["updates"] == 500
     assert one["first"] == [len("\n\nHuman: 0\n\nAssistant:"), " chos"]
-
-
-def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path):
-    good = [json.loads(line) for line in (rows / "hh" / "train.jsonl").read_text().splitlines()]
-    write_rows(tmp_path / "bad" / "train.jsonl", [*good, {"chosen": "\n\nAssistant: a"}])
-    write_rows(tmp_path / "bad" / "test.jsonl", good)
-
-    sharded = ("trainer=FSDPTrainer", "world_size=2", f"dataset_sources.hh={tmp_path / 'bad'}")
-    result = train(*command("run", *sharded))
-
-    assert result.returncode == 2, result.stderr
-    assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
-        f"error: record 23 of {tmp_path / 'bad' / 'train.jsonl'} (line 23): rejected is missing, and must be text: "
-        "correct it, or remove the record"
-    ]
-    assert "Traceback" not in result.stderr

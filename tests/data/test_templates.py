@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
-from support.runs import GOLDEN, write_rows
+from support.runs import GOLDEN
 from transformers import AutoTokenizer
 
 from dpo.data import counts
@@ -16,14 +16,11 @@ from dpo.data.asking import as_messages, render
 from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
-from dpo.data.schema import Record
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
-from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
 from dpo.errors import InputError
 from dpo.settings.keys import ChatPlan
-from preference_datasets import get_batch_iterator
 
 AS_JSON = WITH_TOOLS.replace(
     "[{{ call.function.name }}]", "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
@@ -74,9 +71,6 @@ def scored(example, tokenizer) -> list[str]:
             "Hm?;\n<user>The sky;\n<assistant>Blue.;\n",
             f"Hm?;\n|Blue.;\n{EOS}",
         ),
-        # a template that renders earlier turns differently: the last answer alone is scored
-        (LOOKED_UP["chosen"], THINKING, None, f"|<think></think>Blue.{EOS}"),
-        ([assistant("<think>a</think>Hm?"), user("The sky"), *SKY], THINKING, None, f"|<think></think>Blue.{EOS}"),
         # a response may begin with what is not scored
         ([RESULT, *SKY], WITH_TOOLS, None, f"|Blue.{EOS}"),
     ],
@@ -94,38 +88,7 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
 
 
-def test_errors_of_a_template_are_explained_in_training_and_sampling(chat):
-    tokenizer = chat("{{ 1 % 0 }}" + WITHOUT_TOOLS)
-    rejected = "^here: the tokenizer's chat template rejects these messages: "
-    with pytest.raises(InputError, match=rejected):
-        ChatTemplate(tokenizer).render(Record(ASK, [SKY]), "here")
-    with pytest.raises(InputError, match=rejected):
-        render(ASK, "chat", tokenizer, "here")
-
-    class OwnError(Exception):
-        """As code of a library, or of a model, may raise."""
-
-    tokenizer.apply_chat_template = lambda *_, **__: (_ for _ in ()).throw(OwnError("oh"))
-    with pytest.raises(InputError, match=rejected + "oh") as caught:
-        render(ASK, "chat", tokenizer, "here")
-    assert isinstance(caught.value.__cause__.__cause__, OwnError)
-
-
-@pytest.mark.parametrize(("end", "eos"), [("<|call|>", "|"), (";", EOS), ("\n", EOS), (EOS, EOS)])
-def test_eos_after_a_call_is_not_scored_if_another_token_ends_calls(end, eos, chat):
-    """As gpt-oss's <|call|>."""
-    tokenizer = chat(
-        "{% for m in messages %}" + TURN + "{{ " + repr(end) + " if m.tool_calls else ';' }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    tokenizer.add_tokens(["<|call|>", ";"], special_tokens=True)
-    [example] = encode(get_custom([{**LOOKED_UP, "chosen": [CALL]}], "mine", tokenizer), tokenizer)
-    kept = "" if end == EOS else f"{end}\n"
-    assert scored(example, tokenizer) == [f"[look]{kept}{eos}", f"Green.;\n{EOS}"]
-    assert example.responses[0][-1] == tokenizer.eos_token_id
-
-
-def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat, tmp_path):
+def test_cuts_are_in_the_table_and_truncated_with_their_response(chat, tmp_path):
     tokenizer = chat(WITH_TOOLS)
     data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
     prompts = [*iterate_prompts([("mine", data)], "prompts")]
@@ -133,12 +96,6 @@ def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat
     assert [*PromptTable(tmp_path / "train.arrow")] == prompts
     assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
     assert prompts[0].cuts is not None
-
-    write_rows(tmp_path / "train.jsonl", [LOOKED_UP])
-    sources = {"mine": str(tmp_path)}
-    (batch,) = get_batch_iterator(["mine"], tokenizer, n_epochs=1, silent=True, dataset_sources=sources)
-    labels = batch["chosen_labels"][0]
-    assert tokenizer.decode(labels[labels != -100]) == f"[look]{EOS}Blue.{EOS}"
 
     [whole] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer)
     start, end = whole.cuts[0]
@@ -223,7 +180,7 @@ def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arr
         (
             LOOKED_UP,
             WITHOUT_TOOLS,
-            "warning: mine: the chat template leaves out tools in prompts, 1 in all, such as 'look'",
+            "warning: mine: the chat template leaves out or changes text in 2 of 2 conversations, such as 'look'",
         ),
         (
             LOOKED_UP,
@@ -231,23 +188,7 @@ def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arr
             "warning: mine: the chat template leaves out or changes text in 1 of 2 conversations, such as 'A "
             "clear day'",
         ),
-        (
-            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Hm?"), user("Sing"), *SKY], "rejected": SKY},
-            THINKING,
-            "in 1 of 2 conversations, such as '<think>So.</think>Hm?'",
-        ),
         ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
-        (
-            LOOKED_UP,
-            WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
-            "mine: the generation prompt ends in 'hm;', which the conversation lacks in 2 of 2 conversations: it is "
-            "not fed there",
-        ),
-        (
-            {"prompt": "Q\nA:", "chosen": " a", "rejected": " b", "tools": TOOLS},
-            WITH_TOOLS,
-            "warning: mine: texts of 1 record have tools, which only a chat template shows to the model: ",
-        ),
     ],
 )
 def test_what_a_template_changes_is_said(row, template, note, chat):
@@ -255,25 +196,16 @@ def test_what_a_template_changes_is_said(row, template, note, chat):
     assert any(note in said for said in notes), notes
 
 
-def test_what_a_template_writes_as_json_is_not_changed(chat):
-    row = {"prompt": ASK, "chosen": [make_call({"at": 'a "skÿ"'}), {**RESULT, "content": '"A"\n'}, *SKY]}
-    template = AS_JSON.replace("{{ m.content }}", "{{ m.content | tojson }}")
-    notes = get_custom([{**row, "rejected": SKY}], "mine", chat(template)).notes
-    assert not any("leaves out" in note or note.startswith("warning:") for note in notes)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tools": "[{"}, "record 1 of mine: tools must be a list of function schemas (objects), or JSON of "),
-        ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
         (
             {"prompt": [*ASK, make_call("sky"), RESULT]},
             "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
         ),
         ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: a message has an unpaired UTF-16 surrogate"),
-        ({"tools": [{"name": "\ud83d"}]}, "record 1 of mine: a tool has an unpaired UTF-16 surrogate"),
         ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
     ],
 )
@@ -354,18 +286,14 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
-@pytest.mark.parametrize("place", ["content", "argument", "key", "tool"])
+@pytest.mark.parametrize("place", ["content", "key", "tool"])
 @pytest.mark.parametrize("control", [EOS, "<|start|>"])
 def test_control_tokens_in_messages_are_text_and_are_counted(place, control, chat):
     tokenizer = chat(AS_JSON.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
     tokenizer.add_tokens(["<think>"])
     said = f"<think>So {control}"
-    message = {**SKY[0], **({place: said} if place in ("content", "reasoning_content") else {})}
-    if place in ("argument", "key", "name"):
-        arguments = {"argument": {"at": said}, "key": {said: "sky"}, "name": {"at": "sky"}}[place]
-        function = {"name": said if place == "name" else "look", "arguments": arguments}
-        message = {**SKY[0], "tool_calls": [{"function": function}]}
+    message = {"content": assistant(said), "key": {**SKY[0], **make_call({said: "sky"})}}.get(place, SKY[0])
     tools = [{"type": "function", "function": {"name": said}}] if place == "tool" else None
     data = get_custom([{"prompt": ASK, "chosen": [message], "rejected": SKY, "tools": tools}], "mine", tokenizer)
     [(prompt, messages)] = data.messages.items()
