@@ -18,8 +18,7 @@ from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, encode_examples, read_examples
 from dpo.data.problems import BAD, SHOWN, write_problems
 from dpo.data.table import Prompt, PromptTable
-from dpo.data.tokenization import TextEncoder, find_control
-from dpo.errors import InputError
+from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 from dpo.system.run_directory import PROBLEMS
@@ -27,8 +26,6 @@ from dpo.system.run_directory import PROBLEMS
 SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
-SHOWN_ROWS = 3  # numbers of records that the terminal shows
-SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 WARNED_FROM = 0.01  # share of the examples
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 # counts that the terminal shows, the last ones of the examples that are tokenized
@@ -38,17 +35,12 @@ COUNTS = (
     *("contradictory_labels", "control_tokens", "too_long", *TOKEN_COUNTS),
 )
 WARNINGS = {  # of these counts: what happens, and what changes it
-    "truncated_prompts": ("the prompt is cut", "raise max_length and max_prompt_length, or choose truncation"),
-    "truncated_responses": ("a response is cut and loses its end", "raise max_length, or give truncation=drop"),
-    "identical_pairs": ("both responses are the same after cutting, which teaches nothing", "raise max_length"),
-    "too_long": (
-        "the example is longer than max_length and is left out",
-        "raise max_length, or choose truncation=auto",
-    ),
-    "joined_words": (
-        "a response follows its prompt without a space, as in {joined_example!r}",
-        "texts are used verbatim, so begin responses with a space, or end prompts with one",
-    ),
+    "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
+    "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
+    "identical_pairs": "both responses are the same after cutting, which teaches nothing: raise max_length",
+    "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
+    "joined_words": "a response follows its prompt without a space, as in {joined_example!r}: texts are used verbatim, "
+    "so begin responses with a space, or end prompts with one",
 }
 
 
@@ -97,17 +89,11 @@ class SplitReport:
             self.rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
 
     def describe(self, split: str) -> str:
-        """Describe the split: its size, the counts above 0 with their first records, and mean lengths."""
+        """Describe the split: its size, the counts above 0, and mean lengths."""
         prompts = count(self.prompts, "prompt")
         what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
         parts = [f"{split}: {what}"]
-        for name in filter(self.__getattribute__, COUNTS):
-            places = []
-            for dataset, rows in self.rows.get(name, {}).items():
-                shown = ", ".join([*map(str, rows[:SHOWN_ROWS]), *["..."] * (len(rows) > SHOWN_ROWS)])
-                places.append(f"{'record' if len(rows) == 1 else 'records'} {shown} of {dataset}")
-            where = f" ({'; '.join(places)})" if places else ""
-            parts.append(f"{name.replace('_', ' ')}: {getattr(self, name):,}{where}")
+        parts += [f"{name.replace('_', ' ')}: {n:,}" for name in COUNTS if (n := getattr(self, name))]
         if self.tokenized < self.examples:
             parts.append(f"what is of tokens is of a random sample of {self.tokenized:,}")
         for role in ("chosen", "rejected"):
@@ -119,12 +105,12 @@ class SplitReport:
 
     def find_warnings(self, split: str) -> Iterator[str]:
         """Yield a warning for each thing that happens to many examples."""
-        for name, (what, fix) in WARNINGS.items():
+        for name, warning in WARNINGS.items():
             n, total = getattr(self, name), self.tokenized if name in TOKEN_COUNTS else self.examples
             total += n if name == "too_long" else 0
             if n and n >= WARNED_FROM * total:
-                what = what.format(joined_example=self.joined_example)
-                yield f"in {n:,} of {count(total, 'example')} ({split}) {what}: {fix}"
+                what = warning.format(joined_example=self.joined_example)
+                yield f"in {n:,} of {count(total, 'example')} ({split}) {what}"
 
     def find_leaks(self) -> Iterator[str]:
         """Yield a warning of prompts and answers that are in both splits."""
@@ -223,27 +209,28 @@ class SplitCounter:
 
         Raises InputError for a text that contains EOS.
         """
+        report = self.report
         for prompt in prompts:
-            self._count_prompt(prompt)
+            if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
+                # a prompt that is one text with its response may be a chat that the user has rendered
+                used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
+                texts = [*used, *[prompt.text] * prompt.apart]
+                refuse_eos(texts, self.encode.tokenizer, f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}")
+            report.prompts += 1
+            content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
+            self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
+            prompt_format = find_format(prompt.text, rendered=prompt.rendered)
+            if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
+                report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
+            if not (prompt.rendered or prompt.apart):
+                find = find_control(self.encode.tokenizer).findall
+                report.control_tokens += sum(len(find(text)) for text in (prompt.text, *prompt.responses))
+            self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
                 if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
                     self._late.add((prompt.index_in_split, index))
-            if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
-                self._refuse_eos(prompt)
             yield prompt
-
-    def _count_prompt(self, prompt: Prompt) -> None:
-        report, texts = self.report, (prompt.text, *prompt.responses)
-        report.prompts += 1
-        content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
-        self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
-        prompt_format = find_format(prompt.text, rendered=prompt.rendered)
-        if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
-            report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
-        if not (prompt.rendered or prompt.apart):
-            report.control_tokens += sum(len(find_control(self.encode.tokenizer).findall(text)) for text in texts)
-        self._weights.extend(prompt.weights or ())
 
     def _count_example(self, prompt: Prompt, index: int) -> None:
         report, texts = self.report, prompt.texts(index)
@@ -266,21 +253,6 @@ class SplitCounter:
             report.joined_words += 1
             report.joined_example = report.joined_example or prompt.text[-40:] + joined[0][:40]
 
-    def _refuse_eos(self, prompt: Prompt) -> None:
-        """Refuse a text with EOS; a prompt that is one text with its response may be a rendered chat, and have it."""
-        eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
-        used = {i for example in prompt.examples for i in example.values()}
-        for text in [prompt.text] * prompt.apart + [prompt.responses[i] for i in used]:
-            # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
-            if eos in text and eos_id in self.encode([text])[text]:
-                start = text.index(eos)
-                around = text[max(0, start - SHOWN_AROUND) : start + len(eos) + SHOWN_AROUND]
-                raise InputError(
-                    f"dataset {prompt.dataset}: a text contains the EOS token {eos!r}, which the model would take for "
-                    f"the end of the text: remove it from {around!r}; the prompt ends in "
-                    f"{prompt.text[-SHOWN_AROUND:]!r}"
-                )
-
     def count_tokens(self, prompts: PromptTable) -> SplitReport:
         """Count tokens, and return the report of the split.
 
@@ -297,17 +269,18 @@ class SplitCounter:
         sample_ids = sorted({*_sample_examples(counts), *self._late})
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            for (prompt, index, *_), example in zip(
-                texts, encode_examples(texts, self.encode, **self.limits), strict=True
-            ):
+            encoded = encode_examples(texts, self.encode, **self.limits)
+            for (prompt, index, *_), example in zip(texts, encoded, strict=True):
                 digest.update(repr((example.prompt, example.responses)).encode())
                 report.tokens_across_limits += example.crosses
-                if example.prompt_is_cut:
-                    report.count("truncated_prompts", prompt, index)
-                if example.response_is_cut:
-                    report.count("truncated_responses", prompt, index)
-                if example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]:
-                    report.count("identical_pairs", prompt, index)
+                is_pair = example.roles == TRAINS_ON["pairs"]
+                found = {
+                    "truncated_prompts": example.prompt_is_cut,
+                    "truncated_responses": example.response_is_cut,
+                    "identical_pairs": is_pair and example.responses[0] == example.responses[1],
+                }
+                for name in (name for name, is_so in found.items() if is_so):
+                    report.count(name, prompt, index)
                 longest = len(example.prompt) + max(map(len, example.responses), default=0)
                 report.longest = max(report.longest, longest)
                 n_scored = dict(zip(example.roles, example.n_scored, strict=True))

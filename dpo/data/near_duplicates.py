@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import chain, islice
+from itertools import islice
 from math import log
 from typing import Any
 
@@ -41,6 +41,39 @@ def find_words(text: str) -> list[str]:
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
+class WordWeights(dict[str, float]):
+    """How much each word says about a prompt: more if few prompts have it, nothing if most have."""
+
+    def __init__(self, prompts: Iterable[list[str]]) -> None:
+        counts: Counter[str] = Counter()
+        n_prompts = 0
+        for n_prompts, words in enumerate(prompts, start=1):  # noqa: B007
+            counts.update({*words[-MOST_COMPARED:]})
+        for word, n in counts.items():  # a system prompt and the words of a task are in most prompts
+            self[word] = 0 if n > max(n_prompts / 2, 5) else log((n_prompts + 1) / (n + 0.5))
+        self._unseen = log((n_prompts + 1) / 0.5)
+
+    def __missing__(self, word: str) -> float:
+        return self._unseen
+
+    def find_own(self, words: Sequence[str]) -> frozenset[str]:
+        """Find the words that few prompts have; none if too few."""
+        own = frozenset(word for word in {*words[-MOST_COMPARED:]} if self[word])
+        return own if len(own) >= FEWEST_COMPARED else frozenset()
+
+    def are_alike(self, one: AbstractSet[str], other: AbstractSet[str]) -> bool:
+        """Return whether two prompts share nearly all words.
+
+        Where each has words of its own, as "France" and "Spain", rare words count for more.
+        """
+        if 2 * len(one & other) < max(len(one), len(other)):  # most pairs that are compared
+            return False
+        shared, all_words = one & other, one | other
+        if one <= other or other <= one:
+            return len(shared) >= SHARED * len(all_words)
+        return sum(map(self.__getitem__, shared)) >= SHARED * sum(map(self.__getitem__, all_words))
+
+
 def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict[str, Any]:
     """Count and name held-out prompts and answers that training has too."""
     control = find_control(tokenizer)
@@ -50,25 +83,29 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         words = [find_words(control.sub(" ", unescape(response))) for response in responses]
         return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
 
-    rarity = _Rarity(find_words(text) for text, _ in islice(train.iterate_texts(), 0, None, 1 + len(train) // SAMPLED))
+    sample = islice(train.iterate_texts(), 0, None, 1 + len(train) // SAMPLED)
+    weights = WordWeights(find_words(text) for text, _ in sample)
     by_words: dict[int, list[int]] = defaultdict(list)  # numbers of held-out prompts
+    by_rare: dict[str, list[int]] = defaultdict(list)  # the same, by their rarest words
     word_sets, answer_keys = [], []
     for number, (text, responses) in enumerate(test.iterate_texts()):
-        words = find_words(text)
+        words = [*map(sys.intern, find_words(text))]  # each word is in memory once
         if words:
             by_words[hash(" ".join(words))].append(number)
-        word_sets.append(rarity.find_own([*map(sys.intern, words)]))  # each word is in memory once
+        word_sets.append(weights.find_own(words))
+        for word in sorted(word_sets[-1], key=lambda word: (-weights[word], word))[:KEYS]:
+            if len(by_rare[word]) < MOST_OF_KEY:
+                by_rare[word].append(number)
         answer_keys.append(make_keys(responses))
-    by_key = rarity.index(word_sets)
-    keys, wanted = {*by_key}, {key for of_prompt in answer_keys for key in of_prompt} - {None}
+    wanted = {key for of_prompt in answer_keys for key in of_prompt} - {None}
     prompts, answers = {}, {}  # what training has: its text by the number of the prompt, by the hash of the answer
     for text, responses in train.iterate_texts():
         words = find_words(text)
         found = by_words.pop(hash(" ".join(words)), [])
-        own = rarity.find_own(words)
-        hits = Counter(chain.from_iterable(by_key[word] for word in own & keys))
+        own = weights.find_own(words)
+        hits = Counter(number for word in own & by_rare.keys() for number in by_rare[word])
         candidates = (number for number, n in hits.items() if n >= FEWEST_HITS and number not in prompts)
-        found += [number for number in candidates if rarity.are_alike(own, word_sets[number])]
+        found += [number for number in candidates if weights.are_alike(own, word_sets[number])]
         prompts |= dict.fromkeys(found, text[-2 * SHOWN :])  # with control tokens
         for key, response in zip(make_keys(responses), responses, strict=True):
             if key in wanted:
@@ -78,51 +115,13 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         prompt = test[number]
         examples = [[of_prompt[i] for i in example.values()] for example in prompt.examples]
         n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
-        if len(named) < NAMED and number in prompts:
+        if number in prompts:
             ends = {"held_out": find_written(prompt.text, prompt.messages), "training": prompts[number]}
             named.append({which: _show(control.sub(" ", text)[-SHOWN:]) for which, text in ends.items()})
         same = next((answers[key] for example in examples for key in example if key in answers), None)
-        if len(named) < NAMED and same is not None:
-            answer = _show(control.sub("", unescape(same)))
-            named.append({"held_out": answer, "training": answer})
-    return {"prompts_like_train": len(prompts), "answers_in_train": n_answers, "like_train": named}
-
-
-class _Rarity:
-    """How rare each word is among prompts."""
-
-    def __init__(self, prompts: Iterable[list[str]]) -> None:
-        self._counts: Counter[str] = Counter()
-        n_prompts = 0
-        for n_prompts, words in enumerate(prompts, start=1):  # noqa: B007
-            self._counts.update({*words[-MOST_COMPARED:]})
-        # a system prompt and the words of a task are in most prompts, and say nothing about one of them
-        self._common = {word for word, n in self._counts.items() if n > max(n_prompts / 2, 5)}
-        self._weigh = lambda words: sum(log((n_prompts + 1) / (self._counts[word] + 0.5)) for word in words)
-
-    def find_own(self, words: Sequence[str]) -> frozenset[str]:
-        """Find the words that few prompts have; none if too few."""
-        own = frozenset(words[-MOST_COMPARED:]) - self._common
-        return own if len(own) >= FEWEST_COMPARED else frozenset()
-
-    def index(self, word_sets: Iterable[AbstractSet[str]]) -> dict[str, list[int]]:
-        """Numbers of the sets by their rarest words."""
-        numbers: dict[str, list[int]] = defaultdict(list)
-        for number, words in enumerate(word_sets):
-            for word in sorted(words, key=lambda word: (self._counts[word], word))[:KEYS]:
-                if len(numbers[word]) < MOST_OF_KEY:
-                    numbers[word].append(number)
-        return numbers
-
-    def are_alike(self, one: AbstractSet[str], other: AbstractSet[str]) -> bool:
-        """Return whether two prompts share nearly all words.
-
-        Where each has words of its own, as "France" and "Spain", rare words count for more.
-        """
-        if 2 * len(one & other) < max(len(one), len(other)):  # most pairs that are compared
-            return False
-        weigh = len if one <= other or other <= one else self._weigh
-        return weigh(one & other) >= SHARED * weigh(one | other)
+        if same is not None:
+            named.append(dict.fromkeys(("held_out", "training"), _show(control.sub("", unescape(same)))))
+    return {"prompts_like_train": len(prompts), "answers_in_train": n_answers, "like_train": named[:NAMED]}
 
 
 def _show(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
-from dpo.data.examples import TextExample, encode_examples
+from dpo.data.examples import TextExample, encode_examples, list_examples
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
@@ -163,36 +162,41 @@ def build_table(
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
-    trains_on = "prompts" if plan.online else plan.loss.trains_on
+    data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
+    limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
     for split in SPLITS:
-        counter = SplitCounter(
-            encode,
-            trains_on=trains_on,
-            max_length=plan.data.max_length,
-            max_prompt_length=plan.data.max_prompt_length,
-        )
+        counter, path = SplitCounter(encode, trains_on=trains_on, **limits), directory / f"{split}.arrow"
 
         def load(split: str = split, report: SplitReport = counter.report) -> Iterator[tuple[str, PreferenceData]]:
-            for name in plan.data.datasets:
-                if name in held_out:
-                    data = held_out.pop(name)
-                    print(*() if silent else (f"{note}\n" for note in data.notes), sep="", end="")
-                else:
-                    data = _load_dataset(plan, name, split, tokenizer, get_dataset, trains_on=trains_on, silent=silent)
-                if data.held_out is not None:
-                    held_out[name] = data.held_out
-                notes.extend(data.notes)
-                report.bad_records += [(name, number, reason) for number, reason in data.bad_records]
-                yield name, data
+            for name in data.datasets:
+                loaded = held_out.pop(name, None)
+                if loaded is None:
+                    loaded = get_dataset(
+                        name,
+                        split,
+                        silent=silent,
+                        cache_dir=plan.run.cache_dir,
+                        dataset_sources=data.dataset_sources,
+                        tokenizer=tokenizer,
+                        trains_on=trains_on,
+                        with_margins=plan.loss.needs_margins,
+                        chat=data.chat,
+                        bad_records=data.bad_records,
+                    )
+                elif not silent:
+                    print("".join(f"{note}\n" for note in loaded.notes), end="")
+                _check_suits(plan, name, loaded)
+                if loaded.held_out is not None:
+                    held_out[name] = loaded.held_out
+                notes.extend(loaded.notes)
+                report.bad_records += [(name, number, reason) for number, reason in loaded.bad_records]
+                yield name, loaded
 
-        prompts, path = (
-            iterate_prompts(load(), trains_on, list_pairs=plan.data.list_pairs),
-            directory / f"{split}.arrow",
-        )
-        if plan.data.truncation == "drop":
+        prompts = iterate_prompts(load(), trains_on, list_pairs=data.list_pairs)
+        if data.truncation == "drop":
             prompts = _drop_long(prompts, counter, plan)
-        elif plan.data.truncation != "auto":
-            prompts = (prompt._replace(truncation_mode=plan.data.truncation) for prompt in prompts)
+        elif data.truncation != "auto":
+            prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         reports[split] = asdict(counter.count_tokens(PromptTable(path)))
         digests[split] = counter.digest.hexdigest()[:32]
@@ -201,32 +205,16 @@ def build_table(
             n = reports[split]["too_long"]
             too_long = f"{n:,} are too long: raise max_length, or choose truncation=auto"
             why = too_long if n else "lists of equal scores give none: add other records"
-            raise InputError(f"the {split} split of {', '.join(plan.data.datasets)} has no {counted}: {why}")
+            raise InputError(f"the {split} split of {', '.join(data.datasets)} has no {counted}: {why}")
     train, test = (PromptTable(directory / f"{split}.arrow") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
-def _load_dataset(
-    plan: Plan, name: str, split: str, tokenizer: Any, get_dataset: GetDataset, *, trains_on: str, silent: bool
-) -> PreferenceData:
-    """Load a dataset. Raises InputError if it has not what the loss trains on."""
-    options: dict[str, Any] = {"chat": plan.data.chat}
-    if plan.loss.needs_margins:  # a loader of the user may not know these options
-        options["with_margins"] = True
-    if plan.data.bad_records != "refuse":
-        options["bad_records"] = plan.data.bad_records
-    data = get_dataset(
-        name,
-        split,
-        silent=silent,
-        cache_dir=plan.run.cache_dir,
-        dataset_sources=plan.data.dataset_sources,
-        tokenizer=tokenizer,
-        trains_on=trains_on,
-        **options,
-    )
-    if trains_on == "labels" and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
+def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
+    """Check that a dataset has what the loss trains on."""
+    trains_on_labels = not plan.online and plan.loss.trains_on == "labels"
+    if trains_on_labels and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
         raise InputError(
             f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
             f"which makes each chosen response desirable and each rejected one undesirable"
@@ -236,27 +224,27 @@ def _load_dataset(
             f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
             f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
         )
-    return data
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:
     """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
     remaining, new_tokens = iter(prompts), plan.online.max_new_tokens if plan.online else 0
     while batch := list(islice(remaining, ROWS_PER_BATCH)):
-        examples = [TextExample.of(prompt, i) for prompt in batch for i in range(max(1, len(prompt.examples)))]
-        encoded = iter(encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize))
+        examples = [example for prompt in batch for example in list_examples(prompt) or [TextExample.of(prompt, 0)]]
+        encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
+        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
+        for (prompt, index, *_), example in zip(examples, encoded, strict=True):
+            if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
+                counter.report.count("too_long", prompt, index)
+            else:
+                kept[prompt.index_in_split].append(index)
         for prompt in batch:
-            kept = []
-            for index, example in zip(range(max(1, len(prompt.examples))), encoded, strict=False):
-                if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
-                    counter.report.count("too_long", prompt, index)
-                else:
-                    kept.append(index)
-            if kept and prompt.examples:
+            indices = kept[prompt.index_in_split]
+            if indices and prompt.examples:
                 by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
-                chosen = {name: values and [values[i] for i in kept] for name, values in by_example.items()}
+                chosen = {name: values and [values[i] for i in indices] for name, values in by_example.items()}
                 prompt = prompt._replace(**chosen)
-            if kept:
+            if indices:
                 yield prompt
 
 
@@ -265,11 +253,11 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
 
     None if a dataset, the tokenizer or the loader cannot be identified.
     """
-    data, loader = plan.data, inspect.unwrap(get_dataset)
+    data, code = plan.data, getattr(get_dataset, "__code__", None)
     # the states of the datasets say more than their sources
     states = [identify(name, plan.run.cache_dir, data.dataset_sources) for name in data.datasets]
     tokenizer_digest = identify_tokenizer(tokenizer)
-    if None in states or tokenizer_digest is None or not inspect.isfunction(loader):
+    if None in states or tokenizer_digest is None or code is None:
         return None
     made_from = [
         *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
@@ -277,7 +265,7 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
         *(data.chat, data.bad_records, plan.online.max_new_tokens if plan.online else None),
     ]
     digest = hashlib.sha256(json.dumps(made_from).encode())
-    for file in (Path(loader.__code__.co_filename), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+    for file in (Path(code.co_filename), *sorted(Path(__file__).parents[1].rglob("*.py"))):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
@@ -313,38 +301,16 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     texts = [name for name, prompt_format in report.train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(data.tokenizer, "chat_template", None):
         yield (
-            f"the tokenizer has a chat template, but {' and '.join(texts)} {'holds' if len(texts) == 1 else 'hold'} "
-            f"text, which is used as it is: a chat model would be trained without the template with which it is "
-            f"prompted later. For a chat model, give messages in place of text, [{{role: user, content: ...}}], or "
-            f"chat=always for texts of your own; for a base model, text is fine"
+            f"the tokenizer has a chat template, and the text of {' and '.join(texts)} is used as it is: a chat model "
+            f"would be trained without the template with which it is prompted later. For a chat model, give messages "
+            f"in place of text, or chat=always for texts of your own; for a base model, text is fine"
         )
     if adds_bos(data.tokenizer) and not data.train[0].text.startswith(bos := data.tokenizer.bos_token):
         yield (
             f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
             f"it: write it into the prompts, as docs/faq.md says"
         )
-    yield from find_weight_warnings(report.train, plan.loss.options)
+    if 0 in (report.train.desirable, report.train.undesirable):
+        yield "all labels of the train split are alike, and a loss of labels learns from both kinds: add the other"
     if not DATASETS_IN_HH_FORMAT.issuperset(names):  # nobody can change what published splits share
         yield from report.test.find_leaks()
-
-
-def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of labels of one kind, or of unbalanced weights.
-
-    All desirable examples together should weigh 1 to 4/3 times as much as all undesirable examples (arXiv 2402.01306,
-    section 4).
-    """
-    desirable, undesirable = (options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable"))
-    if report.desirable is None or not (desirable and undesirable):  # there are no labels, or one kind has weight 0
-        return
-    if not (report.desirable and report.undesirable):
-        missing = "undesirable" if report.desirable else "desirable"
-        yield f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"
-    elif "desirable_weight" in options and report.effective_examples is None:
-        ratio = desirable * report.desirable / (undesirable * report.undesirable)
-        if not 0.99 <= ratio <= 1.01 * 4 / 3:  # the advised weights are rounded
-            yield (
-                f"the desirable responses weigh {ratio:.3g} times as much as the undesirable responses, and the paper "
-                f"of KTO advises 1 to 4/3: try loss.desirable_weight from {desirable / ratio:.3g} to "
-                f"{4 / 3 * desirable / ratio:.3g}"
-            )

@@ -134,7 +134,7 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
     monkeypatch.setattr(counts, "COUNTED_WHOLE", 1)
     monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
     good, bad = prompt_of("fine", (" b", " c")), prompt_of("fine too", (" guilty<|endoftext|> response", " c"))
-    with pytest.raises(InputError, match=r"remove it from ' guilty<\|endoftext\|> response'; .* ends in 'fine too'"):
+    with pytest.raises(InputError, match=r"prompt 'fine too': .*remove it from ' guilty<\|endoftext\|> response'"):
         inspect(tokenizer, *[good] * 30, bad)
     # a chat template may write it
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
