@@ -20,7 +20,12 @@ class BadRecordsError(InputError):
     """Some records of a dataset cannot be used; `are_all`: none can."""
 
     def __init__(self, name: str, found: list[tuple[int, str]], *, are_all: bool) -> None:
-        super().__init__(found[0][1] if len(found) == 1 else list_bad(name, found))
+        reasons = {reason.partition(": ")[2] for _, reason in found}  # without the record's place
+        if are_all and len(reasons) == 1 < len(found):  # such as a template that cannot render anything
+            text = f"dataset {name}: none of its {len(found):,} records can be used: {reasons.pop()}"
+        else:
+            text = found[0][1] if len(found) == 1 else list_bad(name, found)
+        super().__init__(text)
         self.name, self.found, self.are_all = name, found, are_all
 
 
