@@ -194,7 +194,11 @@ def sample_lengths(run: Run) -> str | None:
 def list_counts(run: Run, split: str, totals: Mapping[str, str]) -> str | None:
     """List the preflight's counts that reach 1 % of their totals."""
     counts = [(name, run.count(f"{split}.{name}"), run.count(f"{split}.{total}")) for name, total in totals.items()]
-    shown = [f"{name} {n:,.0f} of {total:,.0f} ({percent(n / total)})" for name, n, total in counts if n > 0.01 * total]
+    shown = [
+        f"{name} {n:,.0f} of {total:,.0f} ({percent(n / total)})"
+        for name, n, total in counts
+        if n and n >= 0.01 * total
+    ]
     return "; ".join(shown) or None
 
 
