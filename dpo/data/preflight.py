@@ -149,7 +149,8 @@ def prepare_data(
     table, facts, is_new = find_or_build(Path(plan.run.local_dir) / FOLDER, key, build, scratch=scratch)
     release_freed_memory()  # the loaders' texts were Python strings
     if not (silent or is_new):  # the loaders of a new table have printed the notes already
-        print("".join(f"{note}\n" for note in facts["notes"]), end="")
+        for note in facts["notes"]:
+            print(note)
     _check_fits(plan, facts["reports"])
     return table, facts
 
@@ -176,7 +177,8 @@ def build_table(
             for name in plan.data.datasets:
                 if name in held_out:
                     data = held_out.pop(name)
-                    print(*() if silent else (f"{note}\n" for note in data.notes), sep="", end="")
+                    for note in () if silent else data.notes:
+                        print(note)
                 else:
                     data = _load_dataset(plan, name, split, tokenizer, get_dataset, trains_on=trains_on, silent=silent)
                 if data.held_out is not None:
@@ -185,10 +187,8 @@ def build_table(
                 report.bad_records += [(name, number, reason) for number, reason in data.bad_records]
                 yield name, data
 
-        prompts, path = (
-            iterate_prompts(load(), trains_on, list_pairs=plan.data.list_pairs),
-            directory / f"{split}.arrow",
-        )
+        path = directory / f"{split}.arrow"
+        prompts = iterate_prompts(load(), trains_on, list_pairs=plan.data.list_pairs)
         if plan.data.truncation == "drop":
             prompts = _drop_long(prompts, counter, plan)
         elif plan.data.truncation != "auto":

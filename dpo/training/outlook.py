@@ -30,11 +30,8 @@ def list_notes(
     plan: Plan, data: TrainingData, evaluator: Evaluator, scheduler: Schedule, *, is_first: bool
 ) -> list[str]:
     """What a run says before it trains, `is_first` if it has not trained yet."""
-    policy, eval_every, n_examples = (
-        evaluator.objective.policy,
-        plan.evaluation.eval_every,
-        evaluator.interval.n_examples,
-    )
+    policy, eval_every = evaluator.objective.policy, plan.evaluation.eval_every
+    n_examples = evaluator.interval.n_examples  # from one evaluation to the next
     notes = [*remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)]
     if eval_every not in (None, n_examples):
         notes.append(
