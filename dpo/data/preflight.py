@@ -148,7 +148,8 @@ def prepare_data(
     table, facts, is_new = find_or_build(Path(plan.run.local_dir) / FOLDER, key, build, scratch=scratch)
     release_freed_memory()  # the loaders' texts were Python strings
     if not (silent or is_new):  # the loaders of a new table have printed the notes already
-        print("".join(f"{note}\n" for note in facts["notes"]), end="")
+        for note in facts["notes"]:
+            print(note)
     _check_fits(plan, facts["reports"])
     return table, facts
 
@@ -184,7 +185,8 @@ def build_table(
                         bad_records=data.bad_records,
                     )
                 elif not silent:
-                    print("".join(f"{note}\n" for note in loaded.notes), end="")
+                    for note in loaded.notes:
+                        print(note)
                 _check_suits(plan, name, loaded)
                 if loaded.held_out is not None:
                     held_out[name] = loaded.held_out

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,11 +229,14 @@ def _run_checks(checks: Sequence[Check], values: Values, plan: Plan) -> Iterator
     }
     for check in checks:
         set_keys = [key for key in check.keys.split() if values.get(key) not in (None, defaults.get(key))]
-        with suppress(KeyError):  # of a key without a right value
+        try:
             if (set_keys or not check.keys) and check.is_broken(values, plan):
                 for key in set_keys or [""]:
                     facts |= {"KEY": key, "VALUE": values.get(key)}
                     yield Problem(key, _fill(check.sentence, facts))
+        except KeyError as error:  # a key without a right value
+            if error.args[0] not in KEYS:  # a fault of the table
+                raise
 
 
 def _fill(sentence: str, facts: Values) -> str:

@@ -266,8 +266,8 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
-    # the parent reads after this process has exited, so the message must fit into the pipe's buffer
-    pipe.send(message[-20_000:])
+    # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
+    pipe.send(message[-15_000:])
     _exit_now(status)
 
 
@@ -301,7 +301,11 @@ class _Worker(NamedTuple):
             return Outcome.STOPPED
         if status in (LOST_CONTACT, -signal.SIGABRT):
             return Outcome.LOST_CONTACT
-        return Outcome.DONE if status == 0 else Outcome.FAILED
+        if status == 0:
+            with suppress(EOFError):  # it called exit(0) before it was done, and sent nothing
+                self.pipe.recv()
+                return Outcome.DONE
+        return Outcome.FAILED
 
     def find_message(self) -> str:
         """The message of a worker that has exited, or what its exit status says."""

@@ -5,7 +5,7 @@
 
 This is figure 2 (left) of the DPO paper on a task of its own, which docs/frontier.md describes. After SFT every method
 of `methods.py` is trained with several betas and seeds. Expected true reward and KL(policy || reference) of each policy
-are computed by enumeration, and compared with pi* and best-of-N.
+are computed by enumeration, and compared with those of pi*.
 
 Writes `frontier.json` (a row for each policy), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and
 prints tables; --read only prints the tables of such files. --quick has one seed on two fifths of the pairs. The same
