@@ -239,7 +239,7 @@ def _write(
                 start = end
     in_rows = map(torch.from_numpy, (input_ids, position_ids, tree_of, branch_of))
     by_token = (torch.tensor(values, dtype=torch.int64) for values in (scored, targets, slots))
-    return Packed(*in_rows, *by_token, torch.from_numpy(response_index), shape), spans
+    return Packed(*in_rows, *by_token, response_index=torch.from_numpy(response_index), shape=shape), spans
 
 
 def _find_segments(spans: list[tuple[range, range]], length: int) -> Segments:

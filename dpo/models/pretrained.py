@@ -137,7 +137,9 @@ def load_model(
     the model's own. A scalar head that the weights lack is drawn from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
-    config, attention, state = load_config(source), choose_attention(attn_implementation), {}
+    config, attention = load_config(source), choose_attention(attn_implementation)
+    structure: Any = None
+    state: dict[str, torch.Tensor] = {}  # empty for the model's own weights
     with explaining_load_errors("model", source.name), silenced_reports():
         if archive is not None:
             structure = load_structure(source, dtype=dtype)

@@ -78,7 +78,7 @@ def read_archive(
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
-    state = {name if name in expected else RENAMED.get(name, name): tensor for name, tensor in state.items()}
+    state = {name if name in expected else RENAMED.get(str(name), str(name)): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
     if find_scalar_head(model) is not None and HEAD_WEIGHT not in state:  # the weights of a language model
         state = {name: tensor for name, tensor in state.items() if name not in LM_HEAD}
