@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dpo.analysis.ledger_file import RECURRING
-
 PERIODS = 10  # equal parts of a run's updates
 LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
 
@@ -76,10 +74,9 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         scale = max(float(np.median(abs(margins[within]))), rounding)
         relative_margins[within] = margins[within] / scale if scale > 0 else 0.0
 
-    visits = pa.table(
-        {name: table[name].take(rows).cast(pa.string()) for name in RECURRING}
-        | {"margin": margins, "relative": relative_margins, "row": rows}
-    )
+    visits = table.select(["example", "dataset", "split"]).take(rows)
+    for name, values in (("margin", margins), ("relative", relative_margins), ("row", rows)):
+        visits = visits.append_column(name, pa.array(values))
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(
         [
             *(("margin", function) for function in ("count", "max", "first", "last")),

@@ -6,19 +6,17 @@ truncate. `ledger.parquet` is made from it, and depends on its rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.system.plain_files import check_readable, replacing
 from dpo.system.run_directory import PARQUET, STREAM
 
-RECURRING = ("example", "dataset", "split")  # columns of recurring texts
 SCHEMA = pa.schema(
     {
         "example": pa.string(),
@@ -54,13 +52,6 @@ ONLINE_SCHEMA = pa.schema([*SCHEMA, *DRAWN])
 WEIGHTED_SCHEMA = pa.schema([*SCHEMA, ("weight", pa.float64()), ("offset", pa.float64())])
 
 
-def make_schema(names: Collection[str]) -> pa.Schema:
-    """Choose the schema of a ledger that has these columns."""
-    if "tie" in names:
-        return ONLINE_SCHEMA
-    return WEIGHTED_SCHEMA if "weight" in names else SCHEMA
-
-
 def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
     """Write the schema to a stream that is empty or missing."""
     with stream.open("ab") as file:
@@ -68,31 +59,21 @@ def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
             file.write(schema.serialize())
 
 
-def append(stream: Path, columns: Mapping[str, Any]) -> None:
-    """Append rows in one write.
-
-    `columns` has lists or tensors by name, None for a column without values.
-    """
-    n_rows, schema, arrays = len(columns["example"]), make_schema(columns), []
-    for field in schema:
-        values = columns[field.name]
-        if values is None:
-            arrays.append(pa.nulls(n_rows, field.type))
-            continue
-        if pa.types.is_floating(field.type) and not isinstance(values, list):  # a tensor
-            values = np.asarray(values, dtype=np.float64)
-        arrays.append(pa.array(values, field.type))
+def append(stream: Path, columns: Mapping[str, Any], schema: pa.Schema = SCHEMA) -> None:
+    """Append rows in one write; `columns` has a list for each column of the schema."""
+    rows = pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
     with stream.open("ab") as file:
-        file.write(pa.record_batch(arrays, schema=schema).serialize())
+        file.write(rows.serialize())
 
 
 def write_parquet(stream: Path, target: Path) -> int:
     """Write a stream's rows as Parquet, atomically; returns their number."""
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
-    table = _encode(_read_stream(stream))
+    table = _read_stream(stream)
     with replacing(target) as unfinished, unfinished.open("wb") as file:  # as Arrow takes no path that is not UTF-8
-        pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=list(RECURRING))
+        recurring = ["example", "dataset", "split"]
+        pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
     return len(table)
 
 
@@ -103,29 +84,28 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
     """
     stream, parquet = run_dir / STREAM, run_dir / PARQUET
     if stream.exists():
-        return _encode(_read_stream(stream))
+        return _read_stream(stream)
     if not parquet.exists():
         return None
     import pyarrow.parquet as pq
 
     check_readable(parquet)
     with _explaining_errors(parquet), parquet.open("rb") as content:
-        return _encode(pq.read_table(content))
+        table = pq.read_table(content)
+        _check_schema(table.schema)
+        return table
 
 
 def find_end(stream: Path, size: int) -> int:
     """Find the end of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
-    last_end = 0
     with suppress(InputError):
-        for _, end in _read_appends(stream):
-            if end > size:
-                break
-            last_end = end
-    return last_end
+        return max((end for _, end in _read_appends(stream) if end <= size), default=0)
+    return 0
 
 
 def _read_stream(stream: Path) -> pa.Table:
-    return pa.concat_tables([rows for rows, _ in _read_appends(stream)])
+    """Read a stream's rows, in one chunk, so that files made of them do not depend on the appends."""
+    return pa.concat_tables([rows for rows, _ in _read_appends(stream)]).combine_chunks()
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
@@ -137,8 +117,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
     with stream.open("rb") as file:
         with _explaining_errors(stream):
             reader = pa.ipc.open_stream(file)
-            if reader.schema not in (SCHEMA, ONLINE_SCHEMA, WEIGHTED_SCHEMA):
-                raise pa.ArrowInvalid("its columns are not those of a ledger")
+            _check_schema(reader.schema)
         yield reader.schema.empty_table(), file.tell()
         while True:
             try:
@@ -151,14 +130,9 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             yield pa.Table.from_batches([batch]), file.tell()
 
 
-def _encode(table: pa.Table) -> pa.Table:
-    """Combine a table's chunks, and dictionary-encode recurring texts."""
-    arrays, fields = [], []
-    for field in make_schema(table.schema.names):
-        dtype = pa.dictionary(pa.int32(), field.type) if field.name in RECURRING else field.type
-        arrays.append(table[field.name].combine_chunks().cast(dtype))
-        fields.append((field.name, dtype))
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+def _check_schema(schema: pa.Schema) -> None:
+    if schema not in (SCHEMA, ONLINE_SCHEMA, WEIGHTED_SCHEMA):
+        raise pa.ArrowInvalid("its columns are not those of a ledger")
 
 
 def _explaining_errors(path: Path) -> AbstractContextManager[None]:

@@ -1,10 +1,9 @@
-"""Numbers derived from a run: intervals, errors, collapse."""
+"""Intervals of a run's measures, and the numbers of examples that they are over."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,9 +11,6 @@ from dpo.analysis.runs import Run, number
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
-BEYOND_CHANCE = 3.0  # standard errors, for small samples and the best of some evaluations too
-UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
-COLLAPSED = ((50, 3.0), (16, 5.0))  # last updates, and the multiple of the start's loss that is too high
 
 
 def find_zero(rises: Callable[[float], float]) -> float:
@@ -59,20 +55,6 @@ def auc_interval(auc: float, n_chosen: float, n_rejected: float) -> tuple[float,
     return find_zero(lambda theta: deviate(theta) + Z_95), find_zero(lambda theta: deviate(theta) - Z_95)
 
 
-def mean_and_bound(values: np.ndarray) -> tuple[float, float]:
-    """The mean of successive values, and how far from it the expected value may be by chance.
-
-    If neighbours have a correlation c, values at distance k are taken to have c^k. This multiplies the variance of the
-    mean by (1 + c) / (1 - c).
-    """
-    n, centered = len(values), values - values.mean()
-    sum_of_squares = float(centered @ centered)
-    correlation = float(centered[1:] @ centered[:-1]) / sum_of_squares if sum_of_squares > 0 else 0.0
-    correlation = min(max(correlation, 0.0), 0.95)
-    error = math.sqrt(sum_of_squares / (n - 1) / n * (1 + correlation) / (1 - correlation))
-    return float(values.mean()), BEYOND_CHANCE * error
-
-
 def n_evaluated(run: Run, what: str = "examples") -> float:
     """Number of different examples, or prompts, in an evaluation."""
     n_asked, n_available = number(run.setting("n_eval_examples", 256)), run.count(f"test.{what}")
@@ -86,16 +68,3 @@ def n_effective(run: Run) -> float:
     """
     share = run.count("test.effective_examples") / max(run.count("test.examples"), 1)
     return n_evaluated(run) * (share if share > 0 else 1)  # all examples count if the counts are lost
-
-
-def is_collapsed(start_loss: float, start_margin: float, losses: Sequence[float], margins: Sequence[float]) -> bool:
-    """Return whether the last updates' losses are far above the start's.
-
-    Half of the last losses are above a multiple of the start's, which counts as at least 0.5, while the mean margin,
-    which grows in nearly all runs, is not above the start's. Without pairs `margins` are NaN, and do not count.
-    """
-    for n, factor in COLLAPSED:
-        limit = start_loss + (factor - 1) * max(abs(start_loss), 0.5)
-        if len(losses) >= n and median(losses[-n:]) > limit and not fmean(margins[-n:]) > start_margin:
-            return True
-    return False

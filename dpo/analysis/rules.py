@@ -1,29 +1,20 @@
 """The report's rules: what is wrong, and what to change.
 
 A rule has a condition, which returns the numbers that it is about, or None if it does not hold. The table is at the
-end; docs/metrics.md has it in words.
+end. *Now* is the last evaluation, or the mean of the last tenth of the updates, at least ten.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.measures import (
-    BEYOND_CHANCE,
-    EVAL_ACCURACY,
-    UPDATES_AT_START,
-    is_collapsed,
-    mean_and_bound,
-    n_effective,
-    n_evaluated,
-    share_interval,
-)
+from dpo.analysis.measures import EVAL_ACCURACY, n_effective, n_evaluated, share_interval
 from dpo.analysis.runs import Run, number
 from dpo.analysis.verdict import SMALL_CHANGE, compare_answers, find_changes_per_token
 from dpo.data.sources import HUB_IDS
@@ -31,6 +22,9 @@ from dpo.numbers import count, figure, percent, signed
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
 FEWEST_UPDATES = 20  # fewer say too little
+BEYOND_CHANCE = 3.0  # standard errors, for small samples and the best of some evaluations too
+UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
+COLLAPSED = ((50, 3.0), (16, 5.0))  # last updates, and the multiple of the start's loss that is too high
 
 # kinds of data: those of TRAINS_ON, and online
 ONLINE = frozenset({"online"})
@@ -59,7 +53,7 @@ def skipped_updates(run: Run) -> str | None:
 
 
 def collapsed(run: Run) -> str | None:
-    """What the terminal warns of while a run trains, in the last updates; here for losses without pairs too."""
+    """Half of the last losses are a multiple of the start's, which counts as at least 0.5, and margins do not grow."""
     losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]
     is_finite = np.isfinite(losses)
     losses, margins = losses[is_finite], margins[is_finite]
@@ -68,11 +62,15 @@ def collapsed(run: Run) -> str | None:
         return None
     at_start = slice(1 if run.objective.reference else UPDATES_AT_START)
     start, start_margin = float(losses[at_start].mean()), float(margins[at_start].mean())
-    if len(run.eval) and run.eval.updates[0] == 0:
-        start, start_margin = (float(run.eval[name][0]) for name in ("loss/eval", "rewards_eval/margins"))
-    if not is_collapsed(start, start_margin, losses.tolist(), margins.tolist()):
-        return None
-    return f"loss/train {figure(run.now('loss/train'))} now, {figure(start)} at the start"
+    examples, evaluated = run.eval.points("loss/eval")
+    if len(examples) and examples[0] == 0:
+        start, start_margin = float(evaluated[0]), float(run.eval["rewards_eval/margins"][0])
+    for n, factor in COLLAPSED:
+        limit = start + (factor - 1) * max(abs(start), 0.5)
+        grows = margins[-n:].mean() > start_margin  # false without pairs
+        if len(losses) >= n and np.median(losses[-n:]) > limit and not grows:
+            return f"loss/train {figure(np.median(losses[-n:]))} now, {figure(start)} at the start"
+    return None
 
 
 def describe_changes(changes: Mapping[str, float]) -> str:
@@ -99,18 +97,17 @@ def no_better_than_chance(run: Run) -> str | None:
 
 
 def overfitted(run: Run) -> str | None:
-    """A held-out loss that rose while the training loss fell."""
+    """A held-out loss that rose beyond chance, while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
     trained, train_losses = run.train.points("loss/train")
     if len(losses) < 2 or len(train_losses) < FEWEST_UPDATES:
         return None
-    best, (first_losses, last_losses) = int(losses.argmin()), run.ends("loss/train")
-    # of an example's loss, from the tenth of the run where batches differ most: later they may be learned by heart
-    deviation = max(float(part.std(ddof=1)) for part in np.array_split(train_losses, 10))
-    deviation *= math.sqrt(number(run.setting("batch_size", 1)))
+    best = int(losses.argmin())
+    # the deviation of an example's loss, from the differences of successive batches, which have no trend
+    deviation = float(np.diff(train_losses).std()) * math.sqrt(number(run.setting("batch_size", 1)) / 2)
     bound = BEYOND_CHANCE * deviation * math.sqrt(2 / n_effective(run))  # as if both evaluations had other examples
-    until_best = train_losses[trained <= examples[best]][-len(last_losses) :]
-    before, after = (until_best if len(until_best) else first_losses).mean(), last_losses.mean()
+    n_until_best = max(int((trained <= examples[best]).sum()), 10)
+    before, after = float(train_losses[n_until_best - 10 : n_until_best].mean()), run.now("loss/train")
     if losses[-1] - losses[best] <= max(0.05 * abs(losses[best]), 0.005, bound) or after >= before:
         return None
     held_out = f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at last"
@@ -139,6 +136,13 @@ def without_effect(run: Run) -> str | None:
     return None if has_effect else describe_changes(changes)
 
 
+def clipped(run: Run) -> str | None:
+    limit, (_, norms) = number(run.setting("max_grad_norm")), run.train.points("grad_norm")
+    if len(norms) < FEWEST_UPDATES or (norms > limit).mean() < 0.9:
+        return None
+    return f"grad_norm above {figure(limit)} in {percent((norms > limit).mean())} of the updates"
+
+
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +155,12 @@ def pair_samples(run: Run) -> list[tuple[str, str | None]]:
         (sample["policy"], first.get(sample["prompt"]) if sample["reference"] is None else sample["reference"])
         for sample in newest
     ]
+
+
+def is_more_often(pairs: Iterable[tuple[float, float]]) -> bool:
+    """Return whether the first value of a pair is the larger one more often than the second, by a sign test."""
+    signs = [first > second for first, second in pairs if first != second]
+    return bool(signs) and share_interval(sum(signs) / len(signs), len(signs))[0] > 0.5
 
 
 def is_broken(text: str) -> bool:
@@ -166,24 +176,19 @@ def broken_samples(run: Run) -> str | None:
     """All samples, or more than 5 % and more than of those that they are compared with."""
     broken = [(is_broken(policy), other is not None and is_broken(other)) for policy, other in pair_samples(run)]
     n_policy, n_other = (sum(side) for side in zip(*broken, strict=True)) if broken else (0, 0)
-    n_alone = broken.count((True, False))
-    n_differ = n_alone + broken.count((False, True))
-    is_more = n_differ > 0 and share_interval(n_alone / n_differ, n_differ)[0] > 0.5
-    if n_policy <= 0.05 * len(broken) or not (is_more or n_policy == len(broken)):
+    if n_policy <= 0.05 * len(broken) or not (n_policy == len(broken) or is_more_often(broken)):
         return None
     return f"{n_policy} of {count(len(broken), 'sample')}; of the reference or at first {n_other}"
 
 
 def sample_lengths(run: Run) -> str | None:
-    """Samples much longer or shorter than others to the same prompts."""
+    """Samples that are mostly longer, or shorter, than others to the same prompts, by half on average."""
     n_words = [(len(policy.split()), len((other or "").split())) for policy, other in pair_samples(run)]
     n_words = [pair for pair in n_words if min(pair) > 0]
-    if len(n_words) < 8:
+    after, before = np.array(n_words, dtype=float).reshape(-1, 2).sum(axis=0) / max(len(n_words), 1)
+    if max(after, before) < 1.5 * min(after, before) or abs(after - before) < 5:
         return None
-    policy, other = np.array(n_words, dtype=float).T  # (pairs,) each
-    before, after = other.mean(), policy.mean()
-    change, bound = mean_and_bound(np.log(policy / other))  # one very long sample moves the means, but not this
-    if max(after / before, before / after) < 1.5 or abs(after - before) < 5 or abs(change) <= bound:
+    if not is_more_often(n_words if after > before else [(other, policy) for policy, other in n_words]):
         return None
     return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
 
@@ -218,54 +223,35 @@ def uneven_weights(run: Run) -> str | None:
     effective, examples = run.count("train.effective_examples"), run.count("train.examples")
     if effective < examples / 2:
         return f"effective_examples {figure(effective)} of {examples:,.0f}"
-    weights = []
-    for side in ("desirable", "undesirable"):
-        weights.append(number(run.setting(f"loss.{side}_weight")) * run.count(f"train.{side}"))
-    if math.isnan(effective) and min(weights) > 0 and not 0.99 <= weights[0] / weights[1] <= 1.01 * 4 / 3:
-        return f"desirable responses weigh {figure(weights[0] / weights[1])} times as much as undesirable ones"
+    desirable, undesirable = (
+        number(run.setting(f"loss.{side}_weight")) * run.count(f"train.{side}") for side in ("desirable", "undesirable")
+    )
+    if math.isnan(effective) and min(desirable, undesirable) > 0 and not 0.99 <= desirable / undesirable <= 1.35:
+        return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
     return None
 
 
 # --- answers drawn online ---------------------------------------------------------------------------------------------
 
 
-def answers_no_better(run: Run) -> str | None:
-    """Answers that lose to the reference's, or whose scores do not rise by a tenth of best minus worst."""
-    rate, error = (run.eval.last(f"online_eval/win_rate{suffix}") for suffix in ("", "_se"))
-    n = n_evaluated(run, "prompts")
-    if n >= 8 and rate + BEYOND_CHANCE * error < 0.5:  # the error of a few prompts is too uncertain
-        return f"online_eval/win_rate {figure(rate)}, standard error {figure(error)}, on {count(n, 'held-out prompt')}"
-    if len(run.train.points("online/score")[1]) < FEWEST_UPDATES:
+def answers_worse(run: Run) -> str | None:
+    n, rate = n_evaluated(run, "prompts"), run.eval.last("online_eval/win_rate")
+    if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
         return None
-    (before, bound_before), (after, bound_after) = map(mean_and_bound, run.ends("online/score"))
-    change, bound = after - before, math.hypot(bound_before, bound_after)
-    gap = run.now("online/score_best") - run.now("online/score_worst")
-    if change >= -bound and change + bound >= 0.1 * gap:
+    return f"online_eval/win_rate {figure(rate)} on {count(n, 'held-out prompt')}"
+
+
+def scores_with_length(run: Run) -> str | None:
+    lengths, scores = run.ends("online/length"), run.ends("online/score")
+    if not (lengths[1] >= 1.5 * lengths[0] and scores[1] > scores[0]):
         return None
-    return f"online/score {figure(before)} at first, {figure(after)} now, give or take {figure(bound)}"
+    before, after = (f"{figure(n)} tokens, score {figure(x)}" for n, x in zip(lengths, scores, strict=True))
+    return f"{before} at first; {after} now"
 
 
-def interval_now(run: Run, name: str) -> tuple[float, float]:
-    """The interval of a share of the last updates' answers; (nan, nan) without any.
-
-    Prompts with a pair from the datasets do not count. The answers to one prompt count as one: they may be alike.
-    """
-    share_drawn = 1 - number(run.setting("online.mix_offline", 0))
-    n = len(run.ends(name)[1]) * number(run.setting("batch_size", 1)) * share_drawn
-    return share_interval(run.now(name), n) if n > 0 else (math.nan, math.nan)
-
-
-def ties(run: Run) -> str | None:
-    return f"online/ties {figure(run.now('online/ties'))}" if interval_now(run, "online/ties")[0] > 0.5 else None
-
-
-def unfinished_answers(run: Run) -> str | None:
-    return f"online/eos {figure(run.now('online/eos'))}" if interval_now(run, "online/eos")[1] < 0.9 else None
-
-
-def far_from_reference(run: Run) -> str | None:
-    nats = run.now("online/kl")
-    return f"online/kl {figure(nats)} nats" if nats > 10 else None  # answers e^10 times as likely as before
+def is_outside(run: Run, name: str, *, low: float = -math.inf, high: float = math.inf) -> str | None:
+    value = run.now(name)
+    return f"{name} {figure(value)}" if value < low or value > high else None
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -307,13 +293,17 @@ RULES = (  # in the order of the page
          "The policy does not learn how they end: raise max_length and max_prompt_length, or choose truncation."),
     Rule(WARNING, "Held-out prompts or answers are in the training data", leaks,
          "Held-out numbers are too good: put what belongs together into one split, or give a test file of its own."),
-    Rule(WARNING, "The answers have not become better", answers_no_better,
-         "If scores fell, use a smaller lr or a larger loss.beta; if they stay, a larger lr, a smaller loss.beta or "
-         "more updates, unless most pairs are ties.", ONLINE),
-    Rule(WARNING, "Most prompts give a tie", ties,
+    Rule(WARNING, "The answers are worse than the reference's", answers_worse,
+         "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
+    Rule(WARNING, "Scores and lengths grow together", scores_with_length,
+         "The scorer may reward length. If answers only say the same in more words, change the scorer, or lower "
+         "online.max_new_tokens.", ONLINE),
+    Rule(WARNING, "Most prompts give a tie", partial(is_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
     Rule(NOTE, "An earlier checkpoint is better", best_is_earlier,
          "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck."),
+    Rule(NOTE, "Nearly all gradients are clipped", clipped,
+         "They all count the same then, whatever their size: if that is not meant, raise max_grad_norm."),
     Rule(NOTE, "Length predicts the preference in the data", length_in_data,
          "A policy can rank such pairs right by learning a length: compare the lengths of its samples.", PAIRS),
     Rule(NOTE, "Some examples contradict each other or are faulty", partial(list_counts, split="train", totals=FAULTS),
@@ -321,10 +311,11 @@ RULES = (  # in the order of the page
     Rule(NOTE, "Few examples or one label have most of the weight", uneven_weights,
          "Even out the weights, or loss.desirable_weight and loss.undesirable_weight: KTO's paper advises 1 to 4/3.",
          FIXED),
-    Rule(NOTE, "Drawn answers are cut off", unfinished_answers,
+    Rule(NOTE, "Drawn answers are cut off", partial(is_outside, name="online/eos", low=0.9),
          "The policy does not learn where to stop: raise online.max_new_tokens, set online.missing_eos_penalty, or "
          "begin with SFT.", ONLINE),
-    Rule(NOTE, "The policy has gone far from the reference", far_from_reference,
+    Rule(NOTE, "The policy has gone far from the reference",
+         partial(is_outside, name="online/kl", high=10.0),  # answers e^10 times as likely as before
          "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.", ONLINE),
 )  # fmt: skip
 

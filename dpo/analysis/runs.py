@@ -26,14 +26,12 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import RUN_LOG, is_locked
 
 WARNS = "warning: "  # how a warning on the terminal begins
-LARGEST_NUMBER = 1e100  # larger numbers count as missing: their sums and pictures would overflow
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for anything else, or if huge."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < LARGEST_NUMBER else math.nan
+    """A number as a float; NaN for anything else."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 class Log:
@@ -125,12 +123,12 @@ class Run:
 
     @property
     def updates(self) -> int:
-        return _largest(self.train.updates)
+        return int(np.max(self.train.points("updates")[1], initial=0))
 
     @property
     def examples(self) -> int:
         """Number of examples that the run has trained on."""
-        return _largest(self.train.examples)
+        return int(np.max(self.train.points("examples")[1], initial=0))
 
     @property
     def total_updates(self) -> int | None:
@@ -138,16 +136,15 @@ class Run:
         total = self.count("updates")
         return int(total) if total > 0 else None
 
-    def ends(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The first and last tenth of a training metric's values, at least ten."""
+    def ends(self, name: str) -> tuple[float, float]:
+        """Means of a training metric over the first and last tenth of the updates, at least ten; NaN without any."""
         _, values = self.train.points(name)
         tenth = max(10, len(values) // 10)
-        return values[:tenth], values[-tenth:]
+        return (float(values[:tenth].mean()), float(values[-tenth:].mean())) if len(values) else (math.nan, math.nan)
 
     def now(self, name: str) -> float:
         """A training metric's mean over the last tenth of updates; NaN without any."""
-        _, last_values = self.ends(name)
-        return float(last_values.mean()) if len(last_values) else math.nan
+        return self.ends(name)[1]
 
     def samples_at(self, index: int) -> list[dict[str, Any]]:
         """Samples of the first (`index` 0) or the last (`index` -1) evaluation."""
@@ -166,7 +163,7 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 def read_config(path: Path) -> Run:
     """Read the config of a run, and nothing else."""
     run = Run(path.resolve(), path.resolve().name)
-    run.config = redact(_read(run, "config.yaml", _read_mapping, {}))
+    run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
     return run
 
 
@@ -181,17 +178,15 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
     run = read_config(path)
-    run.env = redact(_read(run, "env.json", _read_mapping, {}))
-    run.preflight = _read(run, "preflight.json", _read_mapping, {})
+    run.env = redact(_read_mapping(run, "env.json", read_json))
+    run.preflight = _read_mapping(run, "preflight.json", read_json)
     lines = _read_lines(run, "metrics.jsonl", {"split", "examples", "updates"})
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    if run.setting("sample_during_eval", True) or (run.path / "samples.jsonl").exists():
-        lines = _read_lines(run, "samples.jsonl", {"examples", "prompt"})
-        run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
-        run.drawn = [line for line in lines if "completions" in line]
-    if (run.path / "answers.jsonl").exists():
-        run.answers = _read_lines(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    logged = _read(run, RUN_LOG, _read_text, "").splitlines() if (run.path / RUN_LOG).exists() else []
+    lines = _read_lines(run, "samples.jsonl", {"examples", "prompt"})
+    run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
+    run.drawn = [line for line in lines if "completions" in line]
+    run.answers = _read_lines(run, "answers.jsonl", {"examples", "prompt", "answer"})
+    logged = _read_text(run, RUN_LOG).splitlines()
     run.warnings = Counter(line.removeprefix(WARNS) for line in logged if line.startswith(WARNS))
     folders = [entry.name for entry in run.path.iterdir() if entry.is_dir()]
     run.nonfinite, run.saved = (
@@ -220,7 +215,7 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
     # the last evaluation comes after all updates
-    if total and done >= total and _largest(run.eval.updates) >= total:
+    if total and done >= total and run.eval.last("updates") >= total:
         return State("complete", f"complete after {progress}")
     if locked:
         return State("training", f"still training, {progress} so far")
@@ -232,37 +227,37 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     if ended or (done and run.saved and run.saved[-1] == run.examples):
         return State("stopped", f"stopped after {progress}")
     checkpoint = f"last checkpoint after {count(run.saved[-1], 'example')}" if run.saved else "without a checkpoint"
-    return State("ended", f"{'crashed or killed' if total else 'ended'} after {progress}, {checkpoint}")
+    return State("ended", f"crashed or killed after {progress}, {checkpoint}")
 
 
-def _read(run: Run, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
-    """Read a file of a run; if that fails, note why among the run's problems."""
+def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str, Any]:
+    """Read a mapping; if that fails, note why among the run's problems."""
     try:
-        return read(run.path / name)
+        value = read(run.path / name)
+        if isinstance(value, dict):
+            return value
+        run.problems.append(f"{name} holds no mapping")
     except FileNotFoundError:
         run.problems.append(f"{name} is missing")
     except (InputError, OSError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
-    return otherwise
+    return {}
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
-    value = read_json(path) if path.suffix == ".json" else read_yaml(path)
-    if not isinstance(value, dict):
-        raise InputError("it holds no mapping")
-    return value
-
-
-def _read_text(path: Path) -> str:
+def _read_text(run: Run, name: str) -> str:
+    """Read a file that a run appends to; "" if there is none."""
+    path = run.path / name
+    if not path.exists():
+        return ""
     check_readable(path)
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _read_lines(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
     """Read a JSONL file's objects that have these keys; other lines are a problem."""
-    objects, unreadable = [], []
+    objects, n_unreadable = [], 0
     # without what follows the last newline: it is being written, or was when the run died
-    for line_number, line in enumerate(_read(run, name, _read_text, "").split("\n")[:-1], start=1):
+    for line in _read_text(run, name).split("\n")[:-1]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -270,10 +265,9 @@ def _read_lines(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
         if isinstance(value, dict) and keys <= value.keys():
             objects.append(value)
         else:
-            unreadable.append(line_number)
-    if unreadable:
-        lines = count(len(unreadable), "line")
-        run.problems.append(f"{name}: {lines} cannot be read and left out, the first is line {unreadable[0]:,}")
+            n_unreadable += 1
+    if n_unreadable:
+        run.problems.append(f"{name}: {count(n_unreadable, 'line')} cannot be read")
     return objects
 
 
@@ -286,7 +280,3 @@ def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]
     if worst != best:
         ranked.append(("worst, chosen" if is_flipped else "worst", answers[worst]))
     return ranked
-
-
-def _largest(values: np.ndarray) -> int:
-    return int(np.max(values[np.isfinite(values)], initial=0))

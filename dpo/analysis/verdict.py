@@ -33,9 +33,9 @@ def describe_result(run: Run) -> str:
     elif not run.eval.has("loss/eval") or run.eval.points("loss/eval")[0][-1] == 0:
         better = "The run was not evaluated after an update yet."
     elif run.eval.has(EVAL_ACCURACY):
-        better = _describe_accuracy(run)
+        better = _describe_pairs(run)
     elif run.eval.has("rewards_eval/auc"):
-        better = _describe_auc(run)
+        better = _describe_labels(run)
     else:
         better = _describe_loss(run)
     return f"{describe_change(run)} {better}".strip()
@@ -105,11 +105,9 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
 
 def _describe_scores(run: Run) -> str:
     """Say how well the policy's answers score."""
-    first_scores, last_scores = run.ends("online/score")
-    text = (
-        f"The mean score of the policy's answers was {figure(first_scores.mean())} at first and is "
-        f"{figure(last_scores.mean())} now, at online/kl {figure(run.now('online/kl'))}."
-    )
+    before, after = map(figure, run.ends("online/score"))
+    text = f"The mean score of the policy's answers was {before} at first and is {after} now"
+    text += f", at online/kl {figure(run.now('online/kl'))}."
     score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
     if math.isfinite(score):
         text += f" On held-out prompts it is {figure(score)}"
@@ -135,42 +133,43 @@ def _describe_loss(run: Run) -> str:
     return f"The held-out {name} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
 
 
-def _describe_accuracy(run: Run) -> str:
+def _describe_pairs(run: Run) -> str:
     """Say what the accuracy of pairs, or of pairs in lists, proves."""
-    accuracy, n_examples, has_reference = run.eval.last(EVAL_ACCURACY), n_evaluated(run), run.objective.reference
-    n = n_effective(run) * _measure_independence(run)  # pairs of one prompt are alike, so that a prompt counts once
-    examples, values = run.eval.points(EVAL_ACCURACY)
+    accuracy, n_examples = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
     if run.objective.trains_on == "lists":
         counted = count(n_examples, "list")
         text = f"{percent(accuracy)} of the pairs in {count(n_examples, 'held-out list')} are ranked right"
     else:
         counted = count(n_examples, "pair")
-        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response "
-        text += "gained on the rejected one" if has_reference else "is rated above the rejected one"
-    if not has_reference and len(values) > 1 and examples[0] == 0:
+        verb = "gained on" if run.objective.reference else "is rated above"
+        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response {verb} "
+        text += "the rejected one"
+    examples, values = run.eval.points(EVAL_ACCURACY)
+    if not run.objective.reference and len(values) > 1 and examples[0] == 0:
         text += f", {percent(values[0])} before training"
+    n = n_effective(run) * _measure_independence(run)
     if round(n) != n_examples:
         counted += f", which count as {round(n):,},"
     return f"{text}{_judge(share_interval(accuracy, n), n, counted)}."
 
 
-def _describe_auc(run: Run) -> str:
+def _describe_labels(run: Run) -> str:
     """Say what the ranking of held-out labels proves."""
     auc = run.eval.last("rewards_eval/auc")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
     share = n_effective(run) / max(run.count("test.examples"), 1)
-    numbers = {name: run.count(f"test.{name}") * share for name in ("desirable", "undesirable")}
+    numbers = {label: run.count(f"test.{label}") * share for label in ("desirable", "undesirable")}
     if not min(numbers.values()) > 0:  # the counts are lost
         return f"{text}."
-    n_prompts = n_evaluated(run) * _measure_independence(run)  # responses of one label to one prompt are alike
+    n_prompts = n_evaluated(run) * _measure_independence(run)
     n_desirable, n_undesirable = (min(n, n_prompts) for n in numbers.values())
-    counted = " and ".join(f"{n:,.0f} {name}" for name, n in numbers.items()) + " responses"
+    counted = " and ".join(f"{n:,.0f} {label}" for label, n in numbers.items()) + " responses"
     interval = auc_interval(auc, n_desirable, n_undesirable)
     return f"{text}{_judge(interval, 2 * min(n_desirable, n_undesirable), counted, f'{ENOUGH // 2} of each')}."
 
 
 def _measure_independence(run: Run) -> float:
-    """Measure prompts per held-out example, at most 1."""
+    """Measure prompts per held-out example, at most 1: pairs of one prompt are alike, so that a prompt counts once."""
     n_prompts, n_examples = run.count("test.prompts"), run.count("test.examples")
     return n_prompts / n_examples if n_examples > n_prompts > 0 else 1.0
 

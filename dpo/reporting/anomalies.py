@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-from dpo.analysis.measures import COLLAPSED, UPDATES_AT_START, is_collapsed
+from dpo.analysis.rules import collapsed
+from dpo.analysis.runs import read_run
 from dpo.data.tokenization import unescape
 from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
@@ -65,23 +64,25 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             prompt_number, index = example.id
             prompt = self.context.data.train[prompt_number]
-            record: dict[str, Any] = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
-                record |= {"chosen": chosen.text, "rejected": rejected.text}
-                record |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+                texts = {"chosen": chosen.text, "rejected": rejected.text}
+                texts |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
             else:
-                record |= self._name_texts({role: unescape(text) for role, text in prompt.texts(index).items()})
-            for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
-                if values is not None:
-                    record[name] = values[index]
-            lines.append(json.dumps(record | {name: column[i] for name, column in columns.items()}) + "\n")
+                texts = self._name_texts({role: unescape(text) for role, text in prompt.texts(index).items()})
+            record = {"prompt": unescape(prompt.text), "prompt_number": prompt_number, **texts}
+            record |= {name: column[i] for name, column in columns.items()}
+            if prompt.weights is not None:
+                record["weight"] = prompt.weights[index]
+            if prompt.margins is not None:
+                record["margin"] = prompt.margins[index]
+            lines.append(json.dumps(record) + "\n")
         make_directory(folder)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
     def _name_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """The texts of an example by the columns that such data has; `texts` are by role."""
+        """The texts of an example, by role, under the columns that such data has."""
         match self.context.plan.loss.trains_on:
             case "targets":
                 return {"completion": texts["chosen"]}
@@ -100,49 +101,18 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """One warning, when `is_collapsed` says so of the last updates."""
+    """One warning, at the first evaluation after which the report's rule for collapse holds.
+
+    It reads the logs of the run, so it follows the callback that writes them, and needs no state.
+    """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._start: tuple[float, float] | None = None  # loss and margin
-        self._losses, self._margins = (deque[float](maxlen=max(n for n, _ in COLLAPSED)) for _ in range(2))
-        self._warned = False
-
-    @classmethod
-    def is_wanted(cls, context: RunContext) -> bool:
-        # `loss.wpo` (needs_squares) weights losses by the policy, so a loss is not comparable with one at the start
-        loss = context.plan.loss
-        return context.rank == 0 and loss.has_margins and not loss.needs_squares
+        self._has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        start = [evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")]
-        if evaluation.n_updates == 0 and all(map(math.isfinite, start)):  # an online run may have no pairs
-            self._start = start[0], start[1]
-
-    def on_update(self, update: Update) -> None:
-        loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        if not math.isfinite(loss + margin):
-            return
-        self._losses.append(loss)
-        self._margins.append(margin)
-        if self._start is None and update.number == (1 if self.context.plan.loss.reference else UPDATES_AT_START):
-            self._start = fmean(self._losses), fmean(self._margins)
-        if self._warned or self._start is None or not is_collapsed(*self._start, [*self._losses], [*self._margins]):
-            return
-        self._warned = True
-        self.context.log(
-            f"warning: update {update.number}: the run has collapsed: the last values of loss/train are about "
-            f"{median(self._losses):.4g} ({self._start[0]:.4g} at the start), and margins do not grow. It seldom "
-            "recovers by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger batch_size."
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        start = None if self._start is None else list(self._start)
-        return {"warned": self._warned, "start": start, "losses": [*self._losses], "margins": [*self._margins]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._warned = state["warned"]
-            self._start = None if state["start"] is None else (state["start"][0], state["start"][1])
-            self._losses.extend(state["losses"])
-            self._margins.extend(state["margins"])
+        numbers = None if self._has_warned else collapsed(read_run(self.context.run_dir))
+        if numbers is not None:
+            self._has_warned = True
+            advice = "it seldom recovers: stop, and start again with a tenth of lr, more warmup_steps or a larger batch"
+            self.context.log(f"warning: the run has collapsed: {numbers}; {advice}")

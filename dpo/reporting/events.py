@@ -5,6 +5,8 @@ Each callback owns its files and its part of a checkpoint.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -142,33 +144,20 @@ class Callbacks:
         return all(are_allowed)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The states that are not empty."""
+        """The states that are not empty; TypeError for one that a checkpoint, which is read as data, cannot restore."""
         states: dict[str, Mapping[str, Any]] = {}
         for name, callback in self.callbacks.items():
-            state = callback.state_dict()
-            _check_plain(state, f"{name}.state_dict()")
-            if state:
+            if state := callback.state_dict():
+                content = io.BytesIO()
+                torch.save(state, content)
+                try:
+                    torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+                except pickle.UnpicklingError as error:
+                    what = "tensors, numbers, texts, lists and dicts"
+                    raise TypeError(f"{name}.state_dict() must have only {what}: {error}") from error
                 states[name] = state
         return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, callback in self.callbacks.items():
             callback.load_state_dict(states.get(name, {}))
-
-
-def _check_plain(value: Any, path: str) -> None:
-    """Raise TypeError for a value that a checkpoint would not restore.
-
-    Checkpoints are read as data, not as arbitrary Python objects. `path` says where the value is, for the message.
-    """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(item, f"{path}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for item in value:
-            _check_plain(item, path)
-    elif not isinstance(value, torch.Tensor) and type(value) not in (bool, int, float, str, type(None)):
-        raise TypeError(
-            f"{path} has a {type(value).__name__}: a checkpoint holds tensors, numbers, texts, lists and dicts; return "
-            f"only these"
-        )

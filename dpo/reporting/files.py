@@ -43,28 +43,23 @@ class Appender(Callback):
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
-            self._truncate(self.run_dir / name, self._sizes.get(name))
-
-    def _truncate(self, path: Path, logged: int | None) -> None:
-        """Truncate a file to what was logged before the checkpoint; None if the checkpoint does not know the file."""
-        size_now = path.stat().st_size if path.exists() else 0
-        end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0
-        is_known = logged is not None or size_now == 0
-        if is_known and end == (logged or 0):
-            if size_now > end:
+            path, logged = self.run_dir / name, self._sizes.get(name)
+            size_now = path.stat().st_size if path.exists() else 0
+            end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0
+            if end < (logged or 0) or (logged is None and size_now):
+                self._move_aside(path, end)
+            elif size_now > end:
                 os.truncate(path, end)
-            return
-        # what was made from the file is older or newer than it
-        aside = {name: move_aside(self.run_dir / name) for name in self.derived if (self.run_dir / name).exists()}
-        if size_now:
-            aside[path.name] = move_aside(path)
-            with aside[path.name].open("rb") as old_file:
+
+    def _move_aside(self, path: Path, end: int) -> None:
+        """Rename a file that a checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
+        names = [name for name in (*self.derived, path.name) if (self.run_dir / name).exists()]
+        moved = {name: move_aside(self.run_dir / name) for name in names}
+        if path.name in moved:
+            with moved[path.name].open("rb") as old_file:
                 path.write_bytes(old_file.read(end))
-        problem = "does not belong to a checkpoint of this run"
-        if logged:
-            problem = f"lacks {logged - end:,} of the {logged:,} bytes that were logged before the checkpoint"
-        renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in aside.items())
-        self.context.log(f"warning: {path} {problem}{renamed}")
+        renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in moved.items())
+        self.context.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, which is synced to the disk first."""

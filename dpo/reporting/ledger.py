@@ -35,9 +35,11 @@ class Ledger(Appender):
         super().__init__(context)
         self.stream = self.run_dir / STREAM
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
-        self.online = context.plan.online is not None
-        columns = {*context.data.train.columns, *context.data.test.columns}
-        self.weighted = not columns.isdisjoint(("weights", "margins"))
+        self.schema = ledger_file.SCHEMA
+        if context.plan.online is not None:
+            self.schema = ledger_file.ONLINE_SCHEMA
+        elif {"weights", "margins"} & {*context.data.train.columns, *context.data.test.columns}:
+            self.schema = ledger_file.WEIGHTED_SCHEMA
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -48,8 +50,7 @@ class Ledger(Appender):
 
     def on_start(self) -> None:
         super().on_start()
-        data_schema = ledger_file.WEIGHTED_SCHEMA if self.weighted else ledger_file.SCHEMA
-        ledger_file.begin(self.stream, ledger_file.ONLINE_SCHEMA if self.online else data_schema)
+        ledger_file.begin(self.stream, self.schema)
         self._write()
 
     def on_update(self, update: Update) -> None:
@@ -77,46 +78,36 @@ class Ledger(Appender):
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
-        n_rows = len(examples)
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
-        tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
-
-        def select(metric: str, role: str) -> list[float | None] | None:
-            """Select a metric's values, None for examples without the role; None if it was not measured."""
-            if metric not in table:
-                return None
-            values = table[metric].tolist()
-            return [value if role in example.roles else None for value, example in zip(values, examples, strict=True)]
-
         score = "rewards" if self.context.plan.loss.scalar_head else "logps"
-        columns: dict[str, Any] = {
-            "example": [example.digest for example in examples],
-            "dataset": [example.dataset for example in examples],
-            "update": [update] * n_rows,
-            "epoch": [n_updates_before // updates_per_epoch] * n_rows,
-            "split": [split] * n_rows,
-            "policy_chosen": select(f"{score}_{split}/chosen", "chosen"),
-            "policy_rejected": select(f"{score}_{split}/rejected", "rejected"),
-            "reference_chosen": select("reference_chosen", "chosen"),
-            "reference_rejected": select("reference_rejected", "rejected"),
-            "chosen_tokens": [n_tokens.get("chosen") for n_tokens in tokens_by_role],
-            "rejected_tokens": [n_tokens.get("rejected") for n_tokens in tokens_by_role],
-            "truncated": [example.truncated for example in examples],
-            "loss": table[f"loss/{split}"],
-            "margin": table.get(f"rewards_{split}/margins"),
-        }
-        if self.weighted:
-            columns["weight"] = [example.weight for example in examples]
-            columns["offset"] = [example.margin for example in examples]
-        if self.online:
-            drawn_rows = [_make_drawn_row(drawn[i]) if i in drawn else {} for i in range(n_rows)]
-            columns |= {name: [row.get(name) for row in drawn_rows] for name in ledger_file.DRAWN.names}
-        ledger_file.append(self.stream, columns)
-        self.rows += n_rows
+        values = {name: column.tolist() for name, column in table.items()}
+        rows = []
+        for i, example in enumerate(examples):
+            row = {
+                "example": example.digest,
+                "dataset": example.dataset,
+                "update": update,
+                "epoch": n_updates_before // updates_per_epoch,
+                "split": split,
+                "truncated": example.truncated,
+                "loss": values[f"loss/{split}"][i],
+                "margin": values[f"rewards_{split}/margins"][i] if f"rewards_{split}/margins" in values else None,
+                "weight": example.weight,
+                "offset": example.margin,
+            }
+            for role, n_tokens in zip(example.roles, example.n_scored, strict=True):
+                row[f"{role}_tokens"] = n_tokens
+                for column, name in (("policy", f"{score}_{split}/{role}"), ("reference", f"reference_{role}")):
+                    if name in values:
+                        row[f"{column}_{role}"] = values[name][i]
+            rows.append(row | (_describe_drawn(drawn[i]) if i in drawn else {}))
+        columns = {name: [row.get(name) for row in rows] for name in self.schema.names}
+        ledger_file.append(self.stream, columns, self.schema)
+        self.rows += len(rows)
 
 
-def _make_drawn_row(drawn: Drawn) -> dict[str, Any]:
+def _describe_drawn(drawn: Drawn) -> dict[str, Any]:
     """The columns of a drawn pair: texts and scores of its answers."""
     chosen, rejected = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]

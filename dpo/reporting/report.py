@@ -39,9 +39,9 @@ class ReportWriter(Callback):
 
     def _update(self) -> None:
         if self._process is None or self._process.poll() is not None:
-            self._process = self._begin(stderr=subprocess.DEVNULL)
+            self._process = self._begin()
 
-    def _begin(self, *options: str, stderr: int) -> subprocess.Popen:
+    def _begin(self, *options: str) -> subprocess.Popen:
         run_dir = self.context.run_dir.absolute()
         return subprocess.Popen(
             [sys.executable, "-m", "dpo.analysis.page", str(run_dir), str((run_dir / REPORT).parent), *options],
@@ -49,7 +49,7 @@ class ReportWriter(Callback):
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=stderr,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
         )
 
@@ -57,17 +57,13 @@ class ReportWriter(Callback):
         """Write the last report, and log its path."""
         if self._process is not None:  # that report lacks the run's end
             self._process.kill()
-            self._process.communicate()
-        process = self._begin("--ended", stderr=subprocess.PIPE)
-        failure = ""
+            self._process.wait()
+        run_dir, process = self.context.run_dir, self._begin("--ended")
         try:
-            _, errors = process.communicate(timeout=LAST_SECS)
-            if process.returncode:  # the last line of a traceback is its message
-                failure = errors.decode("utf-8", "replace").strip().rpartition("\n")[2][:300] or "it was killed"
+            is_written = process.wait(LAST_SECS) == 0
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
-            failure = f"it took more than {LAST_SECS} s"
-        run_dir = self.context.run_dir
-        failed = f"warning: the report was not written: {failure}; to write it, run python -m scripts.report {run_dir}"
-        self.context.log(failed if failure else f"report: {run_dir / REPORT}")
+            process.wait()
+            is_written = False
+        failed = f"warning: the report was not written; python -m scripts.report {run_dir} writes it, or says why not"
+        self.context.log(f"report: {run_dir / REPORT}" if is_written else failed)

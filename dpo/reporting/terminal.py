@@ -50,17 +50,16 @@ class Task:
     """A long task of `total` items, of which `done` are finished: updates, an evaluation, sampling."""
 
     def __init__(self, what: str, total: int, done: int, bar: Any) -> None:
-        self.what, self.total, self.done, self.bar = what, total, done, bar
-        self.part, self.note = 0.0, ""  # of the current item: the fraction that is done, and a text
+        self.what, self.total, self.bar, self.note = what, total, bar, ""
+        self.done, self.done_at_start = float(done), done  # with the fraction of the current item
         self.start_time = self.last_line_time = time.monotonic()
-        self.done_at_start = done
         self.nested_seconds = 0.0  # spent in tasks inside this one, such as evaluations between updates
 
     def __str__(self) -> str:
-        parts, n_new = [f"{self.what} {self.done}/{self.total}", self.note], self.done + self.part - self.done_at_start
+        parts, n_new = [f"{self.what} {int(self.done)}/{self.total}", self.note], self.done - self.done_at_start
         if n_new > 0:
             seconds = time.monotonic() - self.start_time - self.nested_seconds
-            parts.append(f"{clock_time(seconds / n_new * (self.total - self.done - self.part))} left")
+            parts.append(f"{clock_time(seconds / n_new * (self.total - self.done))} left")
         return "  ".join(filter(None, parts))
 
 
@@ -74,7 +73,6 @@ class Progress(Callback):
         self.interval, self.silent, self.batch_size = interval, silent, batch_size
         self.show_bar = not silent and _shows_bars()
         self._open: list[Task] = []  # each runs inside the task before it in this list
-        self._last_update_line = float("-inf")  # time
 
     @classmethod
     def of(cls, plan: Plan, *, silent: bool) -> Progress:
@@ -86,33 +84,45 @@ class Progress(Callback):
 
         `done` of the `total` updates were made before; `items` has only the others.
         """
-        with self._showing("update", total, done):
+        with self._showing("update", total, done) as task:
+            task.last_line_time = float("-inf")  # the first update has a line at once
             yield from items
 
     def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
         """Iterate over the items of a task."""
         with self._showing(what, total) as task:
-            for item in items:
+            for n_done, item in enumerate(items, start=1):
                 yield item
-                task.done += 1
-                task.part, task.note = 0.0, ""
-                self._show(task)
+                if n_done < total:
+                    self._show(task, n_done, "")
+
+    def part(self, done: int, total: int, what: str) -> None:
+        """Report progress within the current item, for instance in tokens."""
+        if self._open and total > 1:
+            task = self._open[-1]
+            fraction = min(done / total, 0.999)  # the item is not done
+            self._show(task, int(task.done) + fraction, f"{what} {done}/{total}")
+
+    def _show(self, task: Task, done: float, note: str, interval: float = LINE_SECS) -> None:
+        """Show a task on its bar, or as a line if the last one is older than `interval`."""
+        task.done, task.note = done, note
+        if self.show_bar:
+            task.bar.set_description_str(str(task), refresh=False)
+            task.bar.update(done - task.bar.n)
+        elif time.monotonic() - task.last_line_time >= interval:
+            task.last_line_time = time.monotonic()
+            self.line(str(task))
 
     def on_update(self, update: Update) -> None:
         if self.silent:
             return
         metrics, task = update.metrics, self._open[-1]
-        task.done, task.part = update.number, 0.0
-        facts = [f"{task.done * self.batch_size:,}/{count(task.total * self.batch_size, 'example')}"]
+        facts = [f"{update.number * self.batch_size:,}/{count(task.total * self.batch_size, 'example')}"]
         for name, (label, digits) in SHOWN_METRICS.items():
             if name in metrics:
                 facts.append(f"{label} {compact(metrics[name], digits)}")
-        task.note = "  ".join([*facts, f"{compact(metrics['examples_per_second'])} ex/s"])
-        if self.show_bar:
-            self._draw(task)
-        elif time.monotonic() - self._last_update_line >= self.interval:
-            self._last_update_line = task.last_line_time = time.monotonic()
-            self.line(str(task))
+        facts.append(f"{compact(metrics['examples_per_second'])} ex/s")
+        self._show(task, update.number, "  ".join(facts), self.interval)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         text = table(f"evaluation after {count(evaluation.n_examples, 'example')}", evaluation.metrics)
@@ -120,13 +130,6 @@ class Progress(Callback):
             note = "before the first update policy and reference are equal: every pair is a tie, which counts as 0"
             text += f"\n  ({note})"
         self.line(text)
-
-    def part(self, done: int, total: int, what: str) -> None:
-        """Report progress within the current item, for instance in tokens."""
-        if self._open and total > 1:
-            task = self._open[-1]
-            task.part, task.note = done / total, f"{what} {done}/{total}"
-            self._show(task)
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""
@@ -166,14 +169,3 @@ class Progress(Callback):
                 bar.close()
             if self._open:
                 self._open[-1].nested_seconds += time.monotonic() - task.start_time
-
-    def _show(self, task: Task) -> None:
-        if self.show_bar:
-            self._draw(task)
-        elif task.done < task.total and time.monotonic() - task.last_line_time >= LINE_SECS:
-            task.last_line_time = time.monotonic()
-            self.line(str(task))
-
-    def _draw(self, task: Task) -> None:
-        task.bar.set_description_str(str(task), refresh=False)
-        task.bar.update(task.done + task.part - task.bar.n)

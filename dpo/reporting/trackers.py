@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
-from dpo.system.plain_files import make_directory, move_aside
+from dpo.system.plain_files import make_directory
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
@@ -22,36 +20,12 @@ FLUSH_SECS = 10  # a killed run loses the events of TensorBoard of at most this 
 FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
-class Tracker(Callback):
-    """A receiver of metrics under the names of the reference code, against examples, and of samples."""
-
-    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
-        raise NotImplementedError
-
-    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
-        """Log (prompt, continuation) of a model's samples; `model` is policy or reference."""
-        raise NotImplementedError
-
-    def on_update(self, update: Update) -> None:
-        self.log({**update.metrics, "counters/updates": update.number}, update.n_examples)
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.log(evaluation.metrics, evaluation.n_examples)
-
-    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        for model in ("policy", "reference"):
-            texts = [(sample.prompt, getattr(sample, model)) for sample in samples]
-            texts = [(prompt, text) for prompt, text in texts if text is not None]
-            if texts:
-                self.log_samples(model, texts, n_examples)
-
-
-class TensorBoardLogger(Tracker):
-    """Writer of every update and evaluation to event files in the directory `tensorboard` of the run."""
+class TensorBoardLogger(Callback):
+    """Writer of metrics against examples, and of samples, to event files in the directory `tensorboard` of the run."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._n_examples: int | None = None  # at the last event; None: the checkpoint knows of no events
+        self._n_examples = -1  # at the last event
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -61,52 +35,58 @@ class TensorBoardLogger(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.context.run_dir / "tensorboard"
-        if self._n_examples is None and folder.is_dir():
-            new_name = move_aside(folder).name
-            problem = f"{folder} does not belong to a checkpoint of this run; it is renamed to {new_name}"
-            self.context.log(f"warning: {problem}")
         make_directory(folder)
-        # TensorBoard hides the old events from this step on: they were logged after the checkpoint
-        purge_step = None if self._n_examples is None else self._n_examples + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
+        # TensorBoard hides older events from this step on: the checkpoint, from which they come again, knows none
+        self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
 
-    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
+    def on_update(self, update: Update) -> None:
+        self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._log(evaluation.metrics, evaluation.n_examples)
+
+    def _log(self, metrics: Mapping[str, float], n_examples: int) -> None:
         self._n_examples = n_examples
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
 
-    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         def indent(text: str) -> str:  # a literal block of Markdown, which no text can end
             return "\n".join(f"    {line}" for line in text.strip().splitlines())
 
-        blocks = [f"**prompt**\n\n{indent(prompt)}\n\n**{model}**\n\n{indent(text)}" for prompt, text in samples]
-        self._writer.add_text(f"{model}_samples", "\n\n---\n\n".join(blocks), n_examples)
+        for model, texts in _by_model(samples).items():
+            blocks = [f"**prompt**\n\n{indent(prompt)}\n\n**{model}**\n\n{indent(text)}" for prompt, text in texts]
+            self._writer.add_text(f"{model}_samples", "\n\n---\n\n".join(blocks), n_examples)
 
     def state_dict(self) -> dict[str, Any]:
         self._writer.flush()
-        # -1 before the first event: a resumed run hides all events, from step 0 on
-        return {"examples": -1 if self._n_examples is None else self._n_examples}
+        return {"examples": self._n_examples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._n_examples = state.get("examples")
+        self._n_examples = state.get("examples", -1)
 
     def on_end(self) -> None:
         self._writer.close()
 
 
-class WandbLogger(Tracker):
-    """Logger to W&B.
+def _by_model(samples: Sequence[Sample]) -> dict[str, list[tuple[str, str]]]:
+    """(prompt, continuation) of the samples, by the model's name; the reference may have none."""
+    texts = {"policy": [(sample.prompt, sample.policy) for sample in samples]}
+    texts["reference"] = [(each.prompt, each.reference) for each in samples if each.reference is not None]
+    return {model: pairs for model, pairs in texts.items() if pairs}
 
-    Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
-    `last/NAME`, and the best evaluation after the first update as `best/NAME`. A run never fails because of W&B, and
-    waits for it only at the end: unsent data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
+
+class WandbLogger(Callback):
+    """Logger to W&B, under the names of the reference code.
+
+    Training metrics are sent at most every `minimum_log_interval_secs`. A run never fails because of W&B, and waits for
+    it only at the end: unsent data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._run_id: str | None = None  # of the W&B run to continue
         self._last_train_time = float("-inf")  # when training metrics were last sent
-        self._best_quality = float("-inf")  # of the evaluations after the first update
         self._is_disabled = self._is_aborted = False
 
     @classmethod
@@ -139,6 +119,8 @@ class WandbLogger(Tracker):
         # plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
+        metric, sign = plan.best
+        self.run.define_metric(metric, step_metric="counters/examples", summary="last,max" if sign > 0 else "last,min")
         self._upload("preflight.json")
 
     @staticmethod
@@ -158,32 +140,23 @@ class WandbLogger(Tracker):
         print(f"W&B: {reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
         return run
 
-    def log(self, metrics: Mapping[str, float], n_examples: int) -> None:
-        self._unless_disabled(self.run.log, {**metrics, "counters/examples": n_examples})
-
-    def log_samples(self, model: str, samples: Sequence[tuple[str, str]], n_examples: int) -> None:
-        rows = [[n_examples, prompt, text] for prompt, text in samples]
-        table = self._table(columns=["step", "prompt", "sample"], data=rows)
-        self._unless_disabled(self.run.log, {f"{model}_samples": table, "counters/examples": n_examples})
-
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
         if now - self._last_train_time >= self.context.plan.logging.minimum_log_interval_secs:
             self._last_train_time = now
-            super().on_update(update)
+            self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
-        summary = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
-        metric, sign = self.context.plan.best
-        quality = sign * evaluation.metrics.get(metric, math.nan)
-        prefixes = ["last"]
-        if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
-            self._best_quality = quality
-            prefixes.append("best")
-        for prefix in prefixes:
-            named = {f"{prefix}/{name}": value for name, value in summary.items()}
-            self._unless_disabled(self.run.summary.update, named)
+        self._log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        for model, texts in _by_model(samples).items():
+            rows = [[n_examples, prompt, text] for prompt, text in texts]
+            table = self._table(columns=["step", "prompt", "sample"], data=rows)
+            self._log({f"{model}_samples": table}, n_examples)
+
+    def _log(self, values: Mapping[str, Any], n_examples: int) -> None:
+        self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
         """Call a function of W&B, unless an earlier call failed."""
@@ -197,13 +170,12 @@ class WandbLogger(Tracker):
             print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}
+        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # a run that continues another run's checkpoint gets a W&B run of its own
         if state.get("run_dir") == str(self.context.run_dir.resolve()):
             self._run_id = state["wandb_id"]
-            self._best_quality = state.get("best", self._best_quality)
 
     def on_abort(self, reason: str) -> None:
         self._is_aborted = True
@@ -215,15 +187,8 @@ class WandbLogger(Tracker):
 
     def _upload(self, name: str) -> None:
         """Upload a run's file, if it exists and `wandb.artifacts` is true."""
-        file = self.context.run_dir / name
-
-        def copy_and_save() -> None:
-            # a copy in W&B's own directory: W&B would warn about a file elsewhere, and link to it
-            copy = Path(self.run.dir) / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+        folder = self.context.run_dir
+        if self.context.plan.wandb.artifacts and (folder / name).is_file():
             # escaped, as W&B takes both paths for glob patterns
-            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")
-
-        if self.context.plan.wandb.artifacts and file.is_file():
-            self._unless_disabled(copy_and_save)
+            save = partial(self.run.save, escape(str(folder / name)), base_path=escape(str(folder)), policy="now")
+            self._unless_disabled(save)

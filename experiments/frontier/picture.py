@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dpo.analysis.curves import DARK, LIGHT, Theme
 from experiments.frontier.jobs import Row
 from experiments.frontier.reading import collect_curve, list_methods
 
+
+class Theme(NamedTuple):
+    """Colours of a picture, on a light or a dark page."""
+
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    colors: tuple[str, ...]  # of Okabe and Ito, whose colours colour-blind readers tell apart
+
+
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#b5568c", "#c98a00", "#3c9bd0", "#6b6b6b")
+OKABE_ITO_ON_DARK = ("#56b4e9", "#f08a3c", "#2fc796", "#e39ac6", "#f0c04a", "#8fb8ff", "#b8bcc2")
+LIGHT = Theme("#ffffff", "#1b1f24", "#59616b", "#e6e8eb", OKABE_ITO)
+DARK = Theme("#171b21", "#e8eaed", "#a0a8b3", "#2b313a", OKABE_ITO_ON_DARK)
 SOLID, DASHED, DOTTED = "-", (0, (5, 1.5)), (0, (1, 1.5))
 STYLES = {  # label, colour's index in the theme, marker, line
     "dpo": ("DPO", 0, "o", SOLID),

@@ -7,13 +7,12 @@ import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import draw_all, plan_charts, running_mean
+from dpo.analysis.curves import plan_charts, running_mean
 from dpo.analysis.page import list_settings, render, write_report
 from dpo.analysis.runs import read_runs
 
@@ -71,24 +70,17 @@ def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_curves_are_files_and_in_the_page(tmp_path):
+def test_every_metric_that_was_logged_has_a_curve_in_the_page(tmp_path):
     page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text(encoding="utf-8"))
 
-    names = {"loss", "accuracy", "margin", "rewards", "logps", "grad_norm", "lr", "throughput", "memory"}
-    files = {file.name for file in (tmp_path / "out").iterdir()}
-    assert files == {"report.html"} | {f"{name}.png" for name in names}
-    assert all((tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
     images = [attributes for tag, attributes in page.elements if tag == "img"]
-    assert len({image["src"] for image in images}) == len(names)
     assert images[0]["alt"] == "Loss against examples"
-    for image in images:  # each has the colours of light and dark pages
-        kind, _, svg = image["src"].partition(",")
-        assert kind == "data:image/svg+xml;base64"
-        ElementTree.fromstring(base64.b64decode(svg))
-        assert b"@media(prefers-color-scheme:dark)" in base64.b64decode(svg)
-        used = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", base64.b64decode(svg).decode()))
-        assert {"var(--card)", "var(--muted)", "var(--plot-0)"} <= used
-        assert not [color for color in used if color.startswith("#")]
+    assert len({image["src"] for image in images}) == len(drawn_charts([tmp_path / "run"])) == 9
+    for image in images:
+        kind, _, png = image["src"].partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(png).startswith(b"\x89PNG")
 
 
 def test_the_page_needs_nothing_else_and_runs_no_code(tmp_path):
@@ -114,8 +106,6 @@ def test_texts_of_models_and_settings_cannot_become_markup(tmp_path):
     for page in page_of(run), page_of(run, made(tmp_path / "other", name=f"other {EVIL}", config={"lr": 1})):
         assert {tag for tag, _ in page.elements} & {"script", "img"} == set()
         assert page.texts["body"].count(EVIL) > 3
-    picture = ElementTree.fromstring(next(draw_all(read_runs([run, made(tmp_path / "third")]))).svg)
-    assert EVIL[:46] + "..." in picture.itertext()
 
 
 def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_prompts(tmp_path):
@@ -162,7 +152,7 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
 
     assert list_settings(read_runs(runs)) == [("exp_name", ["a", "b"]), ("lr", ["1e-06", "2e-06"])]
     page = page_of(*runs)
-    assert "best 80 % at 120 examples" in page.texts["span"]
+    assert "best 80 % at 120 examples" in page.texts["td"]
     assert "2 runs compared" in page.texts["h1"]
     assert page.texts["td"].count("30 of 30 updates") == 2
     charts = drawn_charts(runs)
@@ -186,7 +176,7 @@ def test_a_run_with_an_adapter_says_what_is_trained(tmp_path):
     counts = {"parameters": {"trainable": 2_442_240, "total": 136_957_248}}
     page = page_of(made(tmp_path / "lora", env=counts, config={"lora": lora}))
     assert "loss.name=dpo \u00b7 loss.beta=0.1 \u00b7 lora.name=lora \u00b7 model.name_or_path=tiny" in page.texts["p"]
-    assert "trainable parameters2.44M of 137M" in page.texts["tr"]
+    assert "parameters.trainable2442240" in page.texts["tr"]
 
 
 def test_the_running_mean_is_centred_and_its_window_is_cut_at_both_ends():

@@ -69,7 +69,6 @@ HEALTHY = Run(
     **train(), **held_out(evaluate(0.55, 0.7)), **sampled(ANSWERS),
 )  # fmt: skip
 HEALTHY_ONLINE = changed(HEALTHY, config={"online": ONLINE}, **drawn())
-WIN_RATE = {"online_eval/win_rate": 0.4, "online_eval/win_rate_se": 0.03}
 LABELS = {"desirable": 100, "undesirable": 300}
 KTO = {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
@@ -99,15 +98,17 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
     ("Held-out prompts or answers are in the training data",
      changed(HEALTHY, config={"datasets": ["my"]}, **counts("test", prompts_like_train=26, answers_in_train=3)),
      "prompts_like_train 26 of 256 (10 %); answers_in_train 3 of 256 (1 %)"),
-    ("The answers have not become better",
-     changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | WIN_RATE])),
-     "online_eval/win_rate 0.4, standard error 0.03, on 256 held-out prompts"),
-    ("The answers have not become better", changed(HEALTHY_ONLINE, **drawn(score=1.0)),
-     "online/score 1 at first, 1 now, give or take 0"),
+    ("The answers are worse than the reference's",
+     changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": 0.4}])),
+     "online_eval/win_rate 0.4 on 256 held-out prompts"),
+    ("Scores and lengths grow together", changed(HEALTHY_ONLINE, **drawn(length=lambda k: 20.0 if k <= 50 else 40.0)),
+     "20 tokens, score 0.055 at first; 40 tokens, score 0.955 now"),
     ("Most prompts give a tie", changed(HEALTHY_ONLINE, **drawn(ties=0.8)), "online/ties 0.8"),
     ("An earlier checkpoint is better",
      changed(HEALTHY, best=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200 examples, 0.75 at last"),
+    ("Nearly all gradients are clipped", changed(HEALTHY, **train(grad_norm=20.0)),
+     "grad_norm above 10 in 100 % of the updates"),
     ("Length predicts the preference in the data", changed(HEALTHY, **counts("train", chosen_longer=0.85)),
      "chosen is longer in 85 % of the training pairs"),
     ("Some examples contradict each other or are faulty",
@@ -119,7 +120,7 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
      changed(HEALTHY, config={"loss": KTO}, **counts("train", **LABELS)),
      "desirable responses weigh 0.333 times as much as undesirable ones"),
     ("Drawn answers are cut off", changed(HEALTHY_ONLINE, **drawn(eos=0.5)), "online/eos 0.5"),
-    ("The policy has gone far from the reference", changed(HEALTHY_ONLINE, **drawn(kl=20.0)), "online/kl 20 nats"),
+    ("The policy has gone far from the reference", changed(HEALTHY_ONLINE, **drawn(kl=20.0)), "online/kl 20"),
 )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ SOUND = {
     ),
     "one sample is very long": changed(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
     "published splits share prompts": changed(HEALTHY, **counts("test", prompts_like_train=26)),
-    "half of forty prompts tie": changed(HEALTHY_ONLINE, **drawn(ties=0.6)),
+    "scores rise at the same length": changed(HEALTHY_ONLINE, **drawn(length=20.0)),
     "weights of wpo move": changed(
         HEALTHY,
         config={"loss": {"name": "dpo", "wpo": True}},
@@ -187,31 +188,21 @@ def simulate(rng: np.random.Generator, *, accuracy: float = 0.7, rise: float = 0
     return changed(HEALTHY, **train(**course), **held_out(*last), **sampled(policy, reference))
 
 
-def simulate_online(rng: np.random.Generator, *, rise: float = 1.5, ties: float = 0.5, eos: float = 0.92) -> Run:
-    """Scores of neighbouring updates are alike."""
-    noise = 0.3 * np.convolve(rng.standard_normal(N + 9), 0.5 ** np.arange(9), "valid")
-    shares = {name: rng.binomial(4, share, N + 1) / 4 for name, share in (("ties", ties), ("eos", eos))}
-    courses = {name: lambda k, values=values: values[k] for name, values in shares.items()}
-    return changed(HEALTHY_ONLINE, **drawn(score=lambda k: rise * k / N + noise[k], score_best=3.0, **courses))
-
-
 @pytest.mark.parametrize(
-    ("condition", "draw", "without", "fault"),
+    ("condition", "without", "fault"),
     [
-        (rules.no_better_than_chance, simulate, {"accuracy": 0.56}, {"accuracy": 0.47}),
-        (rules.overfitted, simulate, {}, {"rise": 0.4}),
-        (rules.sample_lengths, simulate, {}, {"factor": 3.0}),
-        (rules.answers_no_better, simulate_online, {}, {"rise": -1.5}),
-        (rules.ties, simulate_online, {}, {"ties": 0.8}),
-        (rules.unfinished_answers, simulate_online, {}, {"eos": 0.6}),
+        (rules.no_better_than_chance, {"accuracy": 0.56}, {"accuracy": 0.47}),
+        (rules.overfitted, {}, {"rise": 0.4}),
+        (rules.sample_lengths, {}, {"factor": 3.0}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
-)  # fmt: skip
-def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(condition, draw, without, fault):
+)
+def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(condition, without, fault):
     """At most 5 % false alarms, and a power of half; the seeds are fixed."""
 
     def rate(options: dict[str, Any]) -> float:
-        return sum(condition(draw(np.random.default_rng(seed), **options)) is not None for seed in range(100)) / 100
+        runs = [simulate(np.random.default_rng(seed), **options) for seed in range(100)]
+        return sum(condition(run) is not None for run in runs) / 100
 
     assert rate(without) <= 0.05
     assert rate(fault) >= 0.5

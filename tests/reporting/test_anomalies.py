@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 
-import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+from support.records import evaluation, rewards, update, write_run
 from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
 from dpo.reporting.anomalies import MAX_SKIPPED, CollapseWarner
-from dpo.reporting.events import Evaluation, RunContext, Update
-from dpo.settings.plan import resolve
+from dpo.reporting.events import Evaluation, RunContext
+from dpo.reporting.table import CALLBACKS
 from dpo.training.objective import Objective
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
@@ -98,67 +96,24 @@ def test_every_rank_stops(command, tmp_path):
     assert len((tmp_path / "run" / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
-# --- collapse ---------------------------------------------------------------------------------------------------------
+def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):
+    """As it was logged with lr=1e-1 on 54 pairs: the first 16 losses; the margins did not grow."""
+    huge = [0.7, 1.3, 33.9, 7.1, 74.3, 3.7, 37.7, 88.3, 4.8, 159.3, 16.9, 1.8, 9.6, 42.4, 7.4, 108.9]
+    healthy = [
+        evaluation(0, 0.69, **rewards("eval", 0, 0)),
+        *(update(k, **rewards("train", 0, 0)) for k in range(1, 17)),
+    ]
+    fallen = [
+        {**line, "loss/train": loss, **rewards("train", -9, 0)} for line, loss in zip(healthy[1:], huge, strict=True)
+    ]
+    warner = CollapseWarner(RunContext(None, write_run(tmp_path, healthy), 0, None, print))
+    warner.on_evaluation(Evaluation(16, 64, {}))
+    assert capsys.readouterr().out == ""
 
-
-def watched(log=print, **options: bool) -> RunContext:
-    loss = {"name": "dpo", "beta": 0.1, **options}
-    return RunContext(resolve(OmegaConf.create({"loss": loss, "online": {"name": "none"}})), None, 0, None, log)
-
-
-def watching(start: tuple[float, float] | None = None) -> tuple[CollapseWarner, list[str]]:
-    """A callback that watches a run, and its messages; `start`: loss and margin of the first evaluation."""
-    logged = []
-    warner = CollapseWarner(watched(logged.append))
-    if start:
-        warner.on_evaluation(Evaluation(0, 0, {"loss/eval": start[0], "rewards_eval/margins": start[1]}))
-    return warner, logged
-
-
-def feed(warner: CollapseWarner, losses, margins, *, first: int = 1) -> None:
-    for number, (loss, margin) in enumerate(zip(losses, margins, strict=True), first):
-        metrics = {"loss/train": float(loss), "rewards_train/margins": float(margin), "grad_norm": 1.0}
-        warner.on_update(Update(number, number, [], {}, metrics))
-
-
-def test_a_run_that_collapses_is_told_once_with_what_to_try():
-    warner, logged = watching((math.log(2), 0.0))
-    feed(warner, [3.0] * 200, [-10.0] * 200)
-    [said] = logged
-    assert said.startswith("warning: update 50: the run has collapsed: ")
-    assert "loss/train are about 3 (0.6931 at the start)" in said
-    assert "start again with a tenth of lr, more warmup_steps or a larger batch_size" in said
-
-
-# of a run with lr=1e-1 on 54 pairs in batches of 4: its first 16 updates
-HUGE_LOSSES = [0.7, 1.3, 33.9, 7.1, 74.3, 3.7, 37.7, 88.3, 4.8, 159.3, 16.9, 1.8, 9.6, 42.4, 7.4, 108.9]
-THEIR_MARGINS = [0.0, 1.3, -1.0, 10.4, 3.0, 1.0, -1.2, 0.1, -4.8, -106.5, 28.9, 3.1, -4.5, 0.6, -5.0, -72.7]
-
-
-def test_a_short_run_whose_losses_are_huge_is_told_earlier():
-    warner, logged = watching((math.log(2), 0.0))
-    feed(warner, HUGE_LOSSES, THEIR_MARGINS)
-    assert len(logged) == 1
-    assert logged[0].startswith("warning: update 16: the run has collapsed: the last values of loss/train are about 13")
-
-
-def test_a_loss_whose_weights_move_is_not_held_against_its_start():
-    assert CollapseWarner.is_wanted(watched())
-    assert not CollapseWarner.is_wanted(watched(wpo=True))
-
-
-@pytest.mark.parametrize("n_before", [1, 20, 60])
-def test_a_run_that_continues_warns_as_if_it_had_not_stopped(n_before):
-    rng = np.random.default_rng(0)
-    losses, margins = rng.exponential(size=(2, 60))  # the first update shows the start of a run that was not evaluated
-    losses[30:], margins[30:] = 50.0, -10.0
-    whole, logged = watching()
-    feed(whole, losses, margins)
-    before, logged_before = watching()
-    feed(before, losses[:n_before], margins[:n_before])
-    after, logged_after = watching()
-    after.load_state_dict(before.state_dict())
-    feed(after, losses[n_before:], margins[n_before:], first=n_before + 1)
-    assert logged_before + logged_after == logged
-    assert len(logged) == 1
-    assert after.state_dict() == whole.state_dict()
+    write_run(tmp_path, [healthy[0], *fallen])
+    for _ in range(2):
+        warner.on_evaluation(Evaluation(16, 64, {}))
+    numbers = "loss/train 13.2 now, 0.69 at the start"
+    said = f"warning: the run has collapsed: {numbers}; it seldom recovers: stop, and start again with a tenth of lr"
+    assert capsys.readouterr().out.startswith(said)
+    assert list(CALLBACKS).index("files") < list(CALLBACKS).index("collapse")  # which reads what that has written

@@ -115,8 +115,8 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
 def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_saved():
     class Odd(Callback):
         def state_dict(self):
-            return {"seen": {1, 2}}
+            return {"seen": Path("somewhere")}
 
     callbacks = Callbacks({"odd": Odd(RunContext(make_plan({}), Path(), 0, None, print))})
-    with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] has a set: a checkpoint holds tensors"):
+    with pytest.raises(TypeError, match=r"odd\.state_dict\(\) must have only tensors, numbers, texts"):
         callbacks.state_dict()

@@ -81,18 +81,11 @@ def test_there_are_never_two_and_the_last_is_of_the_end(writer, program):
     assert writer.logged == [f"report: {writer.context.run_dir}/report/report.html"]
 
 
-@pytest.mark.parametrize(
-    ("then", "why"),
-    [
-        ("raise ValueError('no ink')", "ValueError: no ink"),
-        ("sys.exit('no ink')", "no ink"),
-        ("time.sleep(60)", "it took more than 1 s"),
-    ],
-)
-def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeypatch, then, why):
+@pytest.mark.parametrize("then", ["raise ValueError('no ink')", "time.sleep(60)"])
+def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeypatch, then):
     program(then)
     monkeypatch.setattr(report, "LAST_SECS", 1)
     writer.on_end()
     command = f"python -m scripts.report {writer.context.run_dir}"
-    assert writer.logged == [f"warning: the report was not written: {why}; to write it, run {command}"]
+    assert writer.logged == [f"warning: the report was not written; {command} writes it, or says why not"]
     assert_gone([int(pid) for pid, *_ in started(writer)])

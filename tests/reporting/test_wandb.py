@@ -27,16 +27,15 @@ WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": Non
 
 
 class Stub:
-    """Stands for a W&B run, and keeps what it is told."""
+    """Stands for a W&B run, and keeps the calls: (name, *arguments) and named arguments."""
 
     def __init__(self, folder: Path, given: dict[str, Any]) -> None:
         self.given = given
-        self.summary: dict[str, Any] = {}
-        self.told: list[tuple[Any, ...]] = []
+        self.told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.id, self.dir = "id", str(folder)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **named: self.told.append((name, *arguments))
+        return lambda *arguments, **named: self.told.append(((name, *arguments), named))
 
 
 @pytest.fixture
@@ -59,24 +58,11 @@ def evaluation(updates: int, accuracy: float, loss: float) -> Evaluation:
     return Evaluation(updates, 4 * updates, {"loss/eval": loss, "rewards_eval/accuracies": accuracy})
 
 
-def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update(start):
-    logger = start()
-    for values in ((0, 0.9, 0.1), (2, 0.5, 0.7), (4, 0.75, 0.6), (6, 0.75, 0.5), (8, float("nan"), 0.4)):
-        logger.on_evaluation(evaluation(*values))
-
-    summary = logger.run.summary
-    assert {name: value for name, value in summary.items() if name.startswith("best/")} == {
-        "best/examples": 16,  # of equal ones the first, as the link BEST
-        "best/updates": 4,
-        "best/loss/eval": 0.6,
-        "best/rewards_eval/accuracies": 0.75,
-    }
-    assert (summary["last/examples"], summary["last/updates"], summary["last/loss/eval"]) == (32, 8, 0.4)
-
-    logger = start("sft")  # the lowest loss is the best
-    for examples, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
-        logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}))
-    assert (logger.run.summary["best/examples"], logger.run.summary["best/loss/eval"]) == (2, 0.25)
+@pytest.mark.parametrize(
+    ("loss", "defined"), [("dpo", ("rewards_eval/accuracies", "last,max")), ("sft", ("loss/eval", "last,min"))]
+)
+def test_the_summary_has_the_last_and_the_best_value_of_what_ranks_checkpoints(loss, defined, start):
+    assert ("define_metric", *defined) in [(*told[:2], named.get("summary")) for told, named in start(loss).run.told]
 
 
 def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(start, monkeypatch):
@@ -89,23 +75,15 @@ def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(st
         else:
             logger.on_evaluation(Evaluation(i, 4 * i, {"loss/eval": 0.5}))
 
-    logged = [told[1] for told in logger.run.told if told[0] == "log"]
+    logged = [told[1] for told, _ in logger.run.told if told[0] == "log"]
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
     assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
 
 
-def test_a_resumed_run_knows_its_best(start):
-    first = start()
-    first.on_evaluation(evaluation(2, 0.75, 0.5))
-    again = start(state=first.state_dict())
-    again.on_evaluation(evaluation(4, 0.5, 0.5))
-    assert "best/examples" not in again.run.summary  # W&B has it
-    again.on_evaluation(evaluation(6, 0.8, 0.5))
-    assert again.run.summary["best/examples"] == 24
-
-    elsewhere = start(state=first.state_dict() | {"run_dir": "/elsewhere"})  # a W&B run of its own
-    elsewhere.on_evaluation(evaluation(4, 0.5, 0.5))
-    assert elsewhere.run.summary["best/examples"] == 16
+def test_a_resumed_run_continues_its_wandb_run_and_another_run_does_not(start):
+    state = start().state_dict()
+    assert start(state=state).run.given["id"] == "id"
+    assert start(state=state | {"run_dir": "/elsewhere"}).run.given["id"] is None
 
 
 def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
@@ -127,15 +105,11 @@ def test_preflight_and_report_are_uploaded_if_they_are_there_and_wanted(wanted, 
     logger = start(artifacts=wanted)
     (tmp_path / REPORT).parent.mkdir()
     (tmp_path / REPORT).write_text("<html>")
-    (tmp_path / "step-4").mkdir()
-    (tmp_path / "step-4" / "policy.pt").touch()
     logger.on_end()
-    saved = [told[1] for told in logger.run.told if told[0] == "save"]
-    assert saved == ([f"{tmp_path}/[[]files]/{name}" for name in ("preflight.json", REPORT)] if wanted else [])
-    assert {file.name for file in (tmp_path / "[files]").rglob("*.*")} == (
-        {"preflight.json", "report.html"} if wanted else set()
-    )
-    assert logger.run.told[-1] == ("finish", 0)
+    saved = [(told[1], named["base_path"]) for told, named in logger.run.told if told[0] == "save"]
+    files = [(str(tmp_path / name), str(tmp_path)) for name in ("preflight.json", REPORT)]
+    assert saved == (files if wanted else [])
+    assert logger.run.told[-1] == (("finish", 0), {})
 
 
 def test_an_aborted_run_is_an_alert_without_secrets_and_has_failed(start, monkeypatch):
@@ -144,7 +118,7 @@ def test_an_aborted_run_is_an_alert_without_secrets_and_has_failed(start, monkey
     logger.on_abort("update 3 has loss nan; its examples are in /tok-0123456789/nonfinite-3")
     logger.on_end()
     text = "update 3 has loss nan; its examples are in /REDACTED/nonfinite-3"
-    assert logger.run.told[-2:] == [("alert", "run aborted", text, "ERROR"), ("finish", 1)]
+    assert logger.run.told[-2:] == [(("alert", "run aborted", text, "ERROR"), {}), (("finish", 1), {})]
 
 
 # --- what W&B's server gets ----------------------------------------------------------------------------------------
@@ -176,9 +150,7 @@ def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(comman
     ended = [body for body in server.bodies if body.get("complete")]
     assert [body["exitcode"] for body in ended] == [0, 1]
     [summary] = [body["files"]["wandb-summary.json"]["content"] for body in ended[:1]]
-    last = json.loads(summary[-1])
-    assert last["last/examples"] == last["best/examples"] == 8
-    assert last["best/loss/eval"] == last["last/loss/eval"]
+    assert json.loads(summary[-1])["rewards_eval/accuracies"].keys() == {"last", "max"}
 
 
 # --- W&B itself -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpo.analysis.ledger_file import SCHEMA, append, begin, make_schema
+from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, append, begin
 from support.records import evaluation, rewards, update, write_run
 
 
@@ -22,7 +22,7 @@ def row(example: str, number: int, split: str, chosen: float, rejected: float, t
 def with_ledger(folder: Path, rows: list[dict]) -> Path:
     """Write a run with this ledger, and always the same metrics."""
     run = write_run(folder, [update(1), update(2), evaluation(2, 0.6, **rewards("eval", 0.1, -0.05))])
-    schema = make_schema(rows[0] if rows else SCHEMA.names)
+    schema = ONLINE_SCHEMA if rows and "tie" in rows[0] else SCHEMA
     begin(run / "ledger.arrows", schema)
-    append(run / "ledger.arrows", {name: [row[name] for row in rows] for name in schema.names})
+    append(run / "ledger.arrows", {name: [row[name] for row in rows] for name in schema.names}, schema)
     return run
