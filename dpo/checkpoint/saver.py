@@ -19,7 +19,7 @@ from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.state import full_state, load_optimizer, whole_parameter, whole_states
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
-from dpo.system.waiting import meet_rank_0, sending_heartbeats
+from dpo.system.waiting import meet_rank_0
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
@@ -238,12 +238,11 @@ class Checkpoints:
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        with sending_heartbeats():
-            write_checkpoint(directory, states, **content)
-            for link in links:
-                point(self.run_dir / link, directory)
-            if self.keep is not None:
-                prune(self.run_dir, self.keep, self.run)
+        write_checkpoint(directory, states, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:

@@ -27,9 +27,9 @@ from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
-from dpo.system.launching import PATIENCE, Outcome
+from dpo.system.launching import LOST_CONTACT, PATIENCE
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import after_rank_0, check_alike, meet_rank_0, once_per_machine, sending_heartbeats, wait_for
+from dpo.system.waiting import FAILURE, after_rank_0, check_alike, meet_rank_0, once_per_machine, wait_for
 
 TIMEOUT = 5.0  # seconds that a collective may take
 
@@ -44,10 +44,22 @@ def hang_on_a_disk(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_0_that_hangs_while_it_works_alone_ends_the_run_after_a_stated_time_and_is_named():
-    options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {Outcome.LOST_CONTACT: 10}}}
+    options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {LOST_CONTACT: 10}}}
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
         launch(hang_on_a_disk, 2, process_group=True, **options)
-    assert "rank 0 sent no heartbeat for 5 s" in str(raised.value)
+    assert "waited 2.5 s in vain for rank 0 at a place" in str(raised.value)
+
+
+def fail_alone(rank: int, world_size: int) -> None:
+    """Rank 0 fails while it works alone, with an hour for the others to wait."""
+    after_rank_0("a place", lambda: 1 / 0)
+
+
+def test_those_that_wait_for_a_rank_that_fails_give_up_soon():
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"(?s)^rank 0 failed:.*ZeroDivisionError"):
+        launch(fail_alone, 2, process_group=True, timeout_secs=3600)
+    assert time.monotonic() - began < 60
 
 
 class Ones:
@@ -131,13 +143,12 @@ def test_a_signal_is_heard_while_waiting(store):
         meet_rank_0("a place")
 
 
-def test_heartbeats_are_waited_for_and_silence_ends_the_wait(store, monkeypatch):
-    monkeypatch.setattr(waiting, "BEAT_SECS", 0.05)
-    with sending_heartbeats():
-        threading.Timer(1.5, store.set, ("key", "word")).start()
-        assert wait_for(1, "key", silence_secs=0.5) == "word"
-    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
-        wait_for(3, "none", silence_secs=0.3)
+def test_a_rank_is_waited_for_until_another_has_failed(store):
+    threading.Timer(0.5, store.set, ("key", "word")).start()
+    assert wait_for("key") == "word"
+    threading.Timer(0.5, store.set, (FAILURE, "")).start()
+    with pytest.raises(dist.DistError, match="a rank has failed"):
+        wait_for("none")
 
 
 # --- for one process of each machine ---------------------------------------------------------------------------------
