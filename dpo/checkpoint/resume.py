@@ -122,7 +122,9 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     if own:
         tidy(run_dir)
         resume_point = _find_resume_point(own, plan)
-        _move_unused_aside(run_dir, resume_point, logs)
+        for checkpoint in find_checkpoints(run_dir) if resume_point else ():
+            if parse_step(checkpoint) > parse_step(resume_point.path):
+                move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
     elif resume_point is not None:
         _copy_checkpoint(resume_point, run_dir, logs)
     if resume_point is not None:
@@ -195,19 +197,6 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
         f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
         f"step-N, or start a new run from weights with model.archive"
     )
-
-
-def _move_unused_aside(run_dir: Path, resume_point: ResumePoint | None, logs: Sequence[str]) -> None:
-    """Rename damaged checkpoints newer than the resume point, or without one the logs, so that nothing uses them."""
-    if resume_point is None:
-        for name in logs:
-            if (run_dir / name).exists():
-                new_name = move_aside(run_dir / name).name
-                print(f"{run_dir} holds no checkpoint, so the run starts over; {name} is renamed to {new_name}")
-        return
-    for checkpoint in find_checkpoints(run_dir):
-        if parse_step(checkpoint) > parse_step(resume_point.path):
-            move_aside(checkpoint, f"damaged-{checkpoint.name}")
 
 
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import threading
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.runs import GOLDEN, compose, small_run
 from support.warm import launch
 
@@ -28,8 +24,7 @@ from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
 from dpo.system.launching import LOST_CONTACT, PATIENCE
-from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import FAILURE, after_rank_0, check_alike, meet_rank_0, once_per_machine, wait_for
+from dpo.system.waiting import after_rank_0, once_per_machine
 
 TIMEOUT = 5.0  # seconds that a collective may take
 
@@ -92,17 +87,6 @@ def test_a_save_may_take_longer_than_a_collective(tmp_path):
     launch(save_slowly, 2, tmp_path, process_group=True, timeout_secs=TIMEOUT)
 
 
-def check(rank: int, world_size: int) -> None:
-    check_alike({"training data": "the same"})
-    facts = {"training data": "the same", "chat template": f"template {rank}"}
-    with pytest.raises(InputError, match=r"rank 1 on .* has not the same as rank 0 on .*: chat template; give all"):
-        check_alike(facts)
-
-
-def test_what_ranks_do_not_have_alike_ends_all_of_them():
-    launch(check, 2, process_group=True, timeout_secs=60)
-
-
 def start_run(rank: int, world_size: int, config: Any) -> None:
     config.model.name_or_path += f"/{rank}"  # the same path on two machines
     main.work(rank, world_size, main.resolve(config))
@@ -118,37 +102,6 @@ def test_ranks_whose_models_have_another_config_are_refused_before_the_first_upd
     with pytest.raises(InputError, match=r"not the same as rank 0 on .*: the model's config\.json; give all machines"):
         launch(start_run, 2, config, process_group=True, timeout_secs=60)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-# --- in one process, as rank 1 ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(monkeypatch) -> dist.Store:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=60))
-    monkeypatch.setattr(waiting, "is_shared", lambda: True)
-    monkeypatch.setattr(waiting, "default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    return store
-
-
-def test_a_signal_is_heard_while_waiting(store):
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-
-    def stop(number: int) -> str:
-        raise Stopped(number)
-
-    with pytest.raises(Stopped), on_stop_signals(stop):
-        meet_rank_0("a place")
-
-
-def test_a_rank_is_waited_for_until_another_has_failed(store):
-    threading.Timer(0.5, store.set, ("key", "word")).start()
-    assert wait_for("key") == "word"
-    threading.Timer(0.5, store.set, (FAILURE, "")).start()
-    with pytest.raises(dist.DistError, match="a rank has failed"):
-        wait_for("none")
 
 
 # --- for one process of each machine ---------------------------------------------------------------------------------
