@@ -171,7 +171,7 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> tuple[Path | None, ResumePo
             if began_here and checkpoints:  # the same command ran before, and saved here
                 own = run_dir
     if not began_here:
-        check_free(run_dir, logs)
+        check_free(plan.run.local_run_dir, logs)
     return own, other
 
 

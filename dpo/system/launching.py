@@ -252,8 +252,9 @@ class _Worker(NamedTuple):
     def find_end(self, stop_signals: list[int]) -> tuple[int, str]:
         """Status and message of a worker that has exited: what it sent, or else what its exit status says."""
         self.process.join()
-        with suppress(EOFError):
-            return self.pipe.recv()
+        if self.pipe.poll():
+            with suppress(EOFError):
+                return self.pipe.recv()
         status = self.process.exitcode
         if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
             return ASKED, ""

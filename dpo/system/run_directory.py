@@ -65,7 +65,8 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
     What a run of ours that never began to train left there is accepted.
     """
     run_dir = Path(path)
-    names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
+    with _explaining_errors(path):
+        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     if run_files := [name for name in names if name in ("metrics.jsonl", "LATEST")]:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
@@ -270,7 +271,7 @@ class RunLog:
         # a bar draws itself again after a carriage return: its last state is a line
         self._kept += "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
         if self._path is not None:
-            with suppress(OSError), self._path.open("ab") as file:  # a full disk must not end a run
+            with suppress(OSError), self._path.open("ab", buffering=0) as file:  # a full disk must not end a run
                 file.write(self.hand_over().encode("utf-8", "backslashreplace"))
 
 

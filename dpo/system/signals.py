@@ -122,7 +122,8 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
         yield
     finally:
         for number, former in former_handlers.items():
-            signal.signal(number, former)
+            if former is not None:  # a handler that was not set from Python cannot be restored
+                signal.signal(number, former)
 
 
 def _list_handled() -> list[int]:
