@@ -83,9 +83,17 @@ class OptimizerPart(Part):
         state = None
         if is_rank_0():
             state = read_state(file)
+            own_groups, groups = self.source.state_dict()["param_groups"], state["param_groups"]
+            if [len(group["params"]) for group in own_groups] != [len(group["params"]) for group in groups]:
+                raise InputError(
+                    f"{file} is the state of other tensors: a run with tensor_parallel.backend=tensor_parallel "
+                    f"continues with the same tensor_parallel_size, and no other run continues it"
+                )
             # an older torch may have written the file: options missing there keep this optimizer's values
-            pairs_of_groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
-            state = {**state, "param_groups": [own_group | dict(group) for own_group, group in pairs_of_groups]}
+            state = {
+                **state,
+                "param_groups": [own | dict(group) for own, group in zip(own_groups, groups, strict=True)],
+            }
         load_optimizer(self.source, state, self.mesh)
 
 

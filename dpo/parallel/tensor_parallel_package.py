@@ -45,16 +45,16 @@ def _check_support(model: Any, n_devices: int) -> None:
     """Raise InputError for a model that the package cannot shard."""
     config, family = model.config, model.config.model_type
     is_llama = family == "llama"
-    has_biases = is_llama and (config.attention_bias or config.mlp_bias)
-    has_odd_heads = is_llama and config.head_dim * config.num_attention_heads != config.hidden_size
+    is_odd = is_llama and (
+        config.attention_bias or config.mlp_bias or config.head_dim * config.num_attention_heads != config.hidden_size
+    )
     # backward would recompute one device's part, and wait forever for the parts of the other devices
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for is_refused, problem, fix in (
         (n_devices < 2, "needs two or more devices", "set tensor_parallel_size=2"),
         (family not in FAMILIES, f"cannot shard {family}", f"use a model of {', '.join(FAMILIES)}"),
         (config._attn_implementation not in ATTENTION, "cannot shard this attention", "use eager or sdpa"),
-        (has_biases, "cannot shard a Llama with biases", "use another model"),
-        (has_odd_heads, "cannot shard a Llama whose head_dim times its heads is not hidden_size", "use another model"),
+        (is_odd, "cannot shard a Llama with biases, or whose heads do not fill hidden_size", "use another model"),
         (recomputes, "cannot recompute activations", "set activation_checkpointing=false"),
     ):
         if is_refused:

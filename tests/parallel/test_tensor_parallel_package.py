@@ -129,7 +129,7 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mon
         (FAMILIES["llama"](), "eager", 1, "needs two or more devices; set tensor_parallel_size=2"),
         (transformers.GPT2Config(**GPT), "eager", 3, "does not divide the model's num_attention_heads=4"),
         (transformers.LlamaConfig(**COMMON, attention_bias=True), "eager", 2, "cannot shard a Llama with biases"),
-        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "whose head_dim times its heads is not"),
+        (transformers.LlamaConfig(**GROUPED, head_dim=12), "eager", 2, "or whose heads do not fill hidden_size"),
     ],
 )  # fmt: skip
 def test_what_the_package_cannot_cut_is_refused(config, attention, devices, message):
