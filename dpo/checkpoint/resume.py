@@ -122,13 +122,13 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     if own:
         tidy(run_dir)
         resume_point = _find_resume_point(own, plan)
-        for checkpoint in find_checkpoints(run_dir) if resume_point else ():
-            if parse_step(checkpoint) > parse_step(resume_point.path):
-                move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
     elif resume_point is not None:
         _copy_checkpoint(resume_point, run_dir, logs)
     if resume_point is not None:
         print(f"continuing from {resume_point.path}")
+        for checkpoint in find_checkpoints(run_dir):
+            if parse_step(checkpoint) > parse_step(resume_point.path):
+                move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
         resume_point = resume_point._replace(path=run_dir.resolve() / resume_point.path.name)
         # set the links again, as a run may be killed between saving and setting them
         point(run_dir / "LATEST", resume_point.path)
@@ -211,11 +211,8 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
     with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
         for name in (*resume_point.manifest["files"], MANIFEST):
-            try:
-                os.link(checkpoint / name, copy / name)  # a link suffices, as the file never changes
-            except OSError:  # on another file system
-                shutil.copyfile(checkpoint / name, copy / name)
-                sync(copy / name)
+            shutil.copyfile(checkpoint / name, copy / name)
+            sync(copy / name)
         sync(copy)
     sync(run_dir)
 

@@ -38,7 +38,7 @@ HOLDER = "process"  # the first word of the lock, before the id of the process t
 RUN_LOG = "log.txt"  # only appended to
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, ORIGIN, RUN_LOG)
-FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
+FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
@@ -67,19 +67,16 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
     run_dir = Path(path)
     with _explaining_errors(path):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
-    if run_files := [name for name in names if name in ("metrics.jsonl", "LATEST")]:
-        raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
-            f"one away, or continue the run with resume=auto"
-        )
-    patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
+    patterns = ("metrics.jsonl", "LATEST", "step-*")
+    if not read_record(run_dir):
+        patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
     has_our_lock = lock.is_file() and (not lock.stat().st_size or lock.read_text().startswith(HOLDER))
     ours = {LOCK} if has_our_lock else set()  # of a run that was refused
     if held := [name for name in names if name not in ours and any(fnmatchcase(name, p) for p in patterns)]:
         raise InputError(
-            f"local_run_dir={path} holds {', '.join(held)}, which this run would overwrite, and which is not its own: "
-            f"choose another directory, or move {', '.join(held)} away"
+            f"local_run_dir={path} already holds a run ({', '.join(held)}), or other files of these names: choose "
+            f"another directory, move them away, or continue the run with resume=auto"
         )
 
 
