@@ -23,7 +23,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
-from dpo.system.launching import LOST_CONTACT, PATIENCE
+from dpo.system.launching import FAILED, LOST_CONTACT, PATIENCE
 from dpo.system.waiting import after_rank_0, once_per_machine
 
 TIMEOUT = 5.0  # seconds that a collective may take
@@ -53,8 +53,8 @@ def fail_alone(rank: int, world_size: int) -> None:
 def test_those_that_wait_for_a_rank_that_fails_give_up_soon():
     began = time.monotonic()
     with pytest.raises(RunError, match=r"(?s)^rank 0 failed:.*ZeroDivisionError"):
-        launch(fail_alone, 2, process_group=True, timeout_secs=3600)
-    assert time.monotonic() - began < 60
+        launch(fail_alone, 2, process_group=True, timeout_secs=3600, constants={"PATIENCE": PATIENCE | {FAILED: 120}})
+    assert time.monotonic() - began < 100  # the parent did not have to end rank 1
 
 
 class Ones:
