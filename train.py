@@ -34,8 +34,7 @@ from dpo.settings.command_line import check_command_line, exit_on, place_job
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings
 from dpo.system.launching import launch
-from dpo.system.run_directory import explaining_full_disk, read_record
-from dpo.system.run_log import RunLog, exiting_on_failure
+from dpo.system.run_directory import RunLog, exiting_on_failure, explaining_full_disk, read_record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +148,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     from preference_datasets import check_columns, load_data
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
-    resume_from = from_rank_0(run.checkpoint if run else None)
+    resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
     date = fix_template_date(plan, run.resume_point).chat.template_date if run else None
     plan = plan.change("chat_template_date", from_rank_0(date))  # processes of a long start may see different days
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())

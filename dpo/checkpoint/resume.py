@@ -26,7 +26,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import dotted, load_defaults
+from dpo.settings.files import dotted
 from dpo.settings.keys import KEYS, REMOVED, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
@@ -40,7 +40,6 @@ from dpo.system.run_directory import (
     read_record,
     write_record,
 )
-from dpo.system.waiting import sending_heartbeats
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
@@ -64,10 +63,6 @@ class Run(NamedTuple):
     lock: IO
     resume_point: ResumePoint | None
 
-    @property
-    def checkpoint(self) -> Path | None:
-        return None if self.resume_point is None else self.resume_point.path
-
     def is_finished(self, updates: int) -> bool:
         """Return whether all updates, the last evaluation and its samples are done."""
         if self.resume_point is None:
@@ -90,22 +85,6 @@ class Run(NamedTuple):
             run, saved_at = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
         facts = {"processes": plan.dims.world_size, "run": run, "continues_from": saved_at}
         write_record(self.directory, plan.nested_values(), **facts)
-
-
-class ResumeSource(NamedTuple):
-    """What a run continues from: at most one of `own` and `other`."""
-
-    began_here: bool = False  # whether the directory is known to be this run's
-    own: Path | None = None  # the run's directory or a checkpoint in it, which is searched once the directory is locked
-    other: ResumePoint | None = None  # another run's checkpoint, which is copied
-
-
-def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from, or its InputError; writes nothing."""
-    source = _find_source(plan)
-    if not source.began_here:
-        check_free(plan.run.local_run_dir, logs)
-    return _find_resume_point(source.own, plan) if source.own else source.other
 
 
 @contextmanager
@@ -137,50 +116,63 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
 
     A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`.
     """
-    with sending_heartbeats():  # to the other ranks, which wait
-        source = _find_source(plan)
-        run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=source.began_here)
-        lock, resume_point = lock_run_dir(run_dir), source.other
-        if source.own:
-            tidy(run_dir)
-            resume_point = _find_resume_point(source.own, plan)
-            _move_unused_aside(run_dir, resume_point, logs)
-        elif resume_point is not None:
-            _copy_checkpoint(resume_point, run_dir, logs)
-        if resume_point is not None:
-            print(f"continuing from {resume_point.path}")
-            resume_point = resume_point._replace(path=run_dir.resolve() / resume_point.path.name)
-            # set the links again, as a run may be killed between saving and setting them
-            point(run_dir / "LATEST", resume_point.path)
-            best = run_dir / f"step-{resume_point.manifest['best_at']}"
-            if best.exists():
-                point(run_dir / "BEST", best)
-        return Run(run_dir, lock, resume_point)
+    own, resume_point = _find_source(plan, logs)
+    run_dir = create_run_dir(plan.run.local_run_dir, logs=logs)
+    lock = lock_run_dir(run_dir)
+    if own:
+        tidy(run_dir)
+        resume_point = _find_resume_point(own, plan)
+    elif resume_point is not None:
+        _copy_checkpoint(resume_point, run_dir, logs)
+    if resume_point is not None:
+        print(f"continuing from {resume_point.path}")
+        for checkpoint in find_checkpoints(run_dir):
+            if parse_step(checkpoint) > parse_step(resume_point.path):
+                move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
+        resume_point = resume_point._replace(path=run_dir.resolve() / resume_point.path.name)
+        # set the links again, as a run may be killed between saving and setting them
+        point(run_dir / "LATEST", resume_point.path)
+        best = run_dir / f"step-{resume_point.manifest['best_at']}"
+        if best.exists():
+            point(run_dir / "BEST", best)
+    return Run(run_dir, lock, resume_point)
 
 
-def _find_source(plan: Plan) -> ResumeSource:
-    if plan.run.resume is None:
-        return ResumeSource()
+def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
+    """The checkpoint that `open_run` would continue from, or its InputError; writes nothing."""
+    own, other = _find_source(plan, logs)
+    return _find_resume_point(own, plan) if own else other
+
+
+def _find_source(plan: Plan, logs: Sequence[str]) -> tuple[Path | None, ResumePoint | None]:
+    """What a run continues from: its directory or a checkpoint in it, another run's checkpoint, or neither.
+
+    The run's own checkpoint is searched for later, once the directory is locked. Raises InputError if the directory has
+    something that is not of this run.
+    """
     # os.path.realpath, as Path.resolve raises for a link that leads to itself
     run_dir = Path(os.path.realpath(plan.run.local_run_dir))
-    path = run_dir if plan.run.resume == "auto" else Path(os.path.realpath(os.path.expanduser(plan.run.resume)))
-    if path == run_dir or (STEP.fullmatch(path.name) and path.parent == run_dir):
-        checkpoints = find_checkpoints(run_dir)
-        if path != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(path):
-            raise InputError(
-                f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give "
-                f"another local_run_dir, to which checkpoint and logs are copied"
-            )
-        is_known = checkpoints or (run_dir / ORIGIN).exists() or read_record(run_dir)
-        return ResumeSource(bool(is_known), own=path)
-    other = _find_resume_point(path, plan)
-    assert other is not None  # only `resume=auto` may find nothing
-    origin = run_dir / ORIGIN
-    check_writable(origin)
-    began_here = origin.exists() and origin.read_bytes() == other.manifest["sha256"].encode()
-    if began_here and find_checkpoints(run_dir):  # the same command ran before, and saved here
-        return ResumeSource(began_here, own=run_dir)
-    return ResumeSource(began_here, other=other)
+    own, other, began_here = None, None, False
+    if plan.run.resume is not None:
+        path = run_dir if plan.run.resume == "auto" else Path(os.path.realpath(os.path.expanduser(plan.run.resume)))
+        checkpoints, origin = find_checkpoints(run_dir), run_dir / ORIGIN
+        if path == run_dir or (STEP.fullmatch(path.name) and path.parent == run_dir):
+            own, began_here = path, bool(checkpoints or origin.exists() or read_record(run_dir))
+            if path != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(path):
+                raise InputError(
+                    f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); "
+                    f"give another local_run_dir, to which checkpoint and logs are copied"
+                )
+        else:
+            other = _find_resume_point(path, plan)
+            assert other is not None  # only `resume=auto` may find nothing
+            check_writable(origin)
+            began_here = origin.exists() and origin.read_bytes() == other.manifest["sha256"].encode()
+            if began_here and checkpoints:  # the same command ran before, and saved here
+                own = run_dir
+    if not began_here:
+        check_free(plan.run.local_run_dir, logs)
+    return own, other
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
@@ -207,40 +199,20 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     )
 
 
-def _move_unused_aside(run_dir: Path, resume_point: ResumePoint | None, logs: Sequence[str]) -> None:
-    """Rename damaged checkpoints newer than the resume point, or without one the logs, so that nothing uses them."""
-    if resume_point is None:
-        for name in logs:
-            if (run_dir / name).exists():
-                new_name = move_aside(run_dir / name).name
-                print(f"{run_dir} holds no checkpoint, so the run starts over; {name} is renamed to {new_name}")
-        return
-    for checkpoint in find_checkpoints(run_dir):
-        if parse_step(checkpoint) > parse_step(resume_point.path):
-            move_aside(checkpoint, f"damaged-{checkpoint.name}")
-
-
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     """Copy another run's checkpoint, completely or not at all, and its logs."""
-
-    def copy_file(source: Path, target: Path) -> None:
-        shutil.copyfile(source, target)
-        sync(target)
-
     checkpoint = resume_point.path
     (run_dir / ORIGIN).write_text(resume_point.manifest["sha256"])
-    for name in logs:
-        log = checkpoint.parent / name
+    for log in (checkpoint.parent / name for name in logs):
         if log.exists():
             check_readable(log)
-            copy_file(log, run_dir / name)
+            shutil.copyfile(log, run_dir / log.name)
+            sync(run_dir / log.name)
     with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
         for name in (*resume_point.manifest["files"], MANIFEST):
-            try:
-                os.link(checkpoint / name, copy / name)  # a link suffices, as the file never changes
-            except OSError:  # on another file system
-                copy_file(checkpoint / name, copy / name)
+            shutil.copyfile(checkpoint / name, copy / name)
+            sync(copy / name)
         sync(copy)
     sync(run_dir)
 
@@ -261,11 +233,8 @@ def record_config(plan: Plan) -> dict[str, Any]:
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
-    defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
-    # a checkpoint of older code may lack a key; that code behaved as the key's default does
-    saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
-    for key, saved_value in saved.items():
+    for key, saved_value in manifest["config"].items():
         if key in REMOVED:
             print(f"{key}={saved_value} of {where} is ignored: it was removed after {REMOVED[key]}")
         elif config.get(key) != saved_value:

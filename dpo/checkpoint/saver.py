@@ -19,7 +19,7 @@ from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.state import full_state, load_optimizer, whole_parameter, whole_states
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
-from dpo.system.waiting import meet_rank_0, sending_heartbeats
+from dpo.system.waiting import meet_rank_0
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
@@ -83,9 +83,17 @@ class OptimizerPart(Part):
         state = None
         if is_rank_0():
             state = read_state(file)
+            own_groups, groups = self.source.state_dict()["param_groups"], state["param_groups"]
+            if [len(group["params"]) for group in own_groups] != [len(group["params"]) for group in groups]:
+                raise InputError(
+                    f"{file} is the state of other tensors: a run with tensor_parallel.backend=tensor_parallel "
+                    f"continues with the same tensor_parallel_size, and no other run continues it"
+                )
             # an older torch may have written the file: options missing there keep this optimizer's values
-            pairs_of_groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
-            state = {**state, "param_groups": [own_group | dict(group) for own_group, group in pairs_of_groups]}
+            state = {
+                **state,
+                "param_groups": [own | dict(group) for own, group in zip(own_groups, groups, strict=True)],
+            }
         load_optimizer(self.source, state, self.mesh)
 
 
@@ -238,12 +246,11 @@ class Checkpoints:
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        with sending_heartbeats():
-            write_checkpoint(directory, states, **content)
-            for link in links:
-                point(self.run_dir / link, directory)
-            if self.keep is not None:
-                prune(self.run_dir, self.keep, self.run)
+        write_checkpoint(directory, states, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:

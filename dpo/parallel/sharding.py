@@ -229,12 +229,11 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     for module in model.modules():
         if type(module).__name__ == block_class_name and module is not model:
             return type(module)
-    module_lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
-    repeated_classes = sorted({type(modules[0]).__name__ for modules in module_lists})
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    repeated = {type(modules[0]).__name__ for modules in lists}
     raise InputError(
-        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; use one of its "
-        f"repeated blocks ({', '.join(repeated_classes)}), or set model.block_name=null, for the blocks that the "
-        f"model's class declares"
+        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; use one of its repeated "
+        f"blocks ({', '.join(sorted(repeated))}), or model.block_name=null for those that its class declares"
     )
 
 

@@ -143,10 +143,9 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         n_heads = getattr(config, name, None)
         if isinstance(n_heads, int) and n_heads % size:
-            divisors = ", ".join(str(n) for n in range(1, n_heads + 1) if n_heads % n == 0)
             raise InputError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}; "
-                f"sizes that do: {divisors}; or use trainer=FSDPTrainer, which shards any model"
+                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: choose another size, or "
+                f"use trainer=FSDPTrainer, which shards any model"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -45,16 +45,16 @@ def _check_support(model: Any, n_devices: int) -> None:
     """Raise InputError for a model that the package cannot shard."""
     config, family = model.config, model.config.model_type
     is_llama = family == "llama"
-    has_biases = is_llama and (config.attention_bias or config.mlp_bias)
-    has_odd_heads = is_llama and config.head_dim * config.num_attention_heads != config.hidden_size
+    is_odd = is_llama and (
+        config.attention_bias or config.mlp_bias or config.head_dim * config.num_attention_heads != config.hidden_size
+    )
     # backward would recompute one device's part, and wait forever for the parts of the other devices
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for is_refused, problem, fix in (
         (n_devices < 2, "needs two or more devices", "set tensor_parallel_size=2"),
         (family not in FAMILIES, f"cannot shard {family}", f"use a model of {', '.join(FAMILIES)}"),
         (config._attn_implementation not in ATTENTION, "cannot shard this attention", "use eager or sdpa"),
-        (has_biases, "cannot shard a Llama with biases", "use another model"),
-        (has_odd_heads, "cannot shard a Llama whose head_dim times its heads is not hidden_size", "use another model"),
+        (is_odd, "cannot shard a Llama with biases, or whose heads do not fill hidden_size", "use another model"),
         (recomputes, "cannot recompute activations", "set activation_checkpointing=false"),
     ):
         if is_refused:
@@ -65,6 +65,7 @@ class SplitModel(torch.nn.Module):
     """A model sliced over several devices, with the whole model's `state_dict()`.
 
     `parameters()` hold each weight once, so that norm, clipping and elementwise updates are those of the whole model.
+    An optimizer's state is that of the slices, so a run continues only with as many devices.
     """
 
     def __init__(self, model: Any, devices: Sequence[torch.device]) -> None:
@@ -75,7 +76,6 @@ class SplitModel(torch.nn.Module):
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         # a tied weight has two keys in a state dict, and one name here
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
-        self.parameter_names = [name for name, _ in model.named_parameters()]
         package_config, first_device_rule = _make_rules(model, devices)
 
         def find_rule(name: str) -> Any:
@@ -93,76 +93,17 @@ class SplitModel(torch.nn.Module):
         self._forget_gathered()
         return self.sliced(*args, **kwargs)
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict, with slices joined, on the CPU."""
-        joined = self._join({})
+        self._forget_gathered()
+        self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
+        joined = {}
+        for name, rule in self.rules.items():
+            slices = self._slices(name)
+            whole = rule.undo(slices) if rule else slices[0]  # without a rule, every device has the whole tensor
+            joined[name] = whole.detach()
         return {key: joined[name] for key, name in self.name_of_key.items()}
-
-    def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer save and load the state of the whole model."""
-        if isinstance(optimizer, torch.optim.Adafactor):  # its updates depend on whole rows and columns
-            raise _refusal("does not support Adafactor, which needs whole matrices", "use another optimizer")
-        optimizer.register_state_dict_post_hook(self._join_optimizer_state)
-        optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)
-
-    def _join_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Join an optimizer's state dict of slices into the whole model's."""
-        indices = range(len(self.parameter_names))
-        joined: dict[int, dict] = {i: {} for i in indices} if optimizer.state else {}
-        first_state = next(iter(optimizer.state.values()), {})
-        for key, first_value in first_state.items():
-            if first_value.ndim:
-                by_name = self._join({parameter: state[key] for parameter, state in optimizer.state.items()})
-            else:
-                by_name = dict.fromkeys(self.parameter_names, first_value)  # a scalar like `step` is equal for all
-            for i, state in joined.items():
-                state[key] = by_name[self.parameter_names[i]]
-        groups = [group | {"params": list(indices)} for group in saved["param_groups"]]
-        return saved | {"state": joined, "param_groups": groups}
-
-    def _slice_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """Cut an optimizer's state dict of the whole model into slices."""
-        states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
-        sliced: dict[torch.Tensor, dict[str, Any]] = {}
-        for name, state in states.items():
-            rule = self.rules[name]
-            for rank, parameter in enumerate(self._slices(name)):
-                sliced[parameter] = {}
-                for key, value in state.items():
-                    own_value = rule(value, rank=rank) if rule and value.ndim else value
-                    sliced[parameter][key] = own_value.clone()  # the optimizer changes values such as `step` in place
-        # the package puts tensors without a rule, as in norm layers, in one flat parameter, cut among the devices
-        manager = self.sliced.sharding_manager
-        n_devices = len(manager.flat_shards)
-        flat_states = [states[name] for name in manager.sharded_param_names]
-        for rank, parameter in enumerate(manager.flat_shards):
-            sliced[parameter] = {
-                key: _flatten([state[key] for state in flat_states], rank, n_devices, parameter)
-                for key in flat_states[0]
-            }
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {i: sliced[parameter] for i, parameter in enumerate(parameters) if sliced.get(parameter)}
-        groups = [group | {"params": list(range(len(parameters)))} for group in whole["param_groups"]]
-        return whole | {"state": state, "param_groups": groups}
-
-    @torch.no_grad()
-    def _join(self, replacements: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, with other values, such as an optimizer's state, for some parameters."""
-        originals = {parameter: parameter.data for parameter in replacements}
-        try:
-            for parameter, values in replacements.items():
-                parameter.data = values
-            self._forget_gathered()
-            self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
-            joined = {}
-            for name, rule in self.rules.items():
-                slices = self._slices(name)
-                whole = rule.undo(slices) if rule else slices[0]  # without a rule, every device has the whole tensor
-                joined[name] = whole.detach()
-            return joined
-        finally:
-            for parameter, values in originals.items():
-                parameter.data = values
 
     def _slices(self, name: str) -> list[torch.Tensor]:
         """The slices of a tensor, by device."""
@@ -174,16 +115,6 @@ class SplitModel(torch.nn.Module):
         After an evaluation it would go on with the weights gathered there, through which no gradient flows.
         """
         self.sliced.sharding_manager._last_versions = None
-
-
-def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
-    """Device `rank`'s share of each value in one flat tensor, padded with zeros to the size of `like`."""
-    if not values[0].ndim:
-        return values[0].clone()  # a scalar such as `step`
-    flat = torch.zeros_like(like, requires_grad=False)
-    shares = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
-    flat[: len(shares)] = shares
-    return flat
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ class Appender(Callback):
         return size
 
     def on_start(self) -> None:
-        create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
+        create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived))
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path, logged = self.run_dir / name, self._sizes.get(name)
             size_now = path.stat().st_size if path.exists() else 0

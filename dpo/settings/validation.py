@@ -94,9 +94,9 @@ REFUSED = (  # v: the right values, p: the plan
           "{gradient_accumulation_steps} * {data_processes}"),
     # --- trainers, packages and hardware
     Check(lambda v, p: p.trainer == PACKAGE and (v["sample_during_eval"] or p.online or v["model.autocast"] or p.lora
-                                                 or p.loss.scalar_head),
-          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, adapter "
-          "or reward model: leave them out, or set tensor_parallel.backend=dtensor"),
+                                                 or p.loss.scalar_head or v["optimizer"] == "Adafactor"),
+          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
+          "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
     Check(lambda v, p: p.quantized and p.trainer == TENSOR_PARALLEL,
           "lora=qlora does not work with trainer={trainer}, which cannot cut packed weights: choose "
           "trainer=FSDPTrainer, or lora=lora"),

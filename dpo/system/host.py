@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import random
-import resource
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -118,12 +117,6 @@ def never_collect_imports() -> None:
         gc.freeze()
 
 
-def raise_open_file_limit() -> None:
-    """Raise the limit on open files, for workers that share many tensors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of large tensors, whose page faults take a tenth of an update's time on a CPU."""
     # the largest values that glibc accepts
@@ -155,17 +148,14 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     """The machine's memory, or what cgroups allow this process of it."""
     meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())  # values such as "1024 kB"
     total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        if not line.startswith("0::"):  # a cgroup of version 1, whose limits are not read
-            continue
-        cgroup = cgroups / line[3:].strip("/")
-        for group in (cgroup, *cgroup.parents):
-            limit_file = group / "memory.max"  # the root cgroup has none
-            limit_text = limit_file.read_text().strip() if limit_file.exists() else "max"
-            if limit_text == "max":
+    version_2 = [line for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    for cgroup in (cgroups / line[3:].strip("/") for line in version_2):
+        # the limits of its parents count too; the root cgroup has none
+        for limit_file in (group / "memory.max" for group in (cgroup, *cgroup.parents)):
+            if not limit_file.exists() or limit_file.read_text().strip() == "max":
                 continue
-            limit, used = int(limit_text), int((group / "memory.current").read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limit, used = (int(limit_file.with_name(f"memory.{name}").read_text()) for name in ("max", "current"))
+            stat = dict(line.split() for line in limit_file.with_name("memory.stat").read_text().splitlines())
             used -= int(stat["inactive_file"])  # the file cache counts as used, but can be reclaimed
             total, available = min(total, limit), min(available, max(0, limit - used))
     return HostMemory(total, available)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -20,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from enum import IntEnum
 from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,6 @@ from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.system.host import (
     keep_freed_memory,
     print_whatever_happens,
-    raise_open_file_limit,
     return_freed_memory,
     without_collecting_garbage,
 )
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
-BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
-
-class WorkerFailed(RunError):
-    """A worker did not finish; the message has its rank and traceback."""
+DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, besides those of signals
+# Seconds for other workers to exit after one with this status; the first status in this order that a worker has is the
+# run's. After a failure another may report bad input, which says more. A stop signal reaches all. When a collective
+# times out, a rank that lost contact waits GRACE_SECS before it exits, or NCCL's watchdog aborts the waiting ranks in
+# turn. After those that are done, the others may be in a last collective.
+PATIENCE = {BAD_INPUT: 1, FAILED: 1, ASKED: 60, LOST_CONTACT: 60, DONE: math.inf}
+KILLED = {signal.SIGKILL: ", as the kernel does when memory runs out", signal.SIGABRT: ", as NCCL does at a timeout"}
 
 
 def launch(
@@ -61,9 +63,10 @@ def launch(
     A process that a launcher started (`find_rank_env`) runs its own worker, and exits when the worker ends. Without
     `process_group`, the worker is called in this process. Otherwise `world_size` workers are spawned here and meet at
     `port` (None: a free one). A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input
-    that a worker found, Stopped if the run was asked to stop, and WorkerFailed if a worker did not finish.
+    that a worker found, Stopped if the run was asked to stop, and RunError if a worker did not finish.
     """
-    raise_open_file_limit()
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # for workers that share many tensors
     rank_env = find_rank_env()
     if rank_env is not None:
         status, message = _run_in_group(rank_env, worker, args, timeout_secs)
@@ -77,7 +80,7 @@ def launch(
         keep_freed_memory()
         worker(0, 1, *args)
     else:
-        _spawn(worker, world_size, args, port=port or _read_number("MASTER_PORT", 0), timeout_secs=timeout_secs)
+        _spawn(worker, world_size, args, port=port or 0, timeout_secs=timeout_secs)
 
 
 # --- the rank that a launcher assigned -------------------------------------------------------------------------------
@@ -97,43 +100,26 @@ class RankEnv(NamedTuple):
 def find_rank_env() -> RankEnv | None:
     """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
+
+    def number(name: str, default: int | None = None) -> int:
+        text = str(environ.get(name, default))
+        if not text.isdigit():
+            raise InputError(f"{name}={text} is not a number: correct it, or unset all variables of a launcher")
+        return int(text)
+
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
-        rank = _read_number("RANK")
-        return RankEnv(
-            rank,
-            world_size=_read_number("WORLD_SIZE"),
-            local_rank=_read_number("LOCAL_RANK", rank),
-            address=environ.get("MASTER_ADDR", "localhost"),
-            port=_read_number("MASTER_PORT", 29500),
-            serves_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        )
-    if _read_number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
-        rank, address = _read_number("SLURM_PROCID"), environ.get("MASTER_ADDR")
-        if not address:  # the first node of a list: node03 of "node[03-05,9]"
-            nodes = environ.get("SLURM_STEP_NODELIST", "")
-            match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-            if match is None:
-                raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
-            address = match[1] + (match[2] or "")
-        return RankEnv(
-            rank,
-            world_size=_read_number("SLURM_STEP_NUM_TASKS"),
-            local_rank=_read_number("SLURM_LOCALID"),
-            address=address,
-            # jobs on one node rarely collide
-            port=_read_number("MASTER_PORT", 20_000 + _read_number("SLURM_JOB_ID") % 20_000),
-            serves_store=rank == 0,
-        )
+        rank = number("RANK")
+        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
+        serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return RankEnv(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, serves_store)
+    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank, size = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
+        # the first node of a list: node03 of "node[03-05,9]"
+        first_node = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
+        address = environ.get("MASTER_ADDR") or first_node
+        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)  # jobs on one node rarely collide
+        return RankEnv(rank, size, number("SLURM_LOCALID"), address, port, serves_store=rank == 0)
     return None
-
-
-def _read_number(name: str, default: int | None = None) -> int:
-    """The number in an environment variable."""
-    text = os.environ.get(name, default)
-    if text is None or not str(text).isdigit():
-        problem = f"{name} is missing" if text is None else f"{name}={text} is not a number"
-        raise InputError(f"the environment's {problem}: correct it, or unset all variables of a launcher")
-    return int(text)
 
 
 # --- in a worker ---------------------------------------------------------------------------------------------------
@@ -174,39 +160,27 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
-def _backend() -> str:
-    import torch
-
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Run the worker in a process group; return exit status and message, "" for a worker that is done."""
     with without_collecting_garbage():
+        import torch
         import torch.distributed as dist
         import tqdm
 
     return_freed_memory()
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
-    rank, timeout, store = rank_env.rank, timedelta(seconds=timeout_secs), None
-    status, message = 0, ""
+    rank, world_size, local_rank, address, port, serves_store = rank_env
+    timeout, backend = timedelta(seconds=timeout_secs), "nccl" if torch.cuda.is_available() else "gloo"
+    status, message = DONE, ""
     try:
         # let a stop signal kill this process, as no Python handler could run during the calls below
         with handling_signals(signal.SIG_DFL):
-            address, port, is_master = rank_env.address, rank_env.port, rank_env.serves_store
-            server = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+            server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-            init_distributed(
-                rank,
-                rank_env.world_size,
-                backend=_backend(),
-                timeout=timeout,
-                store=dist.PrefixStore("group", store),
-                local_rank=rank_env.local_rank,
-            )
+            init_distributed(rank, world_size, backend=backend, timeout=timeout, store=store, local_rank=local_rank)
         try:
-            worker(rank, rank_env.world_size, *args)
+            worker(rank, world_size, *args)
         except Stopped as stopped:  # all ranks stop, and one says so
             status, message = stopped.status, str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
@@ -215,35 +189,29 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
         status, message = BAD_INPUT, str(error)
     except RunError as error:
         status, message = FAILED, f"rank {rank}: {error}\n"
-    except KeyboardInterrupt:
-        status, message = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
         message = f"rank {rank} {what}:\n{traceback.format_exc()}"
-    if store is not None:
-        with suppress(dist.DistError):  # rank 0 may have taken the store with it, and been named by its own message
-            store.set(f"{'lost' if status == LOST_CONTACT else 'failed'} {rank}", "")
-            if status == LOST_CONTACT:
-                message += _name_cause(store, rank_env.world_size, timeout_secs)
+    if dist.is_initialized():
+        with suppress(dist.DistError):  # rank 0 may have taken the store with it
+            message += _tell_the_others(has_lost_contact=status == LOST_CONTACT)
     return status, message
 
 
-def _name_cause(store: dist.Store, world_size: int, timeout_secs: float) -> str:
-    """Name the ranks that caused a loss of contact: those that recorded a failure, or else nothing.
+def _tell_the_others(*, has_lost_contact: bool) -> str:
+    """Make ranks that wait for this one give up; if it lost contact itself, name those that did not."""
+    import torch.distributed as dist
 
-    The wait lets such a rank exit first.
-    """
+    from dpo.system.waiting import FAILURE, default_store
+
+    store = default_store()
+    store.set(FAILURE, "")
+    if not has_lost_contact:
+        return ""
+    store.set(f"rank {dist.get_rank()} lost contact", "")
     time.sleep(GRACE_SECS)
-    suspects = [rank for rank in range(world_size) if not store.check([f"lost {rank}"])]
-    failed = [rank for rank in suspects if store.check([f"failed {rank}"])]
-    if failed:
-        return f"because {_name_ranks(failed)} failed\n"
-    answer = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
-    return f"because {_name_ranks(suspects)} {answer}\n" if suspects else ""
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
+    others = [f"rank {r}" for r in range(dist.get_world_size()) if not store.check([f"rank {r} lost contact"])]
+    return f"because {' and '.join(others)} failed, was killed, or did not answer in time\n" if others else ""
 
 
 def _exit_now(status: int) -> None:
@@ -258,63 +226,42 @@ def _exit_now(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """Run a spawned worker, which the system kills if its parent ends, and send its message to the parent."""
+    """Run a spawned worker, which the system kills if its parent ends; send its status and message to the parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended before the call above
-        os._exit(1)
+        os._exit(FAILED)
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
-    pipe.send(message[-15_000:])
+    pipe.send((status, message[-15_000:]))
     _exit_now(status)
 
 
 # --- in the parent -------------------------------------------------------------------------------------------------
 
 
-class Outcome(IntEnum):
-    """The end of a worker; the run's outcome is the first of those of its workers."""
-
-    FAILED, STOPPED, LOST_CONTACT, DONE = range(4)
-
-
-# Seconds for other workers to exit after one with this outcome. After a failure another may report bad input, which
-# says more. A stop signal reaches all. When a collective times out, a rank that lost contact waits GRACE_SECS before it
-# exits, or NCCL's watchdog aborts the waiting ranks in turn.
-PATIENCE = {Outcome.FAILED: 1, Outcome.STOPPED: 60, Outcome.LOST_CONTACT: 60}
-KILLED = {signal.SIGKILL: ", as the kernel does when memory runs out", signal.SIGABRT: ", as NCCL does at a timeout"}
-
-
 class _Worker(NamedTuple):
-    """A spawned process, and the end of the pipe from which its message comes."""
+    """A spawned process, and the end of the pipe on which it says how its work ended."""
 
     rank: int
     process: Any
     pipe: Any
 
-    def find_outcome(self, stop_signals: list[int]) -> Outcome:
-        """The end of a worker that has exited."""
+    def find_end(self, stop_signals: list[int]) -> tuple[int, str]:
+        """Status and message of a worker that has exited: what it sent, or else what its exit status says."""
+        self.process.join()
+        if self.pipe.poll():
+            with suppress(EOFError):
+                return self.pipe.recv()
         status = self.process.exitcode
         if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
-            return Outcome.STOPPED
-        if status in (LOST_CONTACT, -signal.SIGABRT):
-            return Outcome.LOST_CONTACT
-        if status == 0:
-            with suppress(EOFError):  # it called exit(0) before it was done, and sent nothing
-                self.pipe.recv()
-                return Outcome.DONE
-        return Outcome.FAILED
-
-    def find_message(self) -> str:
-        """The message of a worker that has exited, or what its exit status says."""
-        with suppress(EOFError):  # it was killed before it could send one
-            return self.pipe.recv()
-        status = self.process.exitcode
+            return ASKED, ""
         if status >= 0:
-            return f"rank {self.rank} exited with status {status} before it was done"
-        return f"rank {self.rank} was killed by {signal.Signals(-status).name}{KILLED.get(-status, '')}"
+            return FAILED, f"rank {self.rank} exited with status {status} before it was done"
+        message = f"rank {self.rank} was killed by {signal.Signals(-status).name}{KILLED.get(-status, '')}"
+        return LOST_CONTACT if status == -signal.SIGABRT else FAILED, message
 
 
 def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
@@ -369,30 +316,25 @@ def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port:
 def _wait(workers: list[_Worker], stop_signals: list[int], timeout_secs: float) -> None:
     """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
     running = {worker.process.sentinel: worker for worker in workers}
-    ended: dict[_Worker, Outcome] = {}  # in the order of their exits
-    seconds_left = None
+    ends: list[tuple[int, str]] = []  # status and message, in the order of their exits
+    status, seconds_left = DONE, None
     while running and (exited := wait_for_any(running, seconds_left)):
-        for worker in map(running.pop, exited):
-            worker.process.join()
-            ended[worker] = worker.find_outcome(stop_signals)
-        # if those that exited are done, the others may be in a last collective
-        seconds_left = min(PATIENCE.get(min(ended.values()), timeout_secs), timeout_secs)
+        ends += [running.pop(sentinel).find_end(stop_signals) for sentinel in exited]
+        status = next(status for status in PATIENCE if status in {of_worker for of_worker, _ in ends})
+        seconds_left = min(PATIENCE[status], timeout_secs)
 
-    outcome = min(ended.values())
-    if outcome == Outcome.FAILED:
-        failed = [worker for worker in ended if ended[worker] == Outcome.FAILED]
-        for worker in failed:  # bad input says more than other failures
-            if worker.process.exitcode == BAD_INPUT:
-                raise InputError(worker.find_message())
-        raise WorkerFailed(failed[0].find_message())
-    if outcome == Outcome.STOPPED:
+    messages = [message for of_worker, message in ends if of_worker == status]
+    if status == BAD_INPUT:
+        raise InputError(messages[0])
+    if status == FAILED:
+        raise RunError(messages[0])
+    if status == ASKED:
         raise Stopped(*stop_signals[:1])
-    messages = [worker.find_message() for worker in ended if ended[worker] != Outcome.DONE]
     if running:  # at least one of these hangs: make all print their stacks
         for worker in running.values():
             os.kill(worker.process.pid, signal.SIGABRT)
         wait_for_any(running, GRACE_SECS)
-        ranks = _name_ranks([worker.rank for worker in running.values()])
-        messages.insert(0, f"{ranks} did not answer within collective_timeout_secs={timeout_secs:g}")
-    if messages:
-        raise WorkerFailed("\n".join(messages))
+        hanging = " and ".join(f"rank {worker.rank}" for worker in running.values())
+        messages.insert(0, f"{hanging} did not answer within collective_timeout_secs={timeout_secs:g}")
+    if running or status == LOST_CONTACT:
+        raise RunError("\n".join(filter(None, messages)))

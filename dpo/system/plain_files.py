@@ -47,22 +47,18 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
     """Read an untrusted JSON file; raise InputError if it is invalid."""
-    return _read(path, "JSON", json.loads)
-
-
-def read_yaml(path: Path) -> Any:
-    """Read an untrusted YAML file; raise InputError if it is invalid."""
-    return _read(path, "YAML", yaml.safe_load)
-
-
-def _read(path: Path, file_format: str, parse: Callable[[str], Any]) -> Any:
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
     except Exception as error:  # PyYAML raises an IndexError for `!!int ""`, for instance
-        raise InputError(f"{path} is not {file_format} that can be read: {one_sentence(error)}") from error
+        raise InputError(f"{path} cannot be read: {one_sentence(error)}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """Read an untrusted YAML file; raise InputError if it is invalid."""
+    return read_json(path, yaml.safe_load)
 
 
 def remove(path: Path) -> None:
@@ -88,12 +84,11 @@ def replacing(path: Path) -> Iterator[Path]:
     that killed processes of this host left.
     """
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
+    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
-        has_ended = process_id.isdecimal() and not Path("/proc", process_id).exists()
-        if has_ended or process_id == str(os.getpid()):
+        if leftover == temporary or not Path("/proc", process_id).exists():
             remove(leftover)
-    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(path)

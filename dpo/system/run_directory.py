@@ -1,4 +1,4 @@
-"""The directory of a run, and the directories that contain it."""
+"""The directory of a run: its files, its lock, its record of facts, and `log.txt` with what rank 0 prints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import json
 import os
 import platform
 import secrets
+import signal
 import socket
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
@@ -24,6 +27,7 @@ import yaml
 from dpo.errors import InputError, RunError, explaining
 from dpo.system.plain_files import check_link, check_writable, read_json, replacing
 from dpo.system.redaction import redact
+from dpo.system.signals import Stopped
 
 # files of a run
 LOCK = ".lock"
@@ -34,7 +38,7 @@ HOLDER = "process"  # the first word of the lock, before the id of the process t
 RUN_LOG = "log.txt"  # only appended to
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, ORIGIN, RUN_LOG)
-FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
+FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
@@ -61,34 +65,25 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
     What a run of ours that never began to train left there is accepted.
     """
     run_dir = Path(path)
-    names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
-    if run_files := [name for name in names if name in ("metrics.jsonl", "LATEST")]:
-        raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
-            f"one away, or continue the run with resume=auto"
-        )
-    patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
-    held = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    with _explaining_errors(path):
+        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
+    patterns = ("metrics.jsonl", "LATEST", "step-*")
+    if not read_record(run_dir):
+        patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
-    if LOCK in held and lock.is_file() and (not lock.stat().st_size or lock.read_text().startswith(HOLDER)):
-        held.remove(LOCK)  # ours, of a run that was refused
-    if held:
+    has_our_lock = lock.is_file() and (not lock.stat().st_size or lock.read_text().startswith(HOLDER))
+    ours = {LOCK} if has_our_lock else set()  # of a run that was refused
+    if held := [name for name in names if name not in ours and any(fnmatchcase(name, p) for p in patterns)]:
         raise InputError(
-            f"local_run_dir={path} holds {', '.join(held)}, which this run would overwrite, and which is not its own: "
-            f"choose another directory, or move {', '.join(held)} away"
+            f"local_run_dir={path} already holds a run ({', '.join(held)}), or other files of these names: choose "
+            f"another directory, move them away, or continue the run with resume=auto"
         )
 
 
-def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create a run's directory; check the files that it will have, and the `logs` to which it will append.
-
-    Raises InputError if the directory already holds a run that is not `continued`, or if a path that the run will write
-    is not a regular file.
-    """
+def create_run_dir(path: str, *, logs: Iterable[str] = ()) -> Path:
+    """Create a run's directory, unless it exists; check that the files that it will have are regular files."""
     run_dir = Path(path)
     with _explaining_errors(path):
-        if not continued:
-            check_free(path, logs)
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, *logs):
             check_writable(run_dir / name)
@@ -227,3 +222,86 @@ def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
     """Turn errors of writing a run's directory into InputErrors inside."""
     advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))
+
+
+# --- log.txt ---------------------------------------------------------------------------------------------------------
+
+
+class RunLog:
+    """Copies finished lines of Python's standard streams to a run's `log.txt`, without the redraws of progress bars.
+
+    Until `open` is called, they are kept in memory, as a run that is refused leaves no directory behind.
+    """
+
+    def __init__(self) -> None:
+        self._kept, self._unfinished = "", ""
+        self._path: Path | None = None  # of the log, once it is open
+
+    def begin(self, kept: str = "") -> None:
+        """Record from now on; `kept` was printed before."""
+        self.close()
+        self._kept, self._unfinished = kept, ""
+        for name in ("stdout", "stderr"):
+            setattr(sys, name, RecordedStream(getattr(sys, name), self))
+
+    def open(self, run_dir: str | Path) -> None:
+        """Append to the log in a run's directory, from now on."""
+        self._path = Path(run_dir, RUN_LOG)
+        self.add("")
+
+    def close(self) -> None:
+        """End the record, and leave the streams as they were."""
+        self._path = None
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, RecordedStream):
+                setattr(sys, name, stream.screen)
+
+    def hand_over(self) -> str:
+        """Return, and forget, the text that is not written yet."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    def add(self, text: str) -> None:
+        """Take printed text, of whole lines or parts of lines."""
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        # a bar draws itself again after a carriage return: its last state is a line
+        self._kept += "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
+        if self._path is not None:
+            with suppress(OSError), self._path.open("ab", buffering=0) as file:  # a full disk must not end a run
+                file.write(self.hand_over().encode("utf-8", "backslashreplace"))
+
+
+class RecordedStream:
+    """A standard stream whose text a log gets too; a progress bar is drawn on its `screen`."""
+
+    def __init__(self, screen: Any, log: RunLog) -> None:
+        self.screen, self._log = screen, log
+
+    def write(self, text: str) -> int:
+        self._log.add(text)
+        return self.screen.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.screen, name)
+
+
+@contextmanager
+def exiting_on_failure(log: RunLog) -> Iterator[None]:
+    """Context that ends the process after a failure that is no bug: with one sentence, and the status that fits."""
+    try:
+        yield
+    except (InputError, RunError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if error.__cause__ is not None:  # a library's error: the log has all of it
+            log.add(traceback.format_exc())
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
+    except Stopped as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C changes nothing
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.status)

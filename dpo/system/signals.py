@@ -59,6 +59,17 @@ def end_on_stop_signals() -> None:
         signal.signal(number, partial(_end_by_signal, None))
 
 
+@contextmanager
+def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
+    """Make signals end this process at once inside; a Stopped that is raised inside gets the `run_dir`."""
+    with handling_signals(partial(_end_by_signal, run_dir)):
+        try:
+            yield
+        except Stopped as stopped:
+            stopped.run_dir = run_dir
+            raise
+
+
 def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
     stopped = Stopped(number, run_dir)
     _end(str(stopped) if _prints_for_run() else "", stopped.status)
@@ -71,17 +82,6 @@ def _end(message: str, status: int) -> NoReturn:
     with suppress(OSError):
         os.write(2, f"{message}\n".encode() if message else b"")
     os._exit(status)
-
-
-@contextmanager
-def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Make signals end this process at once inside; a Stopped that is raised inside gets the `run_dir`."""
-    with handling_signals(partial(_end_by_signal, run_dir)):
-        try:
-            yield
-        except Stopped as stopped:
-            stopped.run_dir = run_dir
-            raise
 
 
 @contextmanager
@@ -114,13 +114,11 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
 
     Does nothing outside the main thread, which alone may set handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    former_handlers = {}
     try:
-        for number in numbers or _list_handled():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers or _list_handled():
+                former_handlers[number] = signal.signal(number, handler)
         yield
     finally:
         for number, former in former_handlers.items():

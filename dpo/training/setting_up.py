@@ -127,10 +127,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> 
 
 def make_policy_optimizer(plan: Plan, policy: Any) -> torch.optim.Optimizer:
     """The optimizer of a distributed policy."""
-    optimizer = make_optimizer(plan.training, optimized(adapters.trained_parameters(policy)))
-    if plan.trainer.cuts_layers and not plan.trainer.multi_process:
-        policy.keep_whole_state(optimizer)
-    return optimizer
+    return make_optimizer(plan.training, optimized(adapters.trained_parameters(policy)))
 
 
 def describe_run(

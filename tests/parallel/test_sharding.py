@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +41,6 @@ from dpo.parallel.state import (
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.launching import get_open_port
-from dpo.system.signals import Stopped
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.reference import Reference, ReferenceLogps
 
@@ -284,16 +282,11 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
     return getattr(trainers, config.trainer)(policy, config, config.seed, run_dir, reference, rank, world_size)
 
 
-def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
+def sample(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> None:
     trainer = make_trainer(rank, world_size, run_dir, overrides)
-    result = {
-        "samples": trainer.evaluator.samples(n_examples=0),
-        "answers": trainer.evaluator.answers(),
-        "models are equal": trainer.objective.models_are_equal,
-    }
-    result["metrics"] = [dict(trainer.train_step(next(trainer.train_iterator)).metrics) for _ in range(2)]
-    result["evaluation"] = trainer.evaluator.metrics().means()
-    trainer.save(run_dir / "saved")
+    result = {"samples": trainer.evaluator.samples(n_examples=0), "answers": trainer.evaluator.answers()}
+    assert trainer.objective.models_are_equal
+    trainer.train_step(next(trainer.train_iterator))  # on shards again
     if rank == 0:
         (run_dir / "result.json").write_text(json.dumps(result))
 
@@ -310,80 +303,18 @@ def greedy_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def of_one_process(greedy_model, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("one")
-    sample_train_and_save(0, 1, run_dir, (f"model.name_or_path={greedy_model}",))
+    sample(0, 1, run_dir, (f"model.name_or_path={greedy_model}",))
     return run_dir
 
 
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
-    if items is None:
-        return {prefix: state}
-    return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
-
-
-LESS = ("fsdp_frozen_weights=whole", "fsdp_reshard_after_forward=false", "fsdp_reduce_once=true")
-COMMUNICATING_LESS = {f"{mesh}, less": (n, sizes, (*overrides, *LESS)) for mesh, (n, sizes, overrides) in GRIDS.items()}
-SAMPLED = {**GRIDS, **COMMUNICATING_LESS}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "sharded" else SLOW) for m in SAMPLED])
-def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
-    processes, _, overrides = SAMPLED[mesh]
-    overrides = (*overrides, f"model.name_or_path={greedy_model}")
-    launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
-
+@pytest.mark.parametrize("mesh", GRIDS)
+def test_greedy_samples_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
+    processes, _, overrides = GRIDS[mesh]
+    launch(sample, processes, tmp_path, (*overrides, f"model.name_or_path={greedy_model}"), process_group=True)
     ours, theirs = (json.loads((run / "result.json").read_text()) for run in (tmp_path, of_one_process))
-    assert ours["models are equal"] is theirs["models are equal"] is True
-    assert ours["answers"] == theirs["answers"]
-    assert ours["samples"] == theirs["samples"]  # token for token, in the order of the prompts
+    assert ours == theirs  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, *_ in ours["samples"]}) > 2
-    timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")
-    for mine, its in zip(
-        [*ours["metrics"], ours["evaluation"]], [*theirs["metrics"], theirs["evaluation"]], strict=True
-    ):
-        values = {name: value for name, value in its.items() if name not in timings}
-        assert {name: mine[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-5)
-
-    for file in ("policy.pt", "optimizer.pt", "scheduler.pt"):
-        mine, its = (flat(torch.load(run / "saved" / file, weights_only=True)) for run in (tmp_path, of_one_process))
-        assert mine.keys() == its.keys()
-        for key, value in its.items():
-            if isinstance(value, torch.Tensor):
-                assert type(mine[key]) is torch.Tensor
-                torch.testing.assert_close(mine[key], value, rtol=1e-3, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
-            else:
-                assert mine[key] == value
-
-
-def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
-    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
-    trainer.train_step(next(trainer.train_iterator))
-    assert not trainer.stop.is_agreed
-
-    forwards = []
-    trainer.policy.register_forward_pre_hook(lambda *_: forwards.append(1))  # after the question whether to stop
-    raise_if_any, questions = trainer.stop.raise_if_any, []
-
-    def one_is_asked() -> None:
-        questions.append(1)
-        if rank == 1 and len(questions) == 2:
-            trainer.stop.signals.append(signal.SIGTERM)
-        raise_if_any()
-
-    trainer.stop.raise_if_any = one_is_asked
-    with pytest.raises(Stopped):
-        trainer.evaluator.samples(n_examples=0)
-    assert len(forwards) == 8  # the tokens between two questions
-    trainer.train_step(next(trainer.train_iterator))  # on shards again
-    assert trainer.stop.is_agreed
-    trainer.save()
-    trainer.checkpoints.finish()
-
-
-def test_if_one_process_is_asked_to_stop_all_break_off_sampling_at_the_same_token(tmp_path):
-    launch(update_and_stop, 2, tmp_path, process_group=True)
-    assert (tmp_path / "LATEST").exists()
 
 
 # --- the command line ----------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_what_is_no_file_is_not_read_and_no_run_writes_over_it(kind, tmp_path):
         (run_dir / "elsewhere").write_text("precious")
         make(kind, run_dir / name)
         with pytest.raises(InputError, match=f"{name} is not a regular file: move .*{name} away"):
-            create_run_dir(str(run_dir), logs=LOGS, continued=True)
+            create_run_dir(str(run_dir), logs=LOGS)
         assert (run_dir / "elsewhere").read_text() == "precious"
 
 

@@ -118,11 +118,6 @@ def fail_to_sample(*ranks: int) -> None:
     Evaluator.samples = draw_failing
 
 
-def swallow_signal_in(place: str, number: int) -> None:
-    """Let a signal come in `MODULE:NAME`, which swallows the handler's exception."""
-    call_before(place, partial(signal.raise_signal, number))
-
-
 def call_before(place: str, act: Callable[[], Any]) -> None:
     """Call `act` before the first call of `MODULE:NAME`.
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.collation import find_examples
 from dpo.data.examples import Example
@@ -112,17 +111,6 @@ def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
     """
     [microbatch] = Padded().split(examples, 1)
     return Padded().forward(model, microbatch.inputs).logps.sum(-1)
-
-
-class Operations(TorchDispatchMode):
-    """The number of operations that compute something: on a GPU, kernels."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = ("detach", "empty", "_unsafe_view", "alias")
-        self.count += not function.is_view and not any(name in str(function) for name in names)
-        return function(*args, **(kwargs or {}))
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"

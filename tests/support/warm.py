@@ -9,7 +9,6 @@ imports or of spawned workers needs real processes.
 from __future__ import annotations
 
 import atexit
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -20,11 +19,14 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
+
+from dpo.system import launching
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -40,7 +42,7 @@ class Python:
     """`python ARGUMENTS` without a terminal, with methods of subprocess.Popen.
 
     `session`: the process leads a session, as a command in a terminal does. `merge`: errors go where output goes.
-    `fault`: a function that is called in the process first.
+    `fault`: a function that is called in the process first, or alone if there are no arguments.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Python:
         for path in (self._out, self._err):
             path.touch()
         self.stdout: TextIO = self._out.open()
-        setting = Setting(cwd, dict(environment), self._out, self._err, session)
-        self._process = CONTEXT.Process(target=_main, args=(arguments, setting, fault))
+        place = (cwd, dict(environment), self._out, self._err, session)
+        self._process = CONTEXT.Process(target=_main, args=(arguments, fault, *place))
         self._process.start()
         self.pid: int = self._process.pid
         self.kill = self._process.kill
@@ -108,18 +110,13 @@ def launch(
     `constants` of `launching` are changed in that process. Raises what the original raises.
     """
     receiver, sender = CONTEXT.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path.cwd(), dict(os.environ), Path(folder, "out"), Path(folder, "err"))
-        process = CONTEXT.Process(
-            target=_launch, args=(sender, setting, dict(constants or {}), (worker, world_size, *args), options)
-        )
-        process.start()
-        sender.close()
-        process.join(200)
-        process.kill()
-        sys.stdout.write(setting.out.read_text())
-        sys.stderr.write(setting.err.read_text())
-    error = receiver.recv() if receiver.poll() else RuntimeError(f"the launcher ended with status {process.exitcode}")
+    act = partial(_launch, sender, dict(constants or {}), (worker, world_size, *args), options)
+    process = Python(environment=os.environ, cwd=Path.cwd(), fault=act)
+    sender.close()
+    out, err = process.communicate(timeout=200)
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+    error = receiver.recv() if receiver.poll() else RuntimeError(f"the launcher ended with status {process.returncode}")
     if error is not None:
         raise error
 
@@ -127,46 +124,37 @@ def launch(
 # --- in the forked process -----------------------------------------------------------------------------------------
 
 
-class Setting(NamedTuple):
-    """A process's own directory, environment and output."""
-
-    cwd: Path
-    environment: dict[str, str]
-    out: Path
-    err: Path
-    session: bool = False
-
-    def take(self) -> None:
-        if self.session:
-            os.setsid()
-        redirect(self.out, self.err)
-        os.chdir(self.cwd)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        torch.set_num_threads(1)
-        # torch's thread pool does not survive a fork; the first two threads to ask for a new pool at once would race
-        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with SIGINT ignored
-        multiprocessing.process._parent_process = None  # this process is nobody's worker
-        start_method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA works in no forked process
-        importlib.import_module("dpo.system.launching").START_METHOD = start_method
-
-
-def redirect(out: Path, err: Path) -> None:
-    """Send output and errors to files; the input is empty."""
+def _main(
+    arguments: tuple[str, ...],
+    fault: Callable[[], None] | None,
+    cwd: Path,
+    environment: dict[str, str],
+    out: Path,
+    err: Path,
+    session: bool,
+) -> None:
+    if session:
+        os.setsid()
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, (path, flags) in enumerate(((Path(os.devnull), os.O_RDONLY), (out, appending), (err, appending))):
+    for number, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, appending), (err, appending))):
         os.dup2(os.open(path, flags), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
-
-
-def _main(arguments: tuple[str, ...], setting: Setting, fault: Callable[[], None] | None) -> None:
-    setting.take()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    # torch's thread pool does not survive a fork; the first two threads to ask for a new pool at once would race
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with SIGINT ignored
+    multiprocessing.process._parent_process = None  # this process is nobody's worker
+    # CUDA works in no forked process
+    launching.START_METHOD = "spawn" if torch.cuda.is_available() else "fork"
     status: object = 0
     try:
         if fault is not None:
             fault()
-        _interpret(arguments)
+        if arguments:
+            _interpret(*arguments)
     except SystemExit as ending:
         status = ending.code
     except BaseException:
@@ -181,12 +169,11 @@ def _main(arguments: tuple[str, ...], setting: Setting, fault: Callable[[], None
     os._exit(status if isinstance(status, int) else int(status is not None))
 
 
-def _interpret(arguments: tuple[str, ...]) -> None:
+def _interpret(kind: str, *rest: str) -> None:
     """Run a script, or what follows -m or -c."""
-    kind, *rest = arguments
     sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if kind == "-m":
-        sys.argv = rest
+        sys.argv = [*rest]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -197,10 +184,7 @@ def _interpret(arguments: tuple[str, ...]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def _launch(result: Connection, setting: Setting, constants: dict[str, Any], arguments: tuple, options: dict) -> None:
-    from dpo.system import launching
-
-    setting.take()
+def _launch(result: Connection, constants: dict[str, Any], arguments: tuple, options: dict) -> None:
     for name, value in constants.items():
         setattr(launching, name, value)
     try:
@@ -208,6 +192,3 @@ def _launch(result: Connection, setting: Setting, constants: dict[str, Any], arg
         result.send(None)
     except BaseException as error:  # also Stopped
         result.send(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

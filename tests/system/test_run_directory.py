@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
+import html
 import json
+import logging
 import os
 import subprocess
+import sys
 import time
 from datetime import datetime
 
 import pytest
+import tqdm
 import yaml
+from support.faults import start_run
 from support.runs import ROOT
 
+from dpo.analysis.page import write_report
 from dpo.errors import InputError
 from dpo.system.redaction import redact, secrets_in
-from dpo.system.run_directory import (
-    add_to_record,
-    create_run_dir,
-    lock_run_dir,
-    write_record,
-)
+from dpo.system.run_directory import RunLog, check_free, create_run_dir, lock_run_dir, write_record
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
-    config = {
-        "wandb": {"api_key": "abc", "entity": "me", "token": None},
-        "HF_TOKEN": "hf_abc",
-        "password": "abc",
-        "tokenizer_name_or_path": "gpt2",
-        "monkey": "x",
-        "max_length": 512,
-        "datasets": [{"secret": "abc"}, "https://me:abc@example.org/data", "https://example.org/me@home"],
-    }
-
-    assert redact(config) == {
-        "wandb": {"api_key": "REDACTED", "entity": "me", "token": None},
-        "HF_TOKEN": "REDACTED",
-        "password": "REDACTED",
-        "tokenizer_name_or_path": "gpt2",
-        "monkey": "x",
-        "max_length": 512,
-        "datasets": [{"secret": "REDACTED"}, "https://REDACTED@example.org/data", "https://example.org/me@home"],
-    }
+    plain = {"tokenizer_name_or_path": "gpt2", "monkey": "x", "max_length": 512, "token": None}
+    config = {**plain, "wandb": {"api_key": "abc"}, "HF_TOKEN": "hf_abc", "datasets": [{"secret": "abc"}]}
+    redacted = {**plain, "wandb": {"api_key": "REDACTED"}, "HF_TOKEN": "REDACTED", "datasets": [{"secret": "REDACTED"}]}
+    assert redact(config) == redacted
 
 
 @pytest.mark.parametrize("secret", ["abc\\def'\"ghi", "ab'cdefgh", "line\nfeed here", "pässwörd-long"])
@@ -76,37 +62,17 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
     assert record["git_commit"] == (head.stdout.strip() or None)
 
 
-def test_facts_are_added_to_the_record_if_there_is_one(tmp_path):
-    add_to_record(tmp_path, ended="now")
-    assert os.listdir(tmp_path) == []
-    write_record(tmp_path, {}, run="an id")
-    before = json.loads((tmp_path / "env.json").read_text())
-    add_to_record(tmp_path, ended="now", parameters={"trainable": 1, "total": 2})
-    record = json.loads((tmp_path / "env.json").read_text())
-    assert record == {**before, "ended": "now", "parameters": {"trainable": 1, "total": 2}}
-    assert (record["run"], sorted(os.listdir(tmp_path))) == ("an id", ["config.yaml", "env.json"])
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "LATEST"])
-def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
-    (tmp_path / name).symlink_to("step-8")  # dangling: its checkpoint was deleted to save space
-    with pytest.raises(InputError, match=rf"local_run_dir={tmp_path} already holds a run \({name}\)"):
-        create_run_dir(str(tmp_path))
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-
-
 @pytest.mark.parametrize("resume", [None, "auto"])
 @pytest.mark.parametrize(
-    "name", [".lock", "config.yaml", "step-8", ".step-8.dpo-tmp", "samples.txt", "report", "log.txt"]
+    "name", [".lock", "config.yaml", "step-8", ".step-8.dpo-tmp", "samples.txt", "report", "log.txt", "metrics.jsonl"]
 )
 def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, tmp_path, run):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     run("run", "dry_run=true")  # nothing of the run has this name
     (tmp_path / "run" / name).write_text("{}")
-    message = (
-        "finds no complete checkpoint" if (name, resume) == ("step-8", "auto") else f"run holds {name}, which this"
-    )
+    is_checkpoint = (name, resume) == ("step-8", "auto")
+    message = "finds no complete checkpoint" if is_checkpoint else f"already holds a run \\({name}\\), or other files"
     for dry_run in ("true", "false"):
         with pytest.raises(InputError, match=message):
             run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
@@ -117,10 +83,10 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
 def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
     write_record(create_run_dir(str(tmp_path)), {"lr": 1})
     (tmp_path / "report").mkdir()
-    create_run_dir(str(tmp_path))
+    check_free(tmp_path)
     (tmp_path / "step-8").mkdir()  # its logs were moved away
-    with pytest.raises(InputError, match="holds step-8, which this run would overwrite"):
-        create_run_dir(str(tmp_path))
+    with pytest.raises(InputError, match=r"already holds a run \(step-8\)"):
+        check_free(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +126,84 @@ def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()
+
+
+# --- what rank 0 prints ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(capsys):
+    log = RunLog()
+    yield log
+    log.close()
+
+
+def read(tmp_path) -> str:
+    return (tmp_path / "log.txt").read_text()
+
+
+def test_both_streams_are_in_it_from_the_start_and_a_resume_appends(log, tmp_path, capsys):
+    log.begin()
+    print("before the directory")
+    log.open(tmp_path)
+    print("error: no", file=sys.stderr)
+    assert read(tmp_path) == "before the directory\nerror: no\n"
+    log.begin()
+    print("again")
+    assert read(tmp_path) == "before the directory\nerror: no\n"
+    log.open(tmp_path)
+    log.close()
+    print("after the run")
+    assert read(tmp_path) == "before the directory\nerror: no\nagain\n"
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("before the directory\nagain\nafter the run\n", "error: no\n")
+
+
+def test_a_bar_leaves_no_redraws_and_a_secret_no_trace(log, tmp_path, monkeypatch):
+    from dpo.reporting.terminal import Progress
+
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    monkeypatch.setattr("dpo.reporting.terminal._shows_bars", lambda: True)
+    log.begin()
+    log.open(tmp_path)
+    progress = Progress(interval=0, silent=False)
+    for i in progress.over(range(3), total=3, what="update"):
+        for j in progress.over(range(3), total=3, what="token"):
+            progress.part(j, 3, "token")
+        progress.line(f"line {i} of sk-0123456789")
+    for _ in tqdm.tqdm(range(3), file=sys.stderr, desc="theirs", miniters=1, mininterval=0):
+        pass
+    *ours, theirs = read(tmp_path).splitlines()
+    assert ours == [f"line {i} of REDACTED" for i in range(3)]
+    assert ("3/3" in theirs, "1/3" in theirs) == (True, False)
+
+
+def log_as_a_library() -> None:
+    from dpo.data import preflight
+
+    load = preflight.load_tokenizer
+
+    def load_and_log(*args, **kwargs):
+        logging.getLogger("library").warning("of a library")
+        return load(*args, **kwargs)
+
+    preflight.load_tokenizer = load_and_log
+
+
+@pytest.mark.parametrize("processes", [[], ["trainer=FSDPTrainer", "world_size=2"]])
+def test_a_run_has_its_text_from_the_first_line_to_the_last_and_its_warnings_in_the_report(
+    command, tmp_path, processes
+):
+    run = start_run(command("run", "warmup_steps=100", *processes), log_as_a_library)
+    assert run.wait() == 0, run.text
+    text = read(tmp_path / "run")
+    printed = run.text.splitlines()
+    assert "of a library" in printed
+    assert [line for line in printed if line not in text.splitlines()] == []
+    assert text.splitlines()[0] == printed[0]
+    warnings = {line.removeprefix("warning: ") for line in printed if line.startswith("warning: ")}
+    assert warnings
+    (tmp_path / "run" / "log.txt").write_text(text + "warning: 1 <b> 2\nwarning: 1 <b> 2\n")
+    page = write_report([tmp_path / "run"], tmp_path / "report").read_text()
+    assert "<li>1 &lt;b&gt; 2 (2 times)</li>" in page
+    assert all(f"<li>{warning}</li>" in html.unescape(page) for warning in warnings)

@@ -6,10 +6,9 @@ import os
 import signal
 
 import pytest
-from support.runs import run_python
 
 from dpo.system import signals
-from dpo.system.signals import Stopped, ending_on_stop_signals, handling_signals, on_stop_signals
+from dpo.system.signals import handling_signals, on_stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -73,38 +72,3 @@ def test_what_is_ignored_as_in_a_background_job_or_under_nohup_stays_ignored(num
         assert hear(number) == []
         assert signal.getsignal(number) is signal.SIG_IGN
     assert hear(number) == [number]
-
-
-ENDING = """
-import os, signal, sys
-from dpo.system.signals import ending_on_stop_signals
-
-class Closing:
-    def __del__(self):  # where Python prints an exception and goes on
-        os.kill(os.getpid(), int(sys.argv[2]))
-
-with ending_on_stop_signals(sys.argv[1]):
-    try:
-        Closing()
-    except BaseException:
-        pass
-    print("goes on")
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
-)
-def test_while_a_run_starts_a_signal_ends_it_wherever_it_comes(number, status, name, tmp_path):
-    ended = run_python("-c", ENDING, str(tmp_path), str(int(number)))
-    assert (ended.returncode, ended.stdout) == (status, "")
-    assert ended.stderr == f"stopped by {name}: nothing to save\n"
-
-
-def test_a_run_that_is_stopped_in_training_says_how_to_continue_from_its_checkpoint(tmp_path):
-    (tmp_path / "step-8").mkdir()
-    with (
-        pytest.raises(Stopped, match=f"rerun the same command with local_run_dir={tmp_path} resume=auto to continue"),
-        ending_on_stop_signals(tmp_path),
-    ):
-        raise Stopped(*hear(signal.SIGTERM))

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import threading
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.runs import GOLDEN, compose, small_run
 from support.warm import launch
 
@@ -27,9 +23,8 @@ from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
-from dpo.system.launching import PATIENCE, Outcome
-from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import after_rank_0, check_alike, meet_rank_0, once_per_machine, sending_heartbeats, wait_for
+from dpo.system.launching import FAILED, LOST_CONTACT, PATIENCE
+from dpo.system.waiting import after_rank_0, once_per_machine
 
 TIMEOUT = 5.0  # seconds that a collective may take
 
@@ -44,10 +39,22 @@ def hang_on_a_disk(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_0_that_hangs_while_it_works_alone_ends_the_run_after_a_stated_time_and_is_named():
-    options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {Outcome.LOST_CONTACT: 10}}}
+    options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {LOST_CONTACT: 10}}}
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
         launch(hang_on_a_disk, 2, process_group=True, **options)
-    assert "rank 0 sent no heartbeat for 5 s" in str(raised.value)
+    assert "waited 2.5 s in vain for rank 0 at a place" in str(raised.value)
+
+
+def fail_alone(rank: int, world_size: int) -> None:
+    """Rank 0 fails while it works alone, with an hour for the others to wait."""
+    after_rank_0("a place", lambda: 1 / 0)
+
+
+def test_those_that_wait_for_a_rank_that_fails_give_up_soon():
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"(?s)^rank 0 failed:.*ZeroDivisionError"):
+        launch(fail_alone, 2, process_group=True, timeout_secs=3600, constants={"PATIENCE": PATIENCE | {FAILED: 120}})
+    assert time.monotonic() - began < 100  # the parent did not have to end rank 1
 
 
 class Ones:
@@ -80,17 +87,6 @@ def test_a_save_may_take_longer_than_a_collective(tmp_path):
     launch(save_slowly, 2, tmp_path, process_group=True, timeout_secs=TIMEOUT)
 
 
-def check(rank: int, world_size: int) -> None:
-    check_alike({"training data": "the same"})
-    facts = {"training data": "the same", "chat template": f"template {rank}"}
-    with pytest.raises(InputError, match=r"rank 1 on .* has not the same as rank 0 on .*: chat template; give all"):
-        check_alike(facts)
-
-
-def test_what_ranks_do_not_have_alike_ends_all_of_them():
-    launch(check, 2, process_group=True, timeout_secs=60)
-
-
 def start_run(rank: int, world_size: int, config: Any) -> None:
     config.model.name_or_path += f"/{rank}"  # the same path on two machines
     main.work(rank, world_size, main.resolve(config))
@@ -106,38 +102,6 @@ def test_ranks_whose_models_have_another_config_are_refused_before_the_first_upd
     with pytest.raises(InputError, match=r"not the same as rank 0 on .*: the model's config\.json; give all machines"):
         launch(start_run, 2, config, process_group=True, timeout_secs=60)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-# --- in one process, as rank 1 ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(monkeypatch) -> dist.Store:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=60))
-    monkeypatch.setattr(waiting, "is_shared", lambda: True)
-    monkeypatch.setattr(waiting, "default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    return store
-
-
-def test_a_signal_is_heard_while_waiting(store):
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-
-    def stop(number: int) -> str:
-        raise Stopped(number)
-
-    with pytest.raises(Stopped), on_stop_signals(stop):
-        meet_rank_0("a place")
-
-
-def test_heartbeats_are_waited_for_and_silence_ends_the_wait(store, monkeypatch):
-    monkeypatch.setattr(waiting, "BEAT_SECS", 0.05)
-    with sending_heartbeats():
-        threading.Timer(1.5, store.set, ("key", "word")).start()
-        assert wait_for(1, "key", silence_secs=0.5) == "word"
-    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
-        wait_for(3, "none", silence_secs=0.3)
 
 
 # --- for one process of each machine ---------------------------------------------------------------------------------
