@@ -90,20 +90,6 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
     ]
 
 
-def test_a_stopped_run_leaves_its_last_draw_to_the_one_that_continues(tmp_path):
-    logger = files_in(tmp_path)
-    logger.on_update(update_of(1, 2, 0))
-    continued = files_in(tmp_path)
-    continued.load_state_dict(logger.state_dict())
-    continued.on_evaluation(Evaluation(1, 4, {}))
-    assert [record["best"] for record in records_of(tmp_path)] == [2, 2]
-
-    continued.on_update(update_of(2))  # draws nothing
-    continued.on_evaluation(Evaluation(2, 8, {}))
-    assert len(records_of(tmp_path)) == 2
-    assert continued.state_dict().keys() == {"log_bytes"}
-
-
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
