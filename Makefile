@@ -36,7 +36,7 @@ doctor: $(VENV)/.installed
 	$(RUN) -m scripts.doctor
 
 gpu-check: $(VENV)/.installed-dev
-	$(RUN) -m scripts.gpu_check
+	GPU_CHECK_MINUTES=$${GPU_CHECK_MINUTES:-30} $(RUN) -m pytest tests/gpu -m gpu -v -s -rs --junitxml=.cache/gpu-check.xml
 
 golden: $(VENV)/.installed-dev
 	$(RUN) -m pytest -q tests/runs/test_golden.py -m "" $(IN_PARALLEL)
