@@ -213,7 +213,9 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     if not example.prompt_is_cut:
         return unescape(prompt.text)
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
-    return {"keep_start": f"{part} {CUT}", "keep_end": f"{CUT} {part}"}.get(prompt.truncation_mode, part)
+    if prompt.truncation_mode == "keep_turns":
+        return str(part)
+    return f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}"
 
 
 def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
