@@ -18,39 +18,21 @@ from dpo.data.demo import judge
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / ".cache" / "demo"
-COMMON = [
-    "model=demo",
-    "datasets=[demo]",
-    "max_length=96",
-    "max_prompt_length=72",
-    "batch_size=32",
-    "eval_batch_size=64",
-    "do_first_sampling=true",  # the page compares with these samples
-    "n_eval_examples=256",
-    "schedule=cosine",
-    "wandb.enabled=false",
-    "resume=auto",  # goes on with an interrupted demo
-]
+# samples before training are what the page compares with; `resume=auto` goes on with an interrupted demo
+COMMON = (
+    *("model=demo", "datasets=[demo]", "max_length=96", "max_prompt_length=72", "batch_size=32", "eval_batch_size=64"),
+    *("n_eval_examples=256", "do_first_sampling=true", "schedule=cosine", "wandb.enabled=false", "resume=auto"),
+)
 STAGES = {
-    "sft": [
-        "loss=sft",
-        "optimizer=AdamW",
-        "lr=3e-3",
-        "warmup_steps=50",
-        "n_epochs=4",
-        "eval_every=8192",
+    "sft": (
+        *("loss=sft", "optimizer=AdamW", "lr=3e-3", "warmup_steps=50", "n_epochs=4", "eval_every=8192"),
         "n_eval_model_samples=64",
-    ],
-    "dpo": [
-        "loss=dpo",
-        "loss.beta=0.5",
-        "optimizer=SGD",  # other optimizers move all weights about equally far, even those unrelated to manners
-        "lr=0.2",
-        "warmup_steps=10",
-        "n_examples=1024",
-        "eval_every=512",
-        "n_eval_model_samples=256",
-    ],
+    ),
+    # with SGD, as other optimizers move all weights about equally far, even those unrelated to manners
+    "dpo": (
+        *("loss=dpo", "loss.beta=0.5", "optimizer=SGD", "lr=0.2", "warmup_steps=10", "n_examples=1024"),
+        *("eval_every=512", "n_eval_model_samples=256"),
+    ),
 }
 
 
@@ -79,12 +61,8 @@ def main() -> int:
     for stage in STAGES:
         run_stage(stage)
     print("answers to held-out prompts   courteous     curt   broken   another thing")
-    for name, samples in (
-        ("untrained", read_samples("sft", 0)),
-        ("after SFT", read_samples("dpo", 0)),
-        ("after DPO", read_samples("dpo", -1)),
-    ):
-        shares = judge(samples)
+    for name, stage, evaluation in (("untrained", "sft", 0), ("after SFT", "dpo", 0), ("after DPO", "dpo", -1)):
+        shares = judge(read_samples(stage, evaluation))
         print(
             f"{name:<27} {shares.courteous:>11.1%} {shares.curt:>8.1%} {shares.broken:>8.1%} {shares.mistaken:>15.1%}"
         )

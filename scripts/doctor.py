@@ -42,18 +42,17 @@ def list_problems() -> list[str]:
     total, available = host_memory()
     free, cores = shutil.disk_usage(ROOT).free, len(os.sched_getaffinity(0))
     memory, disk = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory", f"{free / 1e9:.1f} GB of disk"
-    print(f"{cores} CPU cores, {memory} and {disk} available")
+    print(f"{cores} CPU cores, {memory} and {disk} available", flush=True)
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
 
     for name in ("describe_gpus", "sum_over_processes"):
         command = [sys.executable, "-c", f"from scripts import doctor; doctor.{name}()"]
         try:
-            child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
+            child = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
         except subprocess.TimeoutExpired:
             problems.append(f"{name}: no answer within {LIMIT_SECS} s")
             continue
-        print(child.stdout, end="")
         if child.returncode:
             last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
             problems.append(f"{name}: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
@@ -64,8 +63,7 @@ def describe_gpus() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        print(f"no GPU (CUDA_VISIBLE_DEVICES={visible}; torch is built for {torch.version.cuda or 'the CPU'})")
+        print(f"no GPU (torch is built for {torch.version.cuda or 'the CPU'})")
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         ones = torch.ones(512, 512, device=f"cuda:{i}")

@@ -36,18 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        out = export(
-            options.checkpoint,
-            options.out,
-            dtype=options.dtype,
-            model=options.model,
-            merge=options.merge,
-            trust_remote_code=options.trust_remote_code,
-        )
+        print(f"exported {export(**vars(options))}")
     except (InputError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    print(f"exported {out}")
     return 0
 
 

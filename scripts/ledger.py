@@ -1,6 +1,6 @@
 """The hardest pairs of a ledger, and likely wrong labels.
 
-    python -m scripts.ledger RUN [--top 10] [--no-texts] [--json]
+    python -m scripts.ledger RUN [--top 10]
 
 For runs with `ledger=true`, also while they train or after a kill. The texts of pairs come from the run's datasets, if
 these can be loaded here; the texts of pairs that an online run drew are in the ledger. docs/metrics.md explains the
@@ -10,14 +10,12 @@ counts. Exit status: 0, or 2 if RUN has no ledger. Changes nothing.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.ledger import LedgerSummary, Pair, summarize
+from dpo.analysis.ledger import Pair, summarize
 from dpo.analysis.ledger_file import read_ledger
 from dpo.analysis.runs import Run, read_config
 from dpo.errors import InputError
@@ -25,10 +23,9 @@ from dpo.numbers import count, figure, signed
 
 LONGEST_TEXT = 300  # characters
 SPLITS = {"train": "train", "eval": "test"}  # a split's name in a ledger: its name in a dataset
-Texts = Mapping[str, Mapping[str, str]]  # prompt, chosen and rejected, by `Pair.example`
 
 
-def find_texts(run: Run, pairs: Sequence[Pair]) -> Texts:
+def find_texts(run: Run, pairs: Sequence[Pair]) -> dict[str, Mapping[str, str]]:
     """Find the texts of pairs in the run's datasets; InputError if the data cannot be loaded."""
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
     from dpo.data.table import iterate_prompts
@@ -36,8 +33,6 @@ def find_texts(run: Run, pairs: Sequence[Pair]) -> Texts:
     from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
 
-    if not run.config:
-        raise InputError(next(iter(run.problems), "config.yaml is empty"))
     has_custom_data = any(pair.dataset not in BUILT_IN for pair in pairs)  # which may hold chats
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_custom_data else ()
     keys = ("local_dirs", "dataset_sources", "list_pairs", *tokenizer_keys)
@@ -57,47 +52,26 @@ def find_texts(run: Run, pairs: Sequence[Pair]) -> Texts:
     return texts
 
 
-def make_lines(summary: LedgerSummary, texts: Texts, note: str | None = None) -> list[str]:
-    """Format a summary, without control characters that could change the terminal."""
-
-    def list_pairs(pairs: Sequence[Pair]) -> Iterator[str]:
-        for pair in pairs:
-            scores = ""
-            if pair.scores is not None:
-                scores = f"; scores: chosen {pair.scores[0]:.3g}, rejected {pair.scores[1]:.3g}"
-            yield (
-                f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
-                f"{signed(pair.first_margin)} at first, {signed(pair.last_margin)} at last; on average "
-                f"{figure(pair.relative_margin, 2)} times the median size of margins at that time{scores}"
-            )
-            for name, text in texts.get(pair.example, {}).items():
-                line = " ".join(text.split())
-                if len(line) > LONGEST_TEXT:
-                    line = f"... {line[-LONGEST_TEXT:]}" if name == "prompt" else f"{line[:LONGEST_TEXT]} ..."
-                yield f"    {name:<9} {line}"
-
-    lines = [
-        f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
-        f"{count(summary.truncated, 'is', 'are')} truncated.",
-        "",
-        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
-        f"at least twice had a margin never above 0.",
-        *list_pairs(summary.never_flipped),
-        "",
-        f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} never ranked right, and wrong by at least "
-        f"the median size of margins at that time.",
-        *list_pairs(summary.suspected_noise),
-        *([note] if note else []),
-    ]
-    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+def list_pairs(pairs: Sequence[Pair], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """List pairs with their texts."""
+    for pair in pairs:
+        scores = "" if pair.scores is None else "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
+        yield (
+            f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
+            f"{signed(pair.first_margin)} at first, {signed(pair.last_margin)} at last; on average "
+            f"{figure(pair.relative_margin, 2)} times the median size of margins at that time{scores}"
+        )
+        for name, text in texts.get(pair.example, {}).items():
+            line = " ".join(text.split())
+            if len(line) > LONGEST_TEXT:
+                line = f"... {line[-LONGEST_TEXT:]}" if name == "prompt" else f"{line[:LONGEST_TEXT]} ..."
+            yield f"    {name:<9} {line}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.ledger", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
-    parser.add_argument("--no-texts", action="store_true", help="leave the texts out, and load no dataset")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
     try:
         table = read_ledger(options.run)
@@ -107,26 +81,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.run} has no ledger.parquet: give the directory of a run with ledger=true")
     run, summary = read_config(options.run), summarize(table, top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
-    texts, note = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, None
-    if options.no_texts:
-        texts = {}
-    elif missing := [pair for pair in pairs if pair.example not in texts]:
+    texts, notes = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, []
+    if missing := [pair for pair in pairs if pair.example not in texts]:
         try:
             texts |= find_texts(run, missing)
             if any(pair.example not in texts for pair in missing):
-                note = "The run's datasets have changed, and lack some of these pairs."
+                notes.append("The run's datasets have changed, and lack some of these pairs.")
         except (InputError, OSError) as error:
-            note = f"Texts are not shown: {error}"
-    loss = run.objective
-    if not loss.has_margins:
-        note = f"loss={loss.name} trains on {loss.trains_on}: without pairs there are no margins to rank."
-    if options.json:
-        found = dataclasses.asdict(summary)
-        for pair in (*found["never_flipped"], *found["suspected_noise"]):
-            pair["texts"] = texts.get(pair["example"])
-        print(json.dumps({**found, "note": note}, indent=2))
-    else:
-        print("\n".join(make_lines(summary, texts, note)))
+            notes.append(f"Texts are not shown: {error}")
+    lines = [
+        f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
+        f"{count(summary.truncated, 'is', 'are')} truncated.",
+        "",
+        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
+        f"at least twice had a margin never above 0.",
+        *list_pairs(summary.never_flipped, texts),
+        "",
+        f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} never ranked right, and wrong by at least "
+        f"the median size of margins at that time.",
+        *list_pairs(summary.suspected_noise, texts),
+        *notes,
+    ]
+    for line in lines:
+        print("".join(c if c.isprintable() else " " for c in line))  # other characters could change the terminal
     return 0
 
 

@@ -2,13 +2,10 @@
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
-RUN is the directory of a run that is complete, still trains, or crashed. A directory of runs, as a sweep makes it,
-stands for its runs.
-The page of a run has a verdict, warnings, findings, curves, samples, settings, time and cost; that of several runs has
-a table of their results, the settings that differ, and their curves. Without --out it is in RUN/report or, for several
-runs, in report.
-
-Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
+RUN is the directory of a run that is complete, still trains, or crashed, or a directory of such runs, as a sweep makes
+it. The page of a run has a verdict, warnings, findings, curves, samples, settings, time and cost; that of several runs
+has a table of their results, the settings that differ, and their curves. Exit status: 0 written, 2 bad input. Changes
+nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -36,17 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
 
-    runs = [run for path in options.runs for run in list_runs(path.expanduser())]
+    runs = [run for path in options.runs for run in list_runs(path)]
     default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
-    out = default_out if options.out is None else options.out.expanduser()
-    if options.out is not None and out.is_symlink():  # as it is named, it is followed, unlike one in the run
-        out = out.resolve()
     try:
-        page = write_report(runs, out)
+        print(f"report: {write_report(runs, options.out or default_out)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"report: {page}")
     return 0
 
 

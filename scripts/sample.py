@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dpo.data.asking import AUTO, CHAT, FORMATS, MEANINGS, RAW
@@ -49,21 +48,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--beta", type=float, help="beta of the rewards, instead of the run's loss.beta")
     option("--file", type=Path, help="prompts, one JSON object per line")
     option("--out", type=Path, help="new file for the answers, one JSON object per line")
-    option("--batch-size", "--batch_size", type=int, default=8, help="prompts of --file at a time")
+    option("--batch-size", type=int, default=8, help="prompts of --file at a time")
     option("--temperature", type=float, help="0: the most probable token")
-    option("--top-p", "--top_p", type=float, help="0.9: only the most probable 90 percent")
-    option("--top-k", "--top_k", type=int, help="tokens to draw from, 0: all")
+    option("--top-p", type=float, help="0.9: only the most probable 90 percent")
+    option("--top-k", type=int, help="tokens to draw from, 0: all")
     option("--seed", type=int, default=0)
-    option("--max-new-tokens", "--max_new_tokens", type=int, default=256)
+    option("--max-new-tokens", type=int, default=256)
     option("--format", choices=FORMATS, default=AUTO, help="form of prompts")
-    option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
     if (options.file is None) != (options.out is None):
         parser.error("--file and --out go together")
-    if options.no_reference and options.reference:
-        parser.error("--reference and --no-reference exclude each other")
     for name in SAMPLING:
         value = getattr(options, name)
         if value is not None and (problem := find_value_problem(f"sample_{name}", value)):
@@ -74,7 +70,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        sample(options)
+        # a wrong file is refused before models are loaded
+        asked = [] if options.file is None else read_prompts(options.file, options.out)
+        panel, sampling = load(options)
+        if options.file is None:
+            converse(panel, sampling)
+        else:
+            answer_file(panel, sampling, asked, options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -83,11 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sample(options: argparse.Namespace) -> None:
-    """Load models, and answer prompts of a file or typed ones."""
-    # a wrong file is refused before models are loaded
-    asked = [] if options.file is None else read_prompts(options.file, options.out)
-
+def load(options: argparse.Namespace) -> tuple[Panel, Sampling]:
+    """Load the models, and say how they are asked."""
     import transformers
 
     from dpo.models.answers import choose_sampling
@@ -107,7 +106,7 @@ def sample(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     )
     sampling = choose_sampling(
-        panel.policy.model,
+        panel.sides[0].model,
         panel.encoder.tokenizer,
         {name: getattr(options, name) for name in SAMPLING},
         chat=panel.form == CHAT,
@@ -116,16 +115,13 @@ def sample(options: argparse.Namespace) -> None:
     )
     print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
-    if options.file is None:
-        converse(panel, sampling)
-    else:
-        answer_file(panel, sampling, asked, options)
+    return panel, sampling
 
 
 def read_prompts(file: Path, out: Path) -> list[tuple[Any, Any]]:
     """Read a file's prompts, and the tools of each, or None.
 
-    Raises InputError, also if the answers cannot be written to `out`.
+    Raises InputError, also if `out` exists.
     """
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
@@ -147,7 +143,6 @@ def answer_file(panel: Panel, sampling: Sampling, asked: list[tuple[Any, Any]], 
         panel.encode(prompt, f"record {n} of {options.file}", sampling, tools)
         for n, (prompt, tools) in enumerate(asked, start=1)
     ]
-    rewards_of: dict[str, list[float]] = {side.name: [] for side in panel.sides}
     with options.out.open("x", encoding="utf-8") as file:
         for start in tqdm(range(0, len(encoded), options.batch_size), unit="batch", disable=None):
             prompts = encoded[start : start + options.batch_size]
@@ -158,16 +153,13 @@ def answer_file(panel: Panel, sampling: Sampling, asked: list[tuple[Any, Any]], 
             ]
             for side in panel.sides:
                 answers = panel.answer(side, prompts, numbers, sampling)
-                rewards = panel.rewards(prompts, answers)
-                for line, answer, reward in zip(lines, answers, rewards, strict=True):
+                for line, answer, reward in zip(lines, answers, panel.rewards(prompts, answers), strict=True):
                     line[side.name] = answer.text
                     line["rewards"][side.name] = reward
                     line["tokens"][side.name] = len(answer.tokens)
-                rewards_of[side.name] += [reward for reward in rewards if reward is not None]
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
-    means = [f"; mean reward of the {name} {fmean(rewards):.4g}" for name, rewards in rewards_of.items() if rewards]
-    print(f"{count(len(encoded), 'prompt')} answered in {options.out}{''.join(means)}")
+    print(f"{count(len(encoded), 'prompt')} answered in {options.out}")
 
 
 def converse(panel: Panel, sampling: Sampling) -> None:
@@ -176,27 +168,30 @@ def converse(panel: Panel, sampling: Sampling) -> None:
         import readline  # noqa: F401  (arrow keys in input())
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation.")
     print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
-    histories: dict[str, list[Any]] = {side.name: [] for side in panel.sides}
+    histories: list[list[dict[str, str]]] = [[] for _ in panel.sides]
     for index in itertools.count():
         try:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
             break
-        if not line.strip() or line.strip() == RESET:
-            histories = {name: [] for name in histories} if line.strip() else histories
+        if line.strip() == RESET:
+            histories = [[] for _ in panel.sides]
+        if line.strip() in ("", RESET):
             continue
-        where = f"this conversation ({RESET} starts anew)" if any(histories.values()) else "this prompt"
-        asked = {name: [*history, {"role": "user", "content": line}] for name, history in histories.items()}
+        asked = [[*history, {"role": "user", "content": line}] for history in histories]
         try:
             # before the first answer, as one that does not fit changes no history
-            prompts = [panel.encode(asked[name] if histories[name] else line, where, sampling) for name in asked]
-            for side, prompt in zip(panel.sides, prompts, strict=True):
+            prompts = [
+                panel.encode(line if panel.form == RAW else messages, f"this conversation ({RESET} ends it)", sampling)
+                for messages in asked
+            ]
+            for side, prompt, messages in zip(panel.sides, prompts, asked, strict=True):
                 print(f"--- {side.name} ---", flush=True)
                 [answer] = panel.answer(side, [prompt], [index], sampling, show=True)
                 [reward] = panel.rewards([prompt], [answer])
                 length = count(len(answer.tokens), "token")
                 print(f"({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
-                asked[side.name].append({"role": "assistant", "content": answer.text.strip()})
+                messages.append({"role": "assistant", "content": answer.text.strip()})
             histories = histories if panel.form == RAW else asked
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -6,10 +6,10 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dpo.data.schema import ASSISTANT, SURROGATE, Messages, check_unicode, read_message, read_tools
+from dpo.data.schema import ASSISTANT, Messages, check_unicode, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.data.tokenization import ESCAPE, escape_control
@@ -78,15 +78,6 @@ def find_format(prompt: str, *, rendered: bool) -> str:
     if rendered:
         return CHAT
     return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
-
-
-def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
-    """The format that all datasets of a run share.
-
-    None if these differ or one is unknown. `formats` has those of custom datasets, as the preflight recorded them.
-    """
-    distinct = {HH if name in DATASETS_IN_HH_FORMAT else formats.get(name) for name in datasets}
-    return distinct.pop() if len(distinct) == 1 else None
 
 
 def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str:
@@ -207,17 +198,12 @@ def escape_texts(value: Any, tokenizer: Any) -> Any:
 
 def check_texts(value: Any, what: str, where: str) -> None:
     """Refuse messages or tools with texts that no tokenizer should see."""
-    texts = [*iterate_texts(value)]
-    joined = "".join(texts)
-    if not (SURROGATE.search(joined) or ESCAPE in joined or MARK in joined):  # in a fraction of the time
-        return
-    for text in texts:
-        check_unicode(text, what, where)
-        if ESCAPE in text or MARK in text:
-            raise InputError(
-                f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them from "
-                f"{text[:80]!r}"
-            )
+    text = "\n".join(iterate_texts(value))
+    check_unicode(text, what, where)
+    if ESCAPE in text or MARK in text:
+        raise InputError(
+            f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them"
+        )
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:

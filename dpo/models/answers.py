@@ -5,10 +5,8 @@ Up to rounding, an answer does not depend on the other prompts of its batch.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,19 +127,23 @@ def answer(
     device = next(model.parameters()).device
     ids = batch["prompt_input_ids"].to(device)
     n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
-    with _plain_generation(model, sampling.cache_implementation):
-        rows = model.generate(
-            ids,
-            attention_mask=batch["prompt_attention_mask"].to(device),
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=False,  # `_DrawToken` draws
-            eos_token_id=list(sampling.end_tokens) or None,
-            pad_token_id=tokenizer.pad_token_id,
-            logits_processor=_make_logits_processors(sampling, numbers, n_prompt=n_prompt),
-            streamer=streamer,
-            synced_gpus=in_step,
-            cache_implementation=sampling.cache_implementation,
-        )
+    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
+    try:
+        with without_compilation(cache_implementation=sampling.cache_implementation):
+            rows = model.generate(
+                ids,
+                attention_mask=batch["prompt_attention_mask"].to(device),
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,  # `_DrawToken` draws
+                eos_token_id=list(sampling.end_tokens) or None,
+                pad_token_id=tokenizer.pad_token_id,
+                logits_processor=_make_logits_processors(sampling, numbers, n_prompt=n_prompt),
+                streamer=streamer,
+                synced_gpus=in_step,
+                cache_implementation=sampling.cache_implementation,
+            )
+    finally:
+        model.generation_config = own_config
     answers = []
     for tokens in rows[:, n_prompt:].tolist():
         end = next((i for i, token in enumerate(tokens, start=1) if token in sampling.end_tokens), None)
@@ -149,18 +151,6 @@ def answer(
         text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         answers.append(Answer(text, kept, end is not None))
     return answers
-
-
-@contextmanager
-def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
-    """Generate without the model's own generation config inside."""
-    own_config = model.generation_config
-    model.generation_config = transformers.GenerationConfig()
-    try:
-        with without_compilation(cache_implementation=cache_implementation):
-            yield
-    finally:
-        model.generation_config = own_config
 
 
 def _make_logits_processors(
@@ -200,21 +190,6 @@ class _DrawToken(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
-@contextmanager
-def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with 0, 1, ... before each forward pass inside, of which there is one per token.
-
-    Processes that draw in lockstep call `act` in lockstep, so it can raise on all of them together.
-    """
-    numbers = itertools.count()
-    # prepended, so that `act` is called before FSDP's hook gathers weights
-    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 @torch.no_grad()
 def log_probabilities(
     model: Any, prompts: Sequence[Tokens], answers: Sequence[Answer], autocast: torch.dtype | None = None
@@ -238,13 +213,9 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     if not example.prompt_is_cut:
         return unescape(prompt.text)
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
-    match prompt.truncation_mode:
-        case "keep_start":
-            return f"{part} {CUT}"
-        case "keep_end":
-            return f"{CUT} {part}"
-        case "keep_turns":
-            return part
+    if prompt.truncation_mode == "keep_turns":
+        return str(part)
+    return f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}"
 
 
 def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:

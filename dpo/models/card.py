@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from dpo.checkpoint.files import read_file
-from dpo.data.asking import MEANINGS, common_format
+from dpo.data.asking import DATASETS_IN_HH_FORMAT, HH, MEANINGS
 from dpo.data.sources import HUB_IDS
 from dpo.models.adapters import StoredAdapter
 from dpo.models.origin import Origin
@@ -23,12 +22,13 @@ from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
-SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
+KEPT = {key for key, row in KEYS.items() if row.resume is Resume.KEEP}
+# what `trust_remote_code` is in an export's plan was said to the export, and not to the run
+SETTINGS = (*(key for key in KEYS if key in KEPT - {"model.trust_remote_code"}), "exp_name", "n_epochs", "n_examples")
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+# whatever a user wrote is in the block of code at the end, where it cannot be markup
 BODY = """\
-# {title}
-
-{base} trained with {method}{data}. {weights}
+# A model trained with {method}
 
 ```python
 from transformers import {auto_class}, AutoTokenizer{more_imports}
@@ -52,14 +52,12 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, is_adapter = origin.plan, model is None
     checkpoint = read_file(origin.policy) if origin.policy else {}
-    # the run's config; in `plan.values`, model.trust_remote_code is the option of the export, not the run's key
-    values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
+    values = redact(plan.values) if origin.run_dir else {}
     base, loss = plan.model.name_or_path, plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
-    sources = {name: _find_source(plan, name) for name in values.get("datasets", ())}
+    sources = {name: _describe_source(plan, name) for name in values.get("datasets", ())}
     form = find_prompt_format(origin) if origin.run_dir else None
     metadata = ModelCardData(
-        model_name=values.get("exp_name"),
         base_model=base if base_on_hub and not (is_adapter and origin.weights.archive) else None,
         datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
         library_name="peft" if is_adapter else "transformers",
@@ -67,34 +65,30 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
         tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
         prompt_format=form,
-        **_find_license(base, plan.run.cache_dir),
     )
     options = ", num_labels=1" if is_adapter and plan.loss.scalar_head else ""
     if is_adapter:
         # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
         options += f', dtype="{plan.compute_dtype}"' + f", quantization_config={IN_4_BITS}" * plan.quantized
     # the model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base
-    runs_code = origin.had_own_code if is_adapter else bool(list(folder.glob("*.py")))
-    environment = _read_record(origin, "env.json")
-    train = _as_mapping(_read_record(origin, "preflight.json").get("train"))
-    packages = _as_mapping(environment.get("packages"))
+    runs_code = plan.model.trust_remote_code if is_adapter else bool(list(folder.glob("*.py")))
+    environment, train = _read_record(origin, "env.json"), _read_record(origin, "preflight.json").get("train") or {}
     facts = {
+        "base": Path(base).name,
+        "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}",
+        "adapter": adapter and {"r": adapter.r, "alpha": adapter.alpha, "layers": _list_kinds(adapter)},
         "examples trained on": checkpoint.get("step_idx"),
-        "metrics": {k: v for k, v in _as_mapping(checkpoint.get("metrics")).items() if isinstance(v, int | float)},
+        "metrics": {k: v for k, v in (checkpoint.get("metrics") or {}).items() if isinstance(v, int | float)},
         "data": sources,
         "training split": {name: train.get(name) for name in ("examples", "prompts") if name in train},
         "settings": {key: _hide_directory(values[key]) for key in SETTINGS if key in values},
         "commit": environment.get("git_commit"),
         "uncommitted changes": environment.get("git_uncommitted_changes"),
-        "versions": {name: packages[name] for name in ("torch", "transformers") if name in packages},
+        "versions": {k: v for k, v in (environment.get("packages") or {}).items() if k in ("torch", "transformers")},
     }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     body = BODY.format(
-        title=_escape(values.get("exp_name") or f"{Path(base).name}, {loss or 'trained'}"),
-        base=f"[{base}](https://huggingface.co/{base})" if base_on_hub else _escape(Path(base).name),
         method=loss or "preferences",
-        data=f" on {', '.join(map(_escape, sources))}" if sources else "",
-        weights=_describe_weights(model, adapter),
         auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
         more_imports=", BitsAndBytesConfig" if IN_4_BITS in options else "",
         options=options,
@@ -105,33 +99,18 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     ModelCard(f"---\n{metadata}\n---\n\n{body}").save(folder / "README.md")
 
 
-def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
-    """A sentence on a model's class and dtype, and an adapter."""
-    about_adapter = ""
-    if adapter is not None:
-        layers = ", ".join(sorted({f"`{layer.rpartition('.')[2]}`" for layer in adapter.layers}))
-        about_adapter = f"LoRA adapter (r {adapter.r}, alpha {adapter.alpha:g}; {layers})"
-    if model is None:
-        return (
-            f"This is the {about_adapter}: peft loads it with its base; keep the dtype below, or the logits differ "
-            f"from those in training."
-        )
-    merged = f"The {about_adapter} is merged into it. " if adapter is not None else ""
-    return f"{merged}Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
+def _list_kinds(adapter: StoredAdapter) -> list[str]:
+    """The names of adapted layers without those of their blocks."""
+    return sorted({layer.rpartition(".")[2] for layer in adapter.layers})
 
 
-def _find_source(plan: Plan, name: str) -> str:
+def _describe_source(plan: Plan, name: str) -> str:
     """A dataset's Hub id, or its file's name without directory."""
     value = plan.data.dataset_sources.get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
     source = Source.parse(name, value)
     return source.path if source.local is None else f"local files: {source.local.name}"
-
-
-def _escape(text: str) -> str:
-    """Escape a text for a card's body, on one line."""
-    return re.sub(r"([\\`*_{}\[\]<>()#!|&~])", r"\\\1", " ".join(text.split()))
 
 
 def _hide_directory(value: Any) -> Any:
@@ -145,47 +124,25 @@ def _hide_directory(value: Any) -> Any:
 
 
 def find_prompt_format(origin: Origin) -> str | None:
-    """The form of training prompts, from the run or an export's card; None if it is not known."""
+    """The form of training prompts, if all datasets have the same, by the run's record or an export's card."""
     if origin.run_dir is not None:
-        train = _as_mapping(_read_record(origin, "preflight.json").get("train"))
-        formats = _as_mapping(train.get("prompt_formats"))
-        return common_format({name: _check_form(form) for name, form in formats.items()}, origin.plan.data.datasets)
-    if origin.weights.archive is not None and origin.weights.adapter is None:  # a policy.pt alone
+        recorded = (_read_record(origin, "preflight.json").get("train") or {}).get("prompt_formats", {})
+        names = origin.plan.data.datasets
+        forms = [HH if name in DATASETS_IN_HH_FORMAT else recorded.get(name) for name in names]
+        form = forms[0] if forms and forms.count(forms[0]) == len(forms) else None
+    elif origin.weights.archive is not None and origin.weights.adapter is None:  # a policy.pt alone
         return None
-    folder = Path(origin.weights.adapter or origin.plan.model.name_or_path).expanduser()
-    return _check_form(_read_metadata(folder / "README.md").get("prompt_format"))
-
-
-def _find_license(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The license in the base's card, if this machine has one."""
-    card: Any = Path(base).expanduser() / "README.md"
-    if not card.parent.is_dir() and HUB_ID.fullmatch(base):
-        card = try_to_load_from_cache(base, "README.md", cache_dir=cache_dir)
-    published = _read_metadata(card)
-    names = ("license", "license_name", "license_link")
-    return {name: published[name] for name in names if isinstance(published.get(name), str)}
-
-
-def _read_metadata(card: Any) -> Mapping[str, Any]:
-    """The metadata of a model's card; empty without a readable card."""
-    try:
-        check_readable(Path(card))
-        return _as_mapping(metadata_load(card))
-    except Exception:  # no card, or not one of ours: a card may hold anything
-        return {}
-
-
-def _check_form(form: Any) -> str | None:
-    """A file's entry for the prompt form, or None if unknown."""
-    return form if isinstance(form, str) and form in MEANINGS else None
-
-
-def _as_mapping(value: Any) -> Mapping[str, Any]:
-    """A value of a file, which may be no mapping; then an empty one."""
-    return value if isinstance(value, Mapping) else {}
+    else:
+        card = Path(origin.weights.adapter or origin.plan.model.name_or_path, "README.md")
+        try:
+            check_readable(card)
+            form = (metadata_load(card) or {}).get("prompt_format")
+        except Exception:  # no card, or not one of ours: a card may hold anything
+            return None
+    return form if form in [*MEANINGS] else None
 
 
 def _read_record(origin: Origin, name: str) -> Mapping[str, Any]:
-    """The mapping in a run's JSON file; empty without a file."""
+    """A run's JSON file; empty without a file."""
     file = origin.run_dir and origin.run_dir / name
-    return _as_mapping(read_json(file)) if file and file.exists() else {}
+    return read_json(file) if file and file.exists() else {}

@@ -63,11 +63,10 @@ def export(
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
-    if origin.weights == Weights():
-        raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
     has_adapter = origin.weights.adapter is not None
-    if merge and not has_adapter:
-        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
+    if origin.weights == Weights() or (merge and not has_adapter):
+        held = "no adapter that --merge could merge" if merge else "a model that transformers loads as it is"
+        raise InputError(f"{checkpoint} holds {held}: give a checkpoint of another kind")
     as_adapter = has_adapter and not merge
     if as_adapter and (origin.policy is None or dtype is not None):
         raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, give --merge")
@@ -77,11 +76,8 @@ def export(
             # the reference implementation writes no manifest
             if file is not None and (file.parent / MANIFEST).exists():
                 check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
-
-    def explain(why: str) -> RunError:
-        return RunError(f"{out} could not be written ({why}); nothing was left there")
-
-    with explaining((OSError, SafetensorError), explain):
+    failures, said = (OSError, SafetensorError), f"{out} could not be written, and nothing was left there"
+    with explaining(failures, lambda why: RunError(f"{said}: {why}")):
         with replacing(out) as folder:
             folder.mkdir(parents=True)
             if as_adapter:
@@ -102,25 +98,26 @@ def export_last(plan: Plan, rank: int) -> None:
 
     Every process must call it. If the export fails, rank 0 prints a warning.
     """
-    if plan.run.export and not plan.run.debug:
-        after_rank_0("the export", lambda: _export_latest(plan) if rank == 0 else None)
-        leave_together()
-
-
-def _export_latest(plan: Plan) -> None:
-    latest = Path(plan.run.local_run_dir) / "LATEST"
-    if not latest.exists() or (latest / EXPORTED).exists():
+    if not plan.run.export or plan.run.debug:
         return
-    try:
-        is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
-        out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
-        print(f"exported {out}", flush=True)
-    except Exception as error:  # no error of an export may fail a run that is complete
-        print(
-            f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; to "
-            f"export it, run python -m scripts.export {plan.run.local_run_dir} DIR",
-            file=sys.stderr,
-        )
+    latest = Path(plan.run.local_run_dir) / "LATEST"
+
+    def export_latest() -> None:
+        if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
+            return
+        try:
+            is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
+            out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
+            print(f"exported {out}", flush=True)
+        except Exception as error:  # no error of an export may fail a run that is complete
+            print(
+                f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
+                f"to export it, run python -m scripts.export {plan.run.local_run_dir} DIR",
+                file=sys.stderr,
+            )
+
+    after_rank_0("the export", export_latest)
+    leave_together()
 
 
 def _find_base_for_peft(origin: Origin) -> str:
@@ -202,17 +199,13 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
             for layer in map(base.get_submodule, layers_to_quantize(base)):
                 layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
         state = merge_adapter(base, adapter, dtype)
-    expected = model.state_dict(keep_vars=True)
-    # tied weights are one object with several names: take the first name that the state has
-    name_in_state: dict[int, str] = {}  # by id of the weight
+    expected, weights = model.state_dict(keep_vars=True), {}
     for name, weight in expected.items():
-        if name in state:
-            name_in_state.setdefault(id(weight), name)
-    for name in name_in_state.values():
-        if state[name].is_floating_point():  # replaced one by one, so that there is no second copy of the model
-            state[name] = state[name].to(dtype or state[name].dtype)
-    complete = {name: state[name_in_state[id(weight)]] for name, weight in expected.items()}
-    model.load_state_dict(complete, assign=True)
+        # tied weights are one object with several names, of which a file may lack some
+        if name in state and id(weight) not in weights:
+            is_rounded = dtype is not None and state[name].is_floating_point()
+            weights[id(weight)] = state[name].to(dtype) if is_rounded else state[name]
+    model.load_state_dict({name: weights[id(weight)] for name, weight in expected.items()}, assign=True)
     model.tie_weights()
 
 

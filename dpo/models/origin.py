@@ -16,16 +16,8 @@ POLICY_FILE = "policy.pt"
 GIVE_BASE = "give --model DIR_OR_HUB_ID"
 # prefixes of the keys of a run's config that decide anything here; a model card shows other keys too
 USED_KEYS = (
-    "model.",
-    "lora.",
-    "loss.name",
-    "loss.beta",
-    "online.name",
-    "datasets",
-    "chat_template",
-    "local_dirs",
-    "seed",
-    "trainer",
+    *("model.", "lora.", "loss.name", "loss.beta", "online.name"),
+    *("datasets", "chat_template", "local_dirs", "seed", "trainer"),
 )
 
 
@@ -35,7 +27,6 @@ class Origin(NamedTuple):
     plan: Plan  # the run's plan; without a run, a plan of defaults. `plan.model.name_or_path` always names the base.
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
-    had_own_code: bool = False  # whether the run was trained with the model's own Python code
 
     @property
     def policy(self) -> Path | None:
@@ -68,9 +59,6 @@ def find_origin(
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
         return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
-    if not path.exists():
-        raise InputError(f"{path} does not exist: give the directory of a run, a checkpoint or a model")
-
     weights = locate_weights(path, key="").resolve()
     adapter = weights.adapter
     if model is not None and adapter:
@@ -95,4 +83,4 @@ def find_origin(
         plan = plan.change("model.random_init", False)
     if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))
-    return Origin(plan, weights, run_dir, run_plan is not None and run_plan.model.trust_remote_code is True)
+    return Origin(plan, weights, run_dir)

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,6 @@ from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining, one_sentence
-from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
 from dpo.models.pretrained import (
     check_positions,
@@ -45,9 +44,6 @@ from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
 from dpo.system.waiting import after_rank_0
 
-# maps prompts, and an answer to each, to one number per answer; higher is better
-Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
-
 T = TypeVar("T")
 LARGEST = 3.4e38  # the largest float32
 
@@ -56,7 +52,7 @@ class Scorer(NamedTuple):
     """A function or reward model that scores answers."""
 
     name: str  # as in the config
-    score: Any  # a Score; None on a rank that scores nothing
+    score: Any  # maps prompts, and an answer to each, to a number per answer; None on a rank that scores nothing
     digest: str = ""  # of the code or weights, which must be the same when a run is resumed
     in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
     notes: tuple[str, ...] = ()  # messages to log at the start
@@ -70,15 +66,11 @@ class Scorer(NamedTuple):
         """
 
         def compute() -> list[float]:
-            scores = self.score(prompts, answers)
-            if isinstance(scores, (str, bytes, Mapping)):
-                raise TypeError(f"a number for each answer is expected, in a list, and not {scores!r:.80}")
-            # take at most one score too many, as a user's iterable may be endless
-            return [float(score) for score in itertools.islice(scores, len(answers) + 1)]
+            return [float(score) for score in self.score(prompts, answers)]
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            raise ScorerFailed(f"{self.name} gave another number of scores than the {len(answers)} answers")
+            raise ScorerFailed(f"{self.name} gave {len(scores)} scores to {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST:  # also if the score is NaN
                 raise ScorerFailed(
@@ -126,28 +118,24 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
 # --- a user's function -----------------------------------------------------------------------------------------------
 
 
-def load_function(function: str, path: Path) -> Score:
-    """Load a user's function, given as `FILE.py:NAME`, from its file.
+def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
+    """Load a user's function of the texts of prompts and answers, given as `FILE.py:NAME`.
 
-    The function gets the texts of prompts and answers. Runs the file's code, which may import modules beside it. Raises
-    InputError if the code fails, or has no such function.
+    Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
     """
     name = function.rpartition(":")[2]
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
-    if str(path.parent) not in sys.path:  # for imports of modules beside the file
-        sys.path.append(str(path.parent))
+    sys.path.append(str(path.parent))  # for imports of modules beside the file
     problem = f"online.function={function}: {path} cannot be run"
     _run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, path)
     users_function: Any = getattr(module, name, None)
     if not callable(users_function):
         raise InputError(f"online.function={function}: {path} has no function {name}")
-
-    def score(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Any:
-        return users_function([unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers])
-
-    return score
+    return lambda prompts, answers: users_function(
+        [unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers]
+    )
 
 
 def hash_code(file: Path) -> str:
@@ -169,23 +157,29 @@ MARK = "reward_format"  # the entry for the format in an exported reward model's
 class RewardModel:
     """A model that scores answers, `rows` at a time.
 
-    `form` is POLICY or a value of online.reward_format. `limit` is the largest number of tokens in a prompt with its
-    answer, or None if not known. Of longer texts the end is scored, which has the answer.
+    `form` is POLICY or a value of online.reward_format; None stands for the first that the tokenizer allows. `limit` is
+    the largest number of tokens in a prompt with its answer. Of longer texts the end is scored, which has the answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
-        self.form, self.limit = form, _find_limit(model, tokenizer)
+        self.limit = _find_limit(model, tokenizer)
+        separator = tokenizer.sep_token_id
+        separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
+        if form == "pair" and not separates:
+            raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
+        self.form = form or ("chat" if tokenizer.chat_template else "pair" if separates else "text")
         # a tokenizer may append EOS itself
         has_eos = tokenizer.eos_token is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
         self.eos = tokenizer.eos_token if has_eos else ""
+        config = model.config.get_text_config()
         # RoBERTa, for one, has no types that tell segments apart
-        n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
-        self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
+        n_types = getattr(config, "type_vocab_size", 0)
+        self.has_types = self.form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
-        self.pad = model.config.get_text_config().pad_token_id
-        model.config.get_text_config().use_cache = False  # nothing is generated
+        self.pad = config.pad_token_id
+        config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """The score of each answer."""
@@ -193,43 +187,36 @@ class RewardModel:
             self.encode(prompt, answer.text, ended=answer.ended)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        # texts of about equal length are scored together, so that little is padded
-        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]["input_ids"]), reverse=True)
-        scores = [0.0] * len(texts)
-        for start in range(0, len(texts), self.rows):
-            indices = longest_first[start : start + self.rows]
-            for i, score in zip(indices, self.forward([texts[i] for i in indices]).tolist(), strict=True):
-                scores[i] = score
-        return scores
+        parts = (texts[start : start + self.rows] for start in range(0, len(texts), self.rows))
+        return [score for part in parts for score in self.forward(part).tolist()]
 
     def check(self, prompt: Prompt) -> None:
         """Raise InputError if the chat template rejects a prompt."""
-        self.encode(prompt, "")
+        self.encode(prompt, "", ended=True)
 
-    def encode(self, prompt: Prompt, answer: str, *, ended: bool = True) -> Inputs:
+    def encode(self, prompt: Prompt, answer: str, *, ended: bool) -> Inputs:
         """The tokens of prompt and answer, truncated on the left.
 
         Raises InputError if the chat template rejects the prompt.
         """
-        if self.form in (POLICY, "chat"):
-            if self.form == "chat":
-                text = self._render(prompt, answer)
-                token_ids = self._encode([text])[text]
-            elif prompt.apart:
+        if self.form in ("pair", "text"):
+            prompt_text = unescape(prompt.text)
+            texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
+            encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
+            names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
+            return {name: encoded[name] for name in names}
+        if self.form == "chat":
+            text = self._render(prompt, answer)
+            token_ids = self._encode([text])[text]
+        else:
+            if prompt.apart:
                 ids = self._encode([prompt.text, answer])
                 token_ids = ids[prompt.text] + ids[answer]
             else:
                 [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
                 token_ids = tokens.prompt + tokens.responses[0][0]
-            if ended and self.form == POLICY:
-                token_ids = [*token_ids, self.tokenizer.eos_token_id]
-            return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
-        prompt_text = unescape(prompt.text)
-        texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
-        truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
-        encoded = self.tokenizer(*texts, **truncation)
-        names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
-        return {name: encoded[name] for name in names}
+            token_ids = [*token_ids, self.tokenizer.eos_token_id] if ended else token_ids
+        return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
 
     def _render(self, prompt: Prompt, answer: str) -> str:
         try:
@@ -266,6 +253,46 @@ class RewardModel:
         return self.model(**inputs).logits.squeeze(-1).float()
 
 
+def _find_limit(model: Any, tokenizer: Any) -> int | None:
+    """The largest number of tokens that a model takes, if known."""
+    config = model.config.get_text_config()
+    limits = [count_positions(model), *(n for _, n in find_changing_ropes(config))]
+    if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
+        limits.append(tokenizer.model_max_length)
+    if (getattr(config, "max_position_embeddings", None) or 0) > 0:  # XLNet has -1
+        limits.append(config.max_position_embeddings)
+    return None if min(limits) == math.inf else int(min(limits))
+
+
+def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
+    """Load the reward model that `online.reward_model` names, in this process.
+
+    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
+    """
+    name = plan.online.reward_model
+    key = f"online.reward_model={name}"
+    source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
+    advice = "give a sequence classification model with one output"
+    with explaining_load_errors("reward model", name), silenced_reports():
+        model_config = transformers.AutoConfig.from_pretrained(name, **source)
+        if model_config.num_labels != 1:
+            model_class = ", ".join(model_config.architectures or ["model"])
+            raise InputError(f"{key} is a {model_class} with {model_config.num_labels} outputs (num_labels): {advice}")
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
+        )
+        model, loading = loaded
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+    refuse_gaps(loading, key, f"{advice}, saved with its head")
+    disable_dropout(model)
+    with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
+        check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
+    recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
+    reward_model = RewardModel(model, tokenizer, rows=rows, form=plan.online.reward_format or recorded_format)
+    reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
+    return reward_model
+
+
 def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """Messages on a format that was guessed, and on truncated prompts."""
     notes = []
@@ -281,67 +308,6 @@ def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
             f"max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
         )
     return tuple(notes)
-
-
-def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
-    """Load the reward model that `online.reward_model` names, in this process.
-
-    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
-    """
-    name = plan.online.reward_model
-    key = f"online.reward_model={name}"
-    source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
-    advice = "give a sequence classification model with one output"
-    if (Path(name).expanduser() / CONFIG).is_file():
-        raise InputError(f"{key} is an adapter: merge it into its base, and {advice}")
-    with explaining_load_errors("reward model", name), silenced_reports():
-        model_config = transformers.AutoConfig.from_pretrained(name, **source)
-        if model_config.num_labels != 1:
-            model_class = ", ".join(model_config.architectures or ["model"])
-            raise InputError(f"{key} is a {model_class} with {model_config.num_labels} outputs (num_labels): {advice}")
-        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
-        )
-        model, loading = loaded
-    refuse_gaps(loading, key, f"{advice}, saved with its head")
-    with explaining_load_errors("tokenizer of the reward model", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
-    disable_dropout(model)
-    with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
-        check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
-    recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
-    form = _find_format(tokenizer, plan.online.reward_format or recorded_format, key)
-    reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
-    if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
-        raise InputError(
-            f"{key} sees {reward_model.limit:,} tokens, and an answer may have online.max_new_tokens="
-            f"{plan.online.max_new_tokens}: lower online.max_new_tokens, or give another model"
-        )
-    reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
-    return reward_model
-
-
-def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
-    """Find the form of a reward model's input: the wanted one, or the first that the tokenizer allows."""
-    separator = tokenizer.sep_token_id
-    separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
-    is_possible = {"chat": bool(tokenizer.chat_template), "pair": separates, "text": True}
-    if wanted is not None and not is_possible.get(wanted, True):
-        lacking = "has no chat template" if wanted == "chat" else "puts no separator between two texts"
-        raise InputError(f"online.reward_format={wanted}: the tokenizer of {key} {lacking}: give another format")
-    return wanted or next(form for form in is_possible if is_possible[form])
-
-
-def _find_limit(model: Any, tokenizer: Any) -> int | None:
-    """The largest number of tokens that a model takes, if known."""
-    limits = [count_positions(model), *(n for _, n in find_changing_ropes(model.config.get_text_config()))]
-    if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
-        limits.append(tokenizer.model_max_length)
-    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if n_positions is not None and n_positions > 0:  # XLNet has -1
-        limits.append(n_positions)
-    limit = min(limits)
-    return None if limit == math.inf else int(limit)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import transformers
 from dpo.data.asking import UserPrompt, choose_format, render
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
-from dpo.errors import InputError, explaining
+from dpo.errors import InputError
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
@@ -45,16 +44,11 @@ class Shown(transformers.TextStreamer):
 class Panel(NamedTuple):
     """Models that answer the same prompts."""
 
-    policy: Side
-    reference: Side | None
+    sides: list[Side]  # the policy, and the reference if there is one
     encoder: TextEncoder
     form: str  # of prompts: one of `asking.FORMATS` except `auto`
     beta: float | None = None  # of rewards; None: unknown
     autocast: torch.dtype | None = None  # in which the run scored responses
-
-    @property
-    def sides(self) -> list[Side]:
-        return [self.policy] if self.reference is None else [self.policy, self.reference]
 
     def encode(self, asked: UserPrompt, where: str, sampling: Sampling, tools: Any = None) -> Tokens:
         """Encode a prompt as in training.
@@ -64,12 +58,12 @@ class Panel(NamedTuple):
         """
         tokenizer = self.encoder.tokenizer
         text = render(asked, self.form, tokenizer, where, tools)
-        media_tokens = getattr(tokenizer, "media_tokens", ())
-        if medium := next((token for token in media_tokens if token in repr(asked)), None):
-            raise InputError(f"{where}: the prompt has {medium}, which stands for an image, video or audio: remove it")
+        for medium in getattr(tokenizer, "media_tokens", ()):
+            if medium in repr(asked):
+                raise InputError(
+                    f"{where}: the prompt has {medium}, which stands for an image, video or audio: remove it"
+                )
         tokens = tuple(self.encoder([text])[text])
-        if not tokens:
-            raise InputError(f"{where}: the prompt has no tokens")
         for side in self.sides:
             # beyond some length a rope may change for all rows of a batch
             ropes = find_changing_ropes(side.model.config.get_text_config())
@@ -96,16 +90,13 @@ class Panel(NamedTuple):
 
         Rewards are None without a reference or beta.
         """
-        if self.reference is None or self.beta is None:
+        if len(self.sides) == 1 or self.beta is None:
             return [None] * len(answers)
         by_side = []
         for side in self.sides:
             with switch(side.model, side.adapter)():
                 by_side.append(log_probabilities(side.model, prompts, answers, self.autocast))
         return [self.beta * (ours - base) for ours, base in zip(*by_side, strict=True)]
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_panel(
@@ -117,60 +108,42 @@ def load_panel(
     form: str = "auto",
     model: str | None = None,
     trust_remote_code: bool = False,
-    log: Callable[[str], None] = print,
 ) -> Panel:
     """Load a policy and its reference.
 
     `reference` is a path or Hub id, or None for the model that the policy's run started from; `beta` that of the
     rewards, or None for the run's; `form` of prompts is one of `asking.FORMATS`; `model` is the base of a policy that
-    names none. `log` gets notes. Raises InputError if a model cannot be loaded, or if the tokenizers differ.
+    names none. Prints why there are no rewards. Raises InputError if a model cannot be loaded, or if the tokenizers
+    differ.
     """
     policy = find_origin(path, model=model, trust_remote_code=trust_remote_code, hub=True)
     if policy.plan.loss.scalar_head:
         raise InputError(f"{path} is a reward model, which gives no answers: give a policy")
     tokenizer = _load_tokenizer(policy)
-    form = choose_format(form, find_prompt_format(policy), tokenizer)
-    start = None
+    origins = {"policy": policy}
     if reference:
-        start = find_origin(reference, trust_remote_code=trust_remote_code, hub=True)
-        _check_tokenizer(tokenizer, start)
+        origins["reference"] = find_origin(reference, trust_remote_code=trust_remote_code, hub=True)
+        # the models are compared token by token
+        if _load_tokenizer(origins["reference"]).get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"{reference} has another tokenizer than the policy: give a reference with the same one")
     elif with_reference:
-        start = _find_start(policy)
-        if start is None:
-            log("no reference is known, so there are no rewards: give --reference DIR to see a reference and rewards")
+        if start := _find_start(policy):
+            origins["reference"] = start
+        else:
+            print("no reference is known, so there are no rewards: give --reference DIR")
+    beta = beta or policy.plan.values.get("loss.beta")
+    if beta is None and len(origins) == 2:
+        print("the beta of the policy's loss is unknown, so there are no rewards: give --beta")
 
     bases: dict[Hashable, Any] = {}
-    sides = [_load("policy", policy, bases)]
-    if start is not None:
-        with _explaining_reference():
-            sides.append(_load("reference", start, bases))
-    beta = beta or policy.plan.values.get("loss.beta")
-    if beta is None and start is not None:
-        log("the beta of the policy's loss is unknown, so rewards are missing: give --beta")
+    sides = [_load(name, origin, bases) for name, origin in origins.items()]
     autocast = DTYPES[policy.plan.model.autocast] if policy.plan.model.autocast else None
-    return Panel(sides[0], sides[1] if start else None, TextEncoder(tokenizer), form, beta, autocast)
-
-
-def _explaining_reference() -> AbstractContextManager[None]:
-    options = "give --reference DIR, or --no-reference"
-    return explaining(InputError, lambda why: InputError(f"the reference: {why}; {options}"))
+    form = choose_format(form, find_prompt_format(policy), tokenizer)
+    return Panel(sides, TextEncoder(tokenizer), form, beta, autocast)
 
 
 def _load_tokenizer(origin: Origin) -> Any:
     return load_tokenizer(origin.plan.model.tokenizer, **find_source(origin.plan).options, chat=origin.plan.chat)
-
-
-def _check_tokenizer(tokenizer: Any, reference: Origin) -> None:
-    """Raise InputError if a given reference has another tokenizer than the policy."""
-    name = reference.plan.model.tokenizer
-    directory = Path(name).expanduser()
-    if directory.is_dir() and not list(directory.glob("tokenizer*")):  # a directory of weights, without a tokenizer
-        return
-    if _load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
-        raise InputError(
-            f"{name} has another tokenizer than the policy, so the models cannot be compared token by token: give a "
-            f"reference with the same tokenizer"
-        )
 
 
 def _find_start(policy: Origin) -> Origin | None:
@@ -178,8 +151,7 @@ def _find_start(policy: Origin) -> Origin | None:
     plan, weights = policy.plan, policy.weights
     if policy.run_dir is None:  # an adapter started from its base
         return None if weights.adapter is None else policy._replace(weights=Weights(weights.archive))
-    with _explaining_reference():
-        start = locate_weights(plan.model.archive) if plan.model.archive else Weights()
+    start = locate_weights(plan.model.archive) if plan.model.archive else Weights()
     # an adapter names its base; model.archive may be a LATEST that has moved
     archive = start.archive if weights.adapter is None else weights.archive
     adapter = None if plan.reference == "base" else start.adapter

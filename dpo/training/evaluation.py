@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.answers import Answer, Sampling, choose_sampling, show_fed, write_turns
-from dpo.parallel.sharding import gathered_weights, release_gathered
+from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
@@ -157,24 +157,15 @@ class Evaluator:
     ) -> list[Answer]:
         """Answer the prompts of all batches on all processes together, each with at most `most` tokens."""
         self.objective.policy.eval()
-        rows = self.plan.prompts_at_a_time
-
-        def draw() -> dict[int, Answer]:
-            answers: dict[int, Answer] = {}
-            first = 0
-            with gathered_weights(model):  # once for all tokens, where memory allows
-                for examples in batches:
-                    prompts = [example.prompt for example in examples]
-                    limit = self._limit_new_tokens(max(map(len, prompts)))
-                    settings = sampling._replace(max_new_tokens=min(limit, most or limit))
-                    numbers = range(first, first + len(prompts))
-                    share = self.drawing.answer_share(model, prompts, numbers, settings, rows=rows)
-                    answers |= {first + i: answer for i, answer in share.items()}
-                    first += len(prompts)
-            return answers
-
-        answers = self.drawing.gather_or_fail(model, draw)
-        return [answers[i] for i in sorted(answers)]
+        answers: list[Answer] = []
+        for examples in batches:
+            prompts = [example.prompt for example in examples]
+            limit = self._limit_new_tokens(max(map(len, prompts)))
+            settings = sampling._replace(max_new_tokens=min(limit, most or limit))
+            numbers = range(len(answers), len(answers) + len(prompts))
+            rows = self.plan.prompts_at_a_time
+            answers += self.drawing.draw(model, prompts, numbers, settings, rows=rows, may_fail=True)
+        return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
         """The most tokens that an evaluation samples after a prompt."""

@@ -1,9 +1,8 @@
-"""Online pairs: the best and the worst answer to a prompt.
+"""Online pairs: the policy answers a prompt, and a scorer finds the best and the worst answer (arXiv 2402.04792).
 
-The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). At each evaluation the policy
-also answers held-out prompts. Up to rounding, an answer depends only on the weights, the config's seed, and the number
-of the answer in the run; other prompts and the number of processes do not change it. So checkpoints need no state of
-the sampling.
+At each evaluation the policy also answers held-out prompts. Up to rounding, an answer depends only on the weights, the
+config's seed, and the number of the answer in the run; other prompts and the number of processes do not change it. So
+checkpoints need no state of the sampling.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, Drawn, Tokens, choose_sampling, write_turns
+from dpo.models.answers import Answer, Drawn, choose_sampling, write_turns
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
-from dpo.parallel.mesh import from_rank_0
-from dpo.parallel.sharding import gathered_weights, release_gathered
+from dpo.parallel.sharding import release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
@@ -106,7 +104,8 @@ class OnlineBatches(Batches):
         rows = self.plan.prompts_at_a_time * n_samples
 
         started = time.perf_counter()
-        answers = self._draw(self.objective.policy, [asked[i].prompt for i in repeated], numbers, rows=rows)
+        policy = self.objective.policy.eval()
+        answers = self.drawing.draw(policy, [asked[i].prompt for i in repeated], numbers, self.sampling, rows=rows)
         sampled = time.perf_counter()
         answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
         scored = time.perf_counter()
@@ -141,18 +140,23 @@ class OnlineBatches(Batches):
         objective, reference = self.objective, self.objective.reference
         answers = self._answer_held_out(objective.policy, POLICY)
         columns = _list_measures(answers)
-        if reference is None:
-            return _average(columns)
-        # a frozen reference is asked once: it would give the same answers again
-        if not self._reference_answers or objective.follow_every:
-            with reference.in_use():
-                self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
-        reference_columns = _list_measures(self._reference_answers)
-        scores = zip(columns["score"], reference_columns["score"], strict=True)
-        columns["win_rate"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
-        columns["kl"] = self._find_log_ratios(answers)
-        columns |= {f"reference_{name}": values for name, values in reference_columns.items()}
-        return _average(columns)
+        if reference is not None:
+            # a frozen reference is asked once: it would give the same answers again
+            if not self._reference_answers or objective.follow_every:
+                with reference.in_use():
+                    self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
+            of_reference = _list_measures(self._reference_answers)
+            scores = zip(columns["score"], of_reference["score"], strict=True)
+            columns["win_rate"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
+            columns["kl"] = self._find_log_ratios(answers)
+            columns |= {f"reference_{name}": values for name, values in of_reference.items()}
+        metrics = {}
+        with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
+            for name, values in columns.items():
+                metrics[f"online_eval/{name}"] = float(np.mean(values))
+                if len(values) > 1:
+                    metrics[f"online_eval/{name}_se"] = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return metrics
 
     def held_out_examples(self) -> list[list[Example]]:
         placeholders = [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded]
@@ -163,7 +167,8 @@ class OnlineBatches(Batches):
         # other numbers for the reference: with the policy's numbers, the win rate would compare correlated answers
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + who for prompt in self.held_out]
         prompts = [encoded.prompt for encoded in self._encoded]
-        answers = self._draw(model, prompts, numbers, rows=self.plan.prompts_at_a_time)
+        rows = self.plan.prompts_at_a_time
+        answers = self.drawing.draw(model.eval(), prompts, numbers, self.sampling, rows=rows)
         release_gathered(model)
         return self._score(self.held_out, answers, seed=(self.seed, who, HELD_OUT_STREAM))
 
@@ -193,37 +198,28 @@ class OnlineBatches(Batches):
             chosen_pairs[index] = pairs[rng.integers(len(pairs))]
         return chosen_pairs
 
-    def _draw(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], *, rows: int) -> list[Answer]:
-        """Draw a model's answer to each prompt; every process gets all."""
-        with gathered_weights(model.eval()):  # once for all tokens, where memory allows
-            share = self.drawing.answer_share(model, prompts, numbers, self.sampling, rows=rows)
-        answers = {i: answer for of_rank in self.mesh.gather_all(share) for i, answer in of_rank.items()}
-        return [answers[i] for i in range(len(prompts))]
-
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
         """Score the answers to these prompts on every process.
 
         `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
 
-        def score_or_explain(own: Sequence[int]) -> list[float] | str:
-            try:
+        # a reward model is on every process, a user's function on rank 0 alone
+        parts = np.array_split(np.arange(len(answers)), self.mesh.world_size if self.scorer.in_parallel else 1)
+        own = parts[self.mesh.rank] if self.mesh.rank < len(parts) else ()
+        outcome: list[float] | str = []
+        try:
+            if len(own):
                 with seeded_generators(*seed):  # so that a resumed run draws the same numbers
-                    return self.scorer([prompts[i] for i in own], [answers[i] for i in own])
-            except ScorerFailed as error:
-                return str(error)
-
-        everything = np.arange(len(answers))
-        if self.scorer.in_parallel:
-            own = np.array_split(everything, self.mesh.world_size)[self.mesh.rank]
-            outcomes = self.mesh.gather_all(score_or_explain(own))
-        else:  # rank 0 alone has loaded the user's function
-            outcomes = [from_rank_0(score_or_explain(everything) if self.mesh.rank == 0 else None)]
-        for outcome in outcomes:
-            if isinstance(outcome, str):  # errors are exchanged like scores, so that all processes raise together
-                raise ScorerFailed(outcome)
+                    outcome = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
+        except ScorerFailed as error:
+            outcome = str(error)
+        scores: list[float] = []
+        for found in self.mesh.gather_all(outcome):
+            if isinstance(found, str):  # errors are exchanged like scores, so that all processes raise together
+                raise ScorerFailed(found)
+            scores += found
         penalty = self.online.missing_eos_penalty
-        scores = [score for outcome in outcomes for score in outcome]
         return [
             answer._replace(score=score if answer.ended else score - penalty)
             for answer, score in zip(answers, scores, strict=True)
@@ -307,17 +303,6 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
         "length": [float(len(answer.tokens)) for answer in answers],
         "eos": [float(answer.ended) for answer in answers],
     }
-
-
-def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Average values over prompts, with standard errors if there are several."""
-    metrics = {}
-    with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
-        for name, values in columns.items():
-            metrics[f"online_eval/{name}"] = float(np.mean(values))
-            if len(values) > 1:
-                metrics[f"online_eval/{name}_se"] = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return metrics
 
 
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dpo.data.asking import as_messages, choose_format, common_format, render
+from dpo.data.asking import as_messages, choose_format, render
 from dpo.data.demo import get_demo
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -35,16 +35,6 @@ def test_auto_follows_the_training_data_then_the_tokenizer(trained_on, template,
     assert choose_format("hh", trained_on, chatty) == "hh"
 
 
-@pytest.mark.parametrize(
-    ("datasets", "form"),
-    [(["hh"], "hh"), (["demo", "shp"], "hh"), (["talks"], "hh"), (["hh", "talks"], "hh"), (["texts"], "raw"),
-     (["chats"], "chat"), (["hh", "texts"], None), (["unknown"], None), (["hh", "unknown"], None), ([], None)],
-)  # fmt: skip
-def test_a_run_has_a_format_if_all_of_its_datasets_have_the_same(datasets, form):
-    recorded = {"hh": "raw", "talks": "hh", "texts": "raw", "chats": "chat"}  # of hh some records may be odd
-    assert common_format(recorded, datasets) == form
-
-
 def test_a_dialogue_is_as_in_the_data(tokenizer):
     asked = render(TALK, "hh", tokenizer, "here")
     assert asked == (
@@ -56,14 +46,11 @@ def test_a_dialogue_is_as_in_the_data(tokenizer):
     assert all(render(prompt, "hh", tokenizer, "here") == prompt for prompt in list(get_demo("test"))[:9])
 
 
-def test_a_chat_goes_through_the_template(chatty):
+def test_a_chat_goes_through_the_template_and_raw_is_as_it_is(chatty):
     assert render("Hello", "chat", chatty, "here") == "[user]Hello[assistant]"
     assert render(TALK, "chat", chatty, "here").endswith(
         "[assistant]Good morning.[user]Is the ladder still here?[assistant]"
     )
-
-
-def test_raw_is_as_it_is(chatty):
     assert render(" Once upon\n", "raw", chatty, "here") == " Once upon\n"
 
 
@@ -99,11 +86,3 @@ def test_what_is_no_prompt_is_refused(asked, form, said, chatty):
 def test_a_prompt_and_an_answer_are_messages_again(prompt, turns):
     said = [(message["role"], message["content"]) for message in as_messages(prompt, " So it is.\n")]
     assert said == [*turns, ("assistant", "So it is.")]
-
-
-def test_an_answer_continues_what_the_assistant_said_last():
-    prompt = Prompt("\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:", [], [], "keep_end", False)
-    assert as_messages(prompt, " again\n\nHuman: no turn") == [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello\n\nagain\n\nHuman: no turn"},
-    ]

@@ -17,8 +17,10 @@ from xml.etree import ElementTree
 import pytest
 
 from dpo.system.host import count_gpus, set_allocators
-from scripts.gpu_check import NAMES
 
+# the acceptance run in the order of value, so that a run that is cut short has done what matters most
+NAMES = ("layouts", "features", "syncs", "demo", "memory", "fsdp", "repeats", "compile")
+DEADLINE = time.time() + 60 * float(os.environ.get("GPU_CHECK_MINUTES", "inf"))
 CHILD = "GPU_TEST_CHILD"  # set in the process of one test
 LAST_LINES = 40  # of the output of a test that ended without a result
 
@@ -27,10 +29,6 @@ def find_limit(item: pytest.Item) -> float:
     """A test's time limit in seconds, 0 without one."""
     marker = item.get_closest_marker("timeout")
     return marker.args[0] if marker else 0.0
-
-
-def find_seconds_left() -> float:
-    return float(os.environ.get("GPU_CHECK_DEADLINE", "inf")) - time.time()
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def record(record_property):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the acceptance run by `gpu_check.NAMES`."""
+    """Order the acceptance run by NAMES."""
 
     def find_place(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(NAMES) if item.name.startswith(f"test_{name}")), len(NAMES))
@@ -63,7 +61,7 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """
     if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
         return None
-    limit, left = find_limit(pyfuncitem), find_seconds_left()
+    limit, left = find_limit(pyfuncitem), DEADLINE - time.time()
     if limit > left:
         pytest.skip(f"may take {limit:.0f} s, and {left:.0f} s are left: raise --minutes")
     root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]

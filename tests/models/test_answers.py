@@ -40,13 +40,6 @@ def test_an_answer_depends_on_its_seed_and_number_and_not_on_its_batch_or_the_ra
     assert tokens(PROMPTS[:1] * 2, [0, 1], 5)[1] != first[0]
 
 
-@pytest.mark.parametrize("models_own_limit", [None, 2])
-def test_an_answer_has_at_most_so_many_tokens(models_own_limit, tiny_llama, tokenizer):
-    tiny_llama.generation_config.max_new_tokens = models_own_limit  # some published models come with one
-    given = answer(tiny_llama, tokenizer, PROMPTS, [0, 1, 2], Sampling(6))
-    assert [(len(one.tokens), one.ended) for one in given] == [(6, False)] * 3
-
-
 @pytest.mark.parametrize(
     ("wanted", "published", "chat", "chosen"),
     [
@@ -69,8 +62,7 @@ def test_the_users_value_comes_before_the_models_and_the_models_before_a_default
 @pytest.mark.parametrize(
     "published",
     [
-        {"stop_strings": ["e"]},
-        {"return_dict_in_generate": True, "output_scores": True},
+        {"stop_strings": ["e"], "max_new_tokens": 2, "return_dict_in_generate": True, "output_scores": True},
         {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [5, 6, 7]},
         {"forced_eos_token_id": 3, "min_new_tokens": 10, "num_beams": 3, "use_cache": False},
         {"cache_implementation": "offloaded", "prompt_lookup_num_tokens": 3, "guidance_scale": 2.0},

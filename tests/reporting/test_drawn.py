@@ -45,29 +45,17 @@ ANSWERS = (
 )
 
 
-def files_in(run_dir: Path) -> FileLogger:
-    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 2}), run_dir, 0, None, print))
+def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_path):
+    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 2}), tmp_path, 0, None, print))
     logger.load_state_dict({})
     logger.on_start()
-    return logger
-
-
-def update_of(number: int, *pair: int, answers: tuple[Answer, ...] = ANSWERS) -> Update:
-    """An update on three prompts with the same answers.
-
-    Without a `pair` of the best and the worst, nothing was drawn.
-    """
-    drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", answers, *pair) for n in range(3)} if pair else {}
-    return Update(number, 4 * number, [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)], {}, {}, drawn)
-
-
-def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_path):
-    logger = files_in(tmp_path)
-    logger.on_update(update_of(1, 1, 0, answers=ANSWERS[:2]))
-    logger.on_update(update_of(2, 2, 0))
+    examples = [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)]
+    for number, best in ((1, 1), (2, 2)):
+        drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", ANSWERS, best, 0) for n in range(3)}
+        logger.on_update(Update(number, 4 * number, examples, {}, {}, drawn))
     logger.on_evaluation(Evaluation(2, 8, {}))
 
-    drawn = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    drawn = records_of(tmp_path)
     assert len(drawn) == 2  # n_eval_model_samples
     assert drawn[1] == {
         "examples": 8,
@@ -88,20 +76,6 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
         *("--- another: score 1.5, 1 token ---", "Hm."),
         *("--- worst: score -2, 2 tokens ---", "No.", ""),
     ]
-
-
-def test_a_stopped_run_leaves_its_last_draw_to_the_one_that_continues(tmp_path):
-    logger = files_in(tmp_path)
-    logger.on_update(update_of(1, 2, 0))
-    continued = files_in(tmp_path)
-    continued.load_state_dict(logger.state_dict())
-    continued.on_evaluation(Evaluation(1, 4, {}))
-    assert [record["best"] for record in records_of(tmp_path)] == [2, 2]
-
-    continued.on_update(update_of(2))  # draws nothing
-    continued.on_evaluation(Evaluation(2, 8, {}))
-    assert len(records_of(tmp_path)) == 2
-    assert continued.state_dict().keys() == {"log_bytes"}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

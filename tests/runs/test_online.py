@@ -201,58 +201,29 @@ def test_without_a_reference_answers_are_not_compared_and_one_prompt_has_no_erro
 
 
 @pytest.mark.slow
-def test_best_is_the_checkpoint_with_the_highest_score(run, tmp_path):
-    fall = write_scorer(tmp_path, "score.calls = getattr(score, 'calls', 0) + 1; return [-score.calls] * len(prompts)")
-    run("run", *ONLINE, *fall, *IN_EIGHTS, "online.ties=keep", "n_examples=40", "eval_every=8", "save_every=8")
-    lines = read_metrics(tmp_path / "run", "eval")[1:]
-    assert len({line["online_eval/score"] for line in lines}) > 2
-    best = max(lines, key=lambda line: line["online_eval/score"])  # the first of them
-    assert (tmp_path / "run" / "BEST").resolve().name == f"step-{best['examples']}"
-    assert best != lines[-1]
-
-
-@pytest.mark.slow
 def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     prompts_alone = runs.write_prompts(tmp_path / "prompts")
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
     run("run", *settings)
-    said = capsys.readouterr().out
-    assert "train: 22 prompts without responses" in said
-    assert "answers to 4 held-out prompts (do_first_eval, n_eval_examples)" in said
+    assert "train: 22 prompts without responses" in capsys.readouterr().out
     evaluations = read_metrics(tmp_path / "run", "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
     assert all(line["loss/train"] > 0 for line in read_metrics(tmp_path / "run", "train"))
-    assert (tmp_path / "run" / "BEST").exists()
+    best = max(evaluations[1:], key=lambda line: line["online_eval/score"])  # the first of them
+    assert (tmp_path / "run" / "BEST").resolve().name == f"step-{best['examples']}"
     write_report([tmp_path / "run"], tmp_path / "report")
     found = read_run(tmp_path / "run")
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
-    assert {row["split"] for row in pq.read_table(tmp_path / "run" / "ledger.parquet").to_pylist()} == {"train"}
     run("dry", *settings, "dry_run=true")
-    with pytest.raises(
-        InputError, match=r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts have"
-    ):
+    with pytest.raises(InputError, match=r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
         run("mixed", *settings, "online.mix_offline=0.25")
 
 
 # --- ties and offline pairs ----------------------------------------------------------------------------------------
 
 
-def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
-    """Answers to prompts with even numbers are ties."""
-    odd = "any(digit in p for digit in '13579')"
-    scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
-    for ties in ("skip", "keep"):
-        run(ties, *ONLINE, *scorer, f"online.ties={ties}", "batch_size=8", "n_examples=16", "eval_every=8")
-    skip, keep = (read_metrics(tmp_path / ties, "train") for ties in ("skip", "keep"))
-    assert skip[0]["online/ties"] == keep[0]["online/ties"]
-    assert 0 < skip[0]["online/ties"] < 1
-    assert skip[0]["grad_norm"] != pytest.approx(keep[0]["grad_norm"], rel=1e-2)
-    assert 0 < sum(drawn.is_tie for drawn in seen[0].drawn.values()) < 8
-
-
-@pytest.mark.parametrize("loss", ["dpo", "aot"])
-def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
+def test_a_batch_of_ties_alone_changes_nothing(run, tmp_path):
     """Nor does the momentum of an earlier batch with one pair."""
     calls = tmp_path / "calls"
     scorer = write_scorer(
@@ -261,7 +232,7 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
         f"open({str(calls)!r}, 'a').write('.')\n    first = len(open({str(calls)!r}).read()) == 3\n"
         "    return [float(first and i == 0) for i in range(len(completions))]",
     )
-    run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=4")
+    run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=1e-2", "eval_every=4")
     first, *others = read_metrics(tmp_path / "run", "train")
     assert (first["online/ties"], [line["online/ties"] for line in others]) == (0.75, [1, 1])
     assert first["grad_norm"] > 0
@@ -274,7 +245,7 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
 
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
     """Half of a batch without weight is as if left out."""
-    for loss in ("dpo", "aot", "beta_dpo"):
+    for loss in ("dpo", "aot"):
         config = compose(
             tmp_path, loss, f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2"
         )
@@ -319,17 +290,11 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
     assert len({*one}) == 4
 
 
-@pytest.mark.parametrize(
-    "during",
-    [
-        "an update",
-        *(pytest.param(f"an evaluation{part}", marks=pytest.mark.slow) for part in ("", "'s answers by the reference")),
-    ],
-)
+@pytest.mark.parametrize("during", ["an update", pytest.param("an evaluation", marks=pytest.mark.slow)])
 def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, monkeypatch):
     """And the run continues as if it had not been stopped."""
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
-    stopping_call = {"an update": 2, "an evaluation": 3, "an evaluation's answers by the reference": 4}[during]
+    stopping_call = {"an update": 2, "an evaluation": 4}[during]  # the reference's answers
     whole = finished(*settings)
     answer_batch, calls = Drawing.answer, []
 
@@ -348,36 +313,17 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
     assert find_differences(whole, tmp_path / "run") == []
 
 
-def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
-    settings = (*ONLINE, "online.sync_reference_every=2", "n_examples=8", "online.ties=keep")
-    run("run", *settings)
-    policy, reference = (read_state(tmp_path / "run" / "LATEST" / f"{name}.pt") for name in ("policy", "reference"))
-    assert policy.keys() == reference.keys()
-    assert all(torch.equal(policy[name], reference[name]) for name in policy)
-    rewards = [line["rewards_eval/margins"] for line in read_metrics(tmp_path / "run", "eval")]
-    assert rewards[-1] == 0
-    run("run", *settings, "n_examples=12", "resume=auto")
-    assert read_metrics(tmp_path / "run", "train")[2]["online/kl"] == 0
-
-
 SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
 
 
-@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("why", ["ties alone", "refused"])
-def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, run, tmp_path, monkeypatch):
+def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path, monkeypatch):
     """After update 2, which is not taken, the reference is a copy.
 
-    Update 3 begins at a KL of 0, where nothing is ranked.
+    Update 3, of a resumed run, begins at a KL of 0, where nothing is ranked.
     """
-    calls = tmp_path / "calls"
-    score = f"calls = open({str(calls)!r}, 'a+')\n    calls.write('.')\n    calls.seek(0)\n    n = len(calls.read())\n"
-    score += "    return [i * (n != 2) for i in range(len(completions))]"
-    scorer = write_scorer(tmp_path, score if why == "ties alone" else "return range(len(completions))")
-    if why == "refused":
-        monkeypatch.setattr(NonFiniteGuard, "allows", lambda self, update: update.number != 2)
-    if resumed:
-        run("run", *SYNC, *scorer, "n_examples=8")
+    scorer = write_scorer(tmp_path, "return range(len(completions))")
+    monkeypatch.setattr(NonFiniteGuard, "allows", lambda self, update: update.number != 2)
+    run("run", *SYNC, *scorer, "n_examples=8")
     run("run", *SYNC, *scorer, "resume=auto")
 
     first, second, third = read_metrics(tmp_path / "run", "train")
@@ -417,12 +363,8 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
             "return [1 / 0 for c in completions]",
             r"rewards.py:score failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)",
         ),
-        ("return [0.0]", "rewards.py:score gave another number of scores than the 8 answers"),
+        ("return [0.0]", "rewards.py:score gave 1 scores to 8 answers"),
         ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
-        (
-            "import itertools; return itertools.count()",
-            "rewards.py:score gave another number of scores than the 8 answers",
-        ),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
         ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
     ],
@@ -455,28 +397,20 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
 
 
-@pytest.mark.parametrize("file", ["rewards.py", "package/deep.py"])
-def test_a_changed_function_is_not_the_run_that_is_continued(file, run, tmp_path):
-    helper = tmp_path / file
-    helper.parent.mkdir(exist_ok=True)
-    (tmp_path / "helper.py").write_text("from package import deep\n")
-    (tmp_path / "package").mkdir(exist_ok=True)
-    for name in ("package/__init__.py", "package/deep.py", "late.py"):
-        (tmp_path / name).touch()
-    body = "import helper, late; return [0.0] * len(completions)"
-    settings = (*ONLINE, *write_scorer(tmp_path, body))
+def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    helper = tmp_path / "package" / "deep.py"
+    helper.touch()
+    settings = (*ONLINE, *write_scorer(tmp_path, "from package import deep; return [0.0] * len(completions)"))
     run("run", *settings, "n_examples=4")
-    helper.write_text(helper.read_text() + "\nmore = 1\n")
+    helper.write_text("more = 1\n")
     with pytest.raises(InputError, match=r"rewards.py:score has changed since the checkpoint"):
         run("run", *settings, "resume=auto")
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("score = 5", "has no function score"),
-        ("def(", "cannot be run: SyntaxError"),
-    ],
+    ("code", "said"), [("score = 5", "has no function score"), ("def(", "cannot be run: SyntaxError")]
 )
 def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
     (tmp_path / "rewards.py").write_text(code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -61,37 +60,15 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
 
 
-def test_a_run_without_pairs_says_so(tmp_path, capsys):
-    sft = dict.fromkeys(("policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens", "margin"))
-    run_dir = with_ledger(tmp_path, [row("target", n, "train", -9.0, 0.0, (5, 0)) | sft for n in (1, 2)])
-    (run_dir / "config.yaml").write_text("loss: {name: sft}\n")
-
-    assert main([str(run_dir)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2 visits of 1 example, of which 0 are truncated."
-    assert lines[-1] == "loss=sft trains on targets: without pairs there are no margins to rank."
-
-
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
     own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
     folder = with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) | own for n in (2, 3)])
-    assert main([str(folder), "--no-texts"]) == 0
-    assert "Hi" not in capsys.readouterr().out
     assert main([str(folder)]) == 0
-    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2
-    assert main([str(folder), "--json"]) == 0
-    [pair] = json.loads(capsys.readouterr().out)["suspected_noise"]
-    assert (pair["texts"]["rejected"], pair["scores"]) == (" yes", [2.0, -1.0])
-
-
-def test_as_json_it_is_one_object(run_dir, capsys):
-    assert main([str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["note"] is None
-    assert [(p["split"], p["texts"]) for p in found["suspected_noise"]] == [("train", WRONG), ("eval", WRONG)]
-    assert [p["example"] for p in found["never_flipped"]] == [found["suspected_noise"][0]["example"]]
+    assert sum(line.endswith("; scores: chosen 2, rejected -1") for line in lines) == 2
 
 
 def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
@@ -102,26 +79,21 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     assert capsys.readouterr().out.endswith("\nThe run's datasets have changed, and lack some of these pairs.\n")
 
     mine.rename(run_dir.parent / "moved")
-    assert main([str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["note"].startswith(f"Texts are not shown: dataset source {mine} does not exist")
-    assert found["never_flipped"][0]["texts"] is None
+    assert main([str(run_dir)]) == 0
+    note = capsys.readouterr().out.splitlines()[-1]
+    assert note.startswith(f"Texts are not shown: dataset source {mine} does not exist")
 
 
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (None, " is missing"),
         ("a: [", " cannot be read: "),
         ("local_dirs:\ndataset_sources:\nmodel:", "local_dirs=null must be a list of paths"),
         ("loss: []", " is not the config of a run: "),
     ],
 )
 def test_a_config_that_names_no_data_is_one_line(run_dir, config, why, capsys):
-    (run_dir / "config.yaml").unlink()
-    (run_dir / "metrics.jsonl").touch()
-    if config is not None:
-        (run_dir / "config.yaml").write_text(config)
+    (run_dir / "config.yaml").write_text(config)
 
     assert main([str(run_dir)]) == 0
 

@@ -42,14 +42,6 @@ def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, mo
     assert "2 runs compared" in (tmp_path / "deep" / "er" / "report.html").read_text()
 
 
-def test_a_page_that_is_not_of_a_report_stays(tmp_path, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "report.html").write_text("<title>my report</title>")
-    assert main([str(write_run(tmp_path / "run", LINES)), "--out", str(tmp_path / "mine")]) == 2
-    assert "mine has report.html, not of a report: give another directory with --out" in capsys.readouterr().err
-    assert (tmp_path / "mine" / "report.html").read_text() == "<title>my report</title>"
-
-
 def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
     for name in ("0_a", "1_b"):
         write_run(tmp_path / "sweep" / name, LINES, config={"exp_name": name})
@@ -67,22 +59,20 @@ def test_a_report_loads_no_torch(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("what", ["nowhere", "junk", "run/metrics.jsonl"])
-def test_junk_is_one_sentence_and_status_2(tmp_path, what, capsys):
-    run = write_run(tmp_path / "run", LINES)
-    (tmp_path / "junk").mkdir()
-    (tmp_path / "junk" / "notes.txt").write_text("no run")
-
-    assert main([str(run), str(tmp_path / what), "--out", str(tmp_path / "out")]) == 2
-
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"error: {tmp_path / what} ")
-    assert err.count("\n") == 1
+def test_junk_and_a_place_that_is_not_a_reports_are_one_sentence_and_status_2(tmp_path, capsys):
+    run = str(write_run(tmp_path / "run", LINES))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.html").write_text("<title>my report</title>")
+    for arguments, said in (
+        ([run, f"{tmp_path}/nowhere", "--out", f"{tmp_path}/out"], f"error: {tmp_path}/nowhere "),
+        ([run, f"{tmp_path}/mine", "--out", f"{tmp_path}/out"], f"error: {tmp_path}/mine "),
+        ([run, "--out", f"{run}/env.json"], "env.json cannot be written"),
+        ([run, "--out", f"{tmp_path}/mine"], "mine has report.html, not of a report: give another directory"),
+    ):
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+        assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_place_that_cannot_be_written_is_one_sentence_and_status_2(tmp_path, capsys):
-    run = write_run(tmp_path / "run", LINES)
-    assert main([str(run), "--out", str(run / "env.json")]) == 2
-    assert "env.json cannot be written" in capsys.readouterr().err
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["<title>my report</title>"]
