@@ -24,7 +24,9 @@ def main() -> int:
     os.chdir(Path(__file__).resolve().parents[1])
     import pytest
 
-    return pytest.main(["tests/gpu", "-m", "gpu", "-v", "-s", "-rs", "--junitxml=.cache/gpu-check.xml", *pytest_options])
+    return pytest.main(
+        ["tests/gpu", "-m", "gpu", "-v", "-s", "-rs", "--junitxml=.cache/gpu-check.xml", *pytest_options]
+    )
 
 
 if __name__ == "__main__":
