@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.ledger import Pair, summarize
-from dpo.analysis.ledger_file import read_ledger
+from dpo.analysis.ledger import Pair, read_ledger, summarize
 from dpo.analysis.runs import Run, read_config
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
@@ -77,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = read_ledger(options.run)
     except InputError as error:
         parser.error(str(error))
-    if table is None:
-        parser.error(f"{options.run} has no ledger.parquet: give the directory of a run with ledger=true")
     run, summary = read_config(options.run), summarize(table, top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     texts, notes = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, []

@@ -1,17 +1,119 @@
-"""Summary of a ledger: pairs that were never ranked right, and those whose labels are likely wrong."""
+"""A ledger: its files, with a row per example and visit, and what they say of pairs.
+
+A training run appends to `ledger.arrows`, an Arrow stream that can be read after a kill and that a resumed run can
+truncate. `ledger.parquet` is made from it, and depends on its rows alone. docs/metrics.md has the columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.system.plain_files import check_readable, replacing
+
+STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
+SCHEMA = pa.schema(  # what an example does not have is null
+    {
+        "example": pa.string(),
+        "dataset": pa.string(),
+        "update": pa.int64(),
+        "epoch": pa.int64(),
+        "split": pa.string(),
+        "policy_chosen": pa.float64(),  # exact for float32, the usual dtype of log-probabilities
+        "policy_rejected": pa.float64(),
+        "reference_chosen": pa.float64(),
+        "reference_rejected": pa.float64(),
+        "chosen_tokens": pa.int64(),
+        "rejected_tokens": pa.int64(),
+        "truncated": pa.bool_(),
+        "loss": pa.float64(),
+        "margin": pa.float64(),
+        "weight": pa.float64(),
+        "offset": pa.float64(),
+        # of a drawn pair
+        "tie": pa.bool_(),
+        "prompt": pa.large_string(),  # all rows together may exceed 2 GB
+        "chosen": pa.large_string(),
+        "rejected": pa.large_string(),
+        "others": pa.list_(pa.large_string()),
+        "score_chosen": pa.float64(),
+        "score_rejected": pa.float64(),
+        "score_others": pa.list_(pa.float64()),
+    }
+)
 PERIODS = 10  # equal parts of a run's updates
 LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Append rows in one write, to an empty or missing stream after the schema."""
+    with stream.open("ab") as file:
+        if file.tell() == 0:
+            file.write(SCHEMA.serialize())
+        if rows:
+            file.write(pa.RecordBatch.from_pylist(rows, SCHEMA).serialize())
+
+
+def write_parquet(run_dir: Path) -> int:
+    """Write a ledger's rows as Parquet, atomically; returns their number."""
+    import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
+
+    table = read_ledger(run_dir)
+    with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:  # Arrow's paths must be UTF-8
+        recurring = ["example", "dataset", "split"]
+        pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
+    return len(table)
+
+
+def read_ledger(run_dir: Path) -> pa.Table:
+    """Read all rows so far, in order; raise InputError without a ledger.
+
+    They are in one chunk, so that a file made of them does not depend on the appends.
+    """
+    if not (run_dir / STREAM).exists():
+        raise InputError(f"{run_dir} has no {STREAM}: give the directory of a run with ledger=true")
+    return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()
+
+
+def find_end(stream: Path, size: int) -> int:
+    """Find the end of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
+    with suppress(InputError):
+        return max((end for _, end in _read_appends(stream) if end <= size), default=0)
+    return 0
+
+
+def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
+    """Yield the rows of each complete append, and the byte where it ends; first no rows, and the end of the schema."""
+    check_readable(stream)
+    with stream.open("rb") as file:
+        with explaining_library(lambda why: InputError(f"{stream} cannot be read as a ledger: {one_sentence(why)}")):
+            reader = pa.ipc.open_stream(file)
+            if reader.schema != SCHEMA:
+                raise pa.ArrowInvalid("its columns are not those of a ledger")
+        yield SCHEMA.empty_table(), file.tell()
+        while True:
+            try:
+                batch = reader.read_next_batch()
+                batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
+            except Exception as error:  # Arrow raises anything at the end or for damage, also a MemoryError
+                if isinstance(error, OSError) and error.errno is not None:  # the system's own; Arrow's have no errno
+                    raise
+                return
+            yield pa.Table.from_batches([batch]), file.tell()
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,10 +136,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """Summary of a ledger.
-
-    Lists of pairs are cut to the worst ones, whose number is an option; the counts in `n_` fields are of all pairs.
-    """
+    """Counts of all pairs, and lists of the worst ones."""
 
     rows: int
     examples: int
@@ -58,11 +157,10 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     is_train = pc.equal(table["split"], "train").to_numpy()
     # a training row has the number of its own update, from 1; an evaluation row has the number of updates before it
     is_before_first_update = np.where(is_train, updates == 1, updates == 0)
-    is_finite = np.isfinite(margins)
+    is_finite, is_tie = np.isfinite(margins), pc.fill_null(table["tie"], False).to_numpy()
     # before the first update policy and reference are equal, and margins are rounding errors; if they differ from the
     # start, margins are larger, and LARGEST_ROUNDING is taken
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
-    is_tie = pc.fill_null(table["tie"], False).to_numpy() if "tie" in table.schema.names else np.False_
 
     # margins grow while training, so each is compared with the margins of its period and split
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # (visits,)
@@ -94,26 +192,24 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         truncated=len(table.filter(table["truncated"])["example"].unique()),
         n_seen_again=len(pairs.filter(pc.field("margin_count") >= 2)),
         n_never_flipped=len(never_flipped),
-        never_flipped=[_make_pair(table, pair) for pair in never_flipped.slice(0, top).to_pylist()],
+        never_flipped=_make_pairs(table, never_flipped.slice(0, top)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=[_make_pair(table, pair) for pair in suspected_noise.slice(0, top).to_pylist()],
+        suspected_noise=_make_pairs(table, suspected_noise.slice(0, top)),
     )
 
 
-def _make_pair(table: pa.Table, pair: Mapping[str, Any]) -> Pair:
-    """Make a pair of its numbers, with its texts and scores if it was drawn."""
-    [row] = table.slice(pair["row_first"], 1).to_pylist()
-    drawn: dict[str, Any] = {}
-    if row.get("tie") is not None:
-        drawn["texts"] = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-        drawn["scores"] = row["score_chosen"], row["score_rejected"]
-    return Pair(
-        pair["example"],
-        pair["dataset_first"],
-        pair["split"],
-        visits=pair["margin_count"],
-        first_margin=pair["margin_first"],
-        last_margin=pair["margin_last"],
-        relative_margin=pair["relative_mean"],
-        **drawn,
-    )
+def _make_pairs(table: pa.Table, found: pa.Table) -> list[Pair]:
+    """Make pairs of their numbers, with the texts and scores of those that were drawn."""
+    pairs = []
+    for pair in found.to_pylist():
+        [row] = table.slice(pair["row_first"], 1).to_pylist()
+        is_drawn = row["tie"] is not None
+        pairs.append(
+            Pair(
+                *(pair["example"], pair["dataset_first"], pair["split"], pair["margin_count"]),
+                *(pair["margin_first"], pair["margin_last"], pair["relative_mean"]),
+                texts={name: row[name] for name in ("prompt", "chosen", "rejected")} if is_drawn else None,
+                scores=(row["score_chosen"], row["score_rejected"]) if is_drawn else None,
+            )
+        )
+    return pairs

@@ -1,7 +1,4 @@
-"""The ledger: values of each example at each visit, in `ledger.parquet`.
-
-`dpo/analysis/ledger_file.py` has the columns, and reads and writes the files.
-"""
+"""The ledger: values of each example at each visit (`ledger=true`); `dpo/analysis/ledger.py` has its files."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ from typing import Any
 
 import torch
 
-from dpo.analysis import ledger_file
+from dpo.analysis.ledger import PARQUET, STREAM, append, find_end, write_parquet
 from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
-from dpo.system.run_directory import PARQUET, STREAM
 
 GROWTH = 2  # factor by which the rows must grow before an evaluation writes ledger.parquet again
 
@@ -33,32 +29,25 @@ class Ledger(Appender):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.stream = self.run_dir / STREAM
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
-        self.schema = ledger_file.SCHEMA
-        if context.plan.online is not None:
-            self.schema = ledger_file.ONLINE_SCHEMA
-        elif {"weights", "margins"} & {*context.data.train.columns, *context.data.test.columns}:
-            self.schema = ledger_file.WEIGHTED_SCHEMA
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.plan.logging.ledger
 
     def find_end(self, path: Path, size: int) -> int:
-        return ledger_file.find_end(path, size)
+        return find_end(path, size)
 
     def on_start(self) -> None:
         super().on_start()
-        ledger_file.begin(self.stream, self.schema)
+        append(self.run_dir / STREAM)
         self._write()
 
     def on_update(self, update: Update) -> None:
-        self._append("train", update.number, update.examples, update.table, drawn=update.drawn)
+        self._append("train", update.number, update.examples, update.table, update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.examples:  # an online run may have prompts without pairs
-            self._append("eval", evaluation.n_updates, evaluation.examples, evaluation.table)
+        self._append("eval", evaluation.n_updates, evaluation.examples, evaluation.table)
         if self.rows >= GROWTH * self.parquet_rows:
             self._write()
 
@@ -66,7 +55,7 @@ class Ledger(Appender):
         self._write()
 
     def _write(self) -> None:
-        self.rows = self.parquet_rows = ledger_file.write_parquet(self.stream, self.run_dir / PARQUET)
+        self.rows = self.parquet_rows = write_parquet(self.run_dir)
 
     def _append(
         self,
@@ -74,7 +63,6 @@ class Ledger(Appender):
         update: int,
         examples: Sequence[Example],
         table: Mapping[str, torch.Tensor],
-        *,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
@@ -84,40 +72,28 @@ class Ledger(Appender):
         values = {name: column.tolist() for name, column in table.items()}
         rows = []
         for i, example in enumerate(examples):
-            row = {
+            row: dict[str, Any] = {
                 "example": example.digest,
                 "dataset": example.dataset,
                 "update": update,
                 "epoch": n_updates_before // updates_per_epoch,
                 "split": split,
                 "truncated": example.truncated,
-                "loss": values[f"loss/{split}"][i],
-                "margin": values[f"rewards_{split}/margins"][i] if f"rewards_{split}/margins" in values else None,
                 "weight": example.weight,
                 "offset": example.margin,
             }
+            columns = {"loss": f"loss/{split}", "margin": f"rewards_{split}/margins"}
             for role, n_tokens in zip(example.roles, example.n_scored, strict=True):
                 row[f"{role}_tokens"] = n_tokens
-                for column, name in (("policy", f"{score}_{split}/{role}"), ("reference", f"reference_{role}")):
-                    if name in values:
-                        row[f"{column}_{role}"] = values[name][i]
-            rows.append(row | (_describe_drawn(drawn[i]) if i in drawn else {}))
-        columns = {name: [row.get(name) for row in rows] for name in self.schema.names}
-        ledger_file.append(self.stream, columns, self.schema)
+                columns |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
+            row |= {column: values[name][i] for column, name in columns.items() if name in values}
+            if i in drawn:
+                answers, (chosen, rejected) = drawn[i], drawn[i].pair
+                others = [one for k, one in enumerate(answers.answers) if k not in (answers.best, answers.worst)]
+                row |= {"tie": answers.is_tie, "prompt": answers.prompt}
+                row |= {"chosen": chosen.text, "rejected": rejected.text, "others": [one.text for one in others]}
+                row |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+                row["score_others"] = [one.score for one in others]
+            rows.append(row)
+        append(self.run_dir / STREAM, rows)
         self.rows += len(rows)
-
-
-def _describe_drawn(drawn: Drawn) -> dict[str, Any]:
-    """The columns of a drawn pair: texts and scores of its answers."""
-    chosen, rejected = drawn.pair
-    others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
-    return {
-        "tie": drawn.is_tie,
-        "prompt": drawn.prompt,
-        "chosen": chosen.text,
-        "rejected": rejected.text,
-        "others": [answer.text for answer in others],
-        "score_chosen": chosen.score,
-        "score_rejected": rejected.score,
-        "score_others": [answer.score for answer in others],
-    }

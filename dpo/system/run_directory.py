@@ -32,7 +32,6 @@ from dpo.system.signals import Stopped
 # files of a run
 LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another run's checkpoint: the checksum of that checkpoint's manifest
-STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 RUN_LOG = "log.txt"  # only appended to

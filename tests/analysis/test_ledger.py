@@ -10,33 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpo.analysis import ledger_file
-from dpo.analysis.ledger import Pair, summarize
-from dpo.analysis.ledger_file import (
-    DRAWN,
-    ONLINE_SCHEMA,
-    PARQUET,
-    STREAM,
-    append,
-    begin,
-    read_ledger,
-    write_parquet,
-)
+from dpo.analysis.ledger import PARQUET, SCHEMA, STREAM, Pair, append, read_ledger, summarize, write_parquet
 from dpo.errors import InputError
 
 
 def visit(example: str, update: int, margin: float | None, **facts: Any) -> dict[str, Any]:
-    """A row; chosen has 10 tokens more than rejected.
-
-    Both log-probabilities were -3 under the reference.
-    """
     common = {"example": example, "dataset": "hh", "update": update, "epoch": 0, "split": "train", "truncated": False}
-    logps = {"policy_chosen": -2.0, "policy_rejected": -5.0, "reference_chosen": -3.0, "reference_rejected": -3.0}
-    return {**common, **logps, "chosen_tokens": 30, "rejected_tokens": 20, "loss": 0.5, "margin": margin, **facts}
+    return {**common, "loss": 0.5, "margin": margin, **facts}
 
 
 def table_of(*rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows), ledger_file.SCHEMA)
+    return pa.Table.from_pylist(list(rows), SCHEMA)
 
 
 def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_first_update():
@@ -61,22 +45,21 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     ]
 
 
-def drawn(example: str, update: int, margin: float, scores: tuple[float, float], **facts: Any) -> dict[str, Any]:
+def drawn(example: str, update: int, margin: float, scores: tuple[float, float]) -> dict[str, Any]:
     """A visit of a drawn pair; equal scores are a tie."""
-    texts = {"prompt": "Why?", "chosen": f" {example}", "rejected": " no", "others": [" so"]}
-    numbers = {"score_chosen": scores[0], "score_rejected": scores[1], "score_others": [scores[1]]}
-    return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers, **facts}
+    texts = {"prompt": "Why?", "chosen": f" {example}", "rejected": " no"}
+    numbers = {"score_chosen": scores[0], "score_rejected": scores[1]}
+    return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers}
 
 
 def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_not_wrong():
-    nothing = dict.fromkeys(DRAWN.names)
     rows = [
-        *(visit("given", update, -0.2) | nothing for update in (2, 3)),
+        *(visit("given", update, -0.2) for update in (2, 3)),
         drawn("tie", 2, -0.3, (1.0, 1.0)),
         drawn("wrong", 2, -0.3, (2.0, 1.0)),
         *(drawn(f"right{i}", 2, 0.1, (2.0, 1.0)) for i in range(3)),
     ]
-    summary = summarize(pa.Table.from_pylist(rows, ONLINE_SCHEMA))
+    summary = summarize(table_of(*rows))
     assert [(pair.example, pair.texts, pair.scores) for pair in summary.suspected_noise] == [
         ("wrong", {"prompt": "Why?", "chosen": " wrong", "rejected": " no"}, (2.0, 1.0)),
         ("given", None, None),
@@ -108,7 +91,7 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
 def test_without_pairs_nothing_is_listed():
     summary = summarize(table_of(*(visit("a", update, None, truncated=True) for update in (1, 2))))
     assert (summary.examples, summary.truncated, summary.n_seen_again) == (1, 1, 0)
-    assert summarize(ledger_file.SCHEMA.empty_table()).rows == 0
+    assert summarize(SCHEMA.empty_table()).rows == 0
 
 
 # --- the files -----------------------------------------------------------------------------------------------------
@@ -119,53 +102,45 @@ ROWS = [visit(f"{i}", i, i / 3) for i in range(23)]
 def stream_of(folder: Path, *sizes: int) -> Path:
     """The rows appended so many at a time."""
     folder.mkdir()
-    begin(folder / STREAM)
+    append(folder / STREAM)
     start = 0
     for size in sizes:
-        part = ROWS[start : start + size]
-        append(folder / STREAM, {name: [row[name] for row in part] for name in ledger_file.SCHEMA.names})
+        append(folder / STREAM, ROWS[start : start + size])
         start += size
     return folder / STREAM
 
 
-def test_the_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path):
+def test_the_parquet_file_depends_on_the_rows_and_not_on_how_they_were_appended(tmp_path):
     files = []
     for name, sizes in {"a": (23,), "b": (1, 2, 7, 13), "c": (4, 4, 4, 4, 4, 3)}.items():
-        files.append(tmp_path / name / PARQUET)
-        assert write_parquet(stream_of(tmp_path / name, *sizes), files[-1]) == 23
+        stream_of(tmp_path / name, *sizes)
+        assert write_parquet(tmp_path / name) == 23
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == sorted((STREAM, PARQUET))
-
+        files.append(tmp_path / name / PARQUET)
     assert len({file.read_bytes() for file in files}) == 1
-    assert pq.read_table(files[0]).to_pylist() == read_ledger(tmp_path / "a").to_pylist() == ROWS
-    files[0].with_name(STREAM).unlink()
-    assert read_ledger(tmp_path / "a").to_pylist() == ROWS
+    assert pq.read_table(files[0]) == read_ledger(tmp_path / "a") == table_of(*ROWS)
 
 
 def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
     sizes = (1, 2, 3)
     ends = [len(stream_of(tmp_path / str(n), *sizes[:n]).read_bytes()) for n in range(len(sizes) + 1)]
     content = (tmp_path / "3" / STREAM).read_bytes()
-    cuts = [*range(ends[0], ends[-1], 37), ends[-1] - 1, *ends]
-    for cut in cuts:
+    for cut in (*range(ends[0], ends[-1], 37), ends[-1] - 1, *ends):
         (tmp_path / "3" / STREAM).write_bytes(content[:cut])
         whole = sum(size for size, end in zip(sizes, ends[1:], strict=True) if end <= cut)
-        assert read_ledger(tmp_path / "3").to_pylist() == ROWS[:whole], cut
+        assert read_ledger(tmp_path / "3") == table_of(*ROWS[:whole]), cut
 
 
-@pytest.mark.parametrize("name", [STREAM, PARQUET])
-def test_another_file_is_refused(name, tmp_path):
-    assert read_ledger(tmp_path) is None
-    (tmp_path / name).write_bytes(b"PAR1" + bytes(1000))
-    with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
+def test_without_a_ledger_or_with_another_file_of_its_name_it_is_refused(tmp_path):
+    with pytest.raises(InputError, match=f"{tmp_path} has no {STREAM}: give the directory of a run with ledger=true"):
         read_ledger(tmp_path)
-
+    (tmp_path / STREAM).write_bytes(b"PAR1" + bytes(1000))
+    with pytest.raises(InputError, match=f"{STREAM} cannot be read as a ledger"):
+        read_ledger(tmp_path)
     other = pa.table({"example": ["a"], "loss": [1.0]})
-    if name == PARQUET:
-        pq.write_table(other, tmp_path / name)
-    else:
-        with pa.ipc.new_stream(tmp_path / name, other.schema) as writer:
-            writer.write_table(other)
-    with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
+    with pa.ipc.new_stream(tmp_path / STREAM, other.schema) as writer:
+        writer.write_table(other)
+    with pytest.raises(InputError, match=f"{STREAM} cannot be read as a ledger: its columns are not those"):
         read_ledger(tmp_path)
 
 

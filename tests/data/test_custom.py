@@ -11,7 +11,7 @@ import pytest
 from support.formats import SKY, assistant, user
 from support.runs import read_metrics
 
-from dpo.analysis.ledger_file import read_ledger
+from dpo.analysis.ledger import read_ledger
 from dpo.data import custom
 from dpo.data.columns import recognize
 from dpo.data.custom import get_custom, read_record

@@ -14,7 +14,7 @@ from support.models import FAMILIES, list_examples
 from support.runs import GOLDEN
 from support.trainers import compose, make
 
-from dpo.analysis.ledger_file import read_ledger
+from dpo.analysis.ledger import read_ledger
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, TextExample, encode_examples, text_digest
 from dpo.data.table import Prompt

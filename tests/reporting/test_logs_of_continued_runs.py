@@ -10,7 +10,7 @@ import pytest
 from test_ledger_of_runs import EXAMPLES, ledger_in, rows_of, table_of
 from test_tensorboard import scalars
 
-from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
+from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import make_plan

@@ -33,7 +33,7 @@ from support.runs import (
     write_weighted,
 )
 
-from dpo.analysis.ledger_file import PARQUET, read_ledger
+from dpo.analysis.ledger import PARQUET, read_ledger
 from dpo.losses import LOSSES
 
 TOLERANCE = 1e-5  # of metrics and weights; about 1e-6 is measured

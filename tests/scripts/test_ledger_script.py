@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.ledgers import row, with_ledger
 from support.runs import GOLDEN, write_rows
 
-from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
+from dpo.analysis.ledger import STREAM, append
 from dpo.data.examples import text_digest
 from scripts.ledger import main
 
@@ -31,19 +30,17 @@ def run_dir(tmp_path) -> Path:
         "model": {"name_or_path": str(GOLDEN / "tiny-llama"), "tokenizer_name_or_path": None},
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    begin(run_dir / STREAM)
     for split, update in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
         right = 0.0 if (split, update) == ("train", 1) else 1.0
         rows = [
-            dict.fromkeys(SCHEMA.names)
-            | {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
+            {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
             | {"dataset": "mine"}
             | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
             | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
             | {"margin": -2 * right if pair is WRONG else right}
             for pair in (*RIGHT, WRONG)
         ]
-        append(run_dir / STREAM, {name: [row[name] for row in rows] for name in SCHEMA.names})
+        append(run_dir / STREAM, rows)
     return run_dir
 
 
@@ -63,8 +60,9 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
     own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
-    folder = with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) | own for n in (2, 3)])
-    assert main([str(folder)]) == 0
+    visit = {"example": "bad", "dataset": "hh", "epoch": 0, "split": "train", "truncated": False, "margin": -1.8}
+    append(tmp_path / STREAM, [visit | {"update": n} | own for n in (2, 3)])
+    assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2

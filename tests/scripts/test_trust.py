@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.ledgers import row
 from support.runs import GOLDEN, run_script, small_run, train, write_rows
 
-from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
+from dpo.analysis.ledger import STREAM, append
 
 CODE = """\
 import pathlib
@@ -55,9 +54,8 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         assert result.returncode == 0, result.stderr
         assert f"exported {folder / name}" in result.stdout
         assert "trust_remote_code: true" in (folder / name / "config.yaml").read_text()
-    begin(folder / "run" / STREAM)
-    wrong = [row("some pair", n, "train", -9.0, 9.0, (5, 5)) | {"dataset": "mine"} for n in (2, 3)]
-    append(folder / "run" / STREAM, {name: [visit[name] for visit in wrong] for name in SCHEMA.names})
+    visit = {"example": "some pair", "dataset": "mine", "epoch": 0, "split": "train", "truncated": False}
+    append(folder / "run" / STREAM, [visit | {"update": n, "margin": -1.8} for n in (2, 3)])
     write_rows(folder / "prompts.jsonl", [{"prompt": "Where?"}])
     return folder
 
