@@ -29,11 +29,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dpo.errors import RunError
+from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_on, place_job
 from dpo.settings.plan import Plan, describe, resolve
-from dpo.settings.validation import find_problems, find_warnings
-from dpo.system.launching import launch
+from dpo.settings.rows import store_rows
+from dpo.settings.validation import find_problems, find_warnings, raise_problems
+from dpo.system.launching import get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, explaining_full_disk, read_record
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing. Raises InputError wherever the run would."""
     from dpo.checkpoint.resume import check_inputs, fix_template_date, look_at_run
     from dpo.models.loading import check_parts, find_model_config
+    from dpo.models.scoring import load_scorer
     from dpo.reporting.table import LOGS
+    from dpo.training.memory import print_prediction
     from dpo.training.optimization import check_optimizer
-    from dpo.training.outlook import print_outlook
-    from dpo.training.setting_up import set_up_libraries
+    from dpo.training.start import list_first_tasks
     from preference_datasets import check_columns, load_data
 
     resume_point = look_at_run(plan, LOGS)
@@ -111,7 +113,10 @@ def dry_run(plan: Plan) -> None:
     check_parts(plan)
     data = load_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
-    print_outlook(plan, data, is_first=resume_point is None)
+    notes = [] if resume_point else [list_first_tasks(plan)]
+    notes += load_scorer(plan, "meta", rows=1).notes if plan.online else []
+    print(*notes, sep="\n")
+    print_prediction(plan, data)
 
 
 # --- the work of one process -----------------------------------------------------------------------------------------
@@ -144,7 +149,6 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import check_alike, meet_rank_0
     from dpo.training.optimization import check_optimizer
-    from dpo.training.setting_up import set_up_libraries
     from preference_datasets import check_columns, load_data
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
@@ -178,40 +182,24 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         print_result(Path(plan.run.local_run_dir))
 
 
+def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
+    """Seed random generators, choose kernels, and without `bars` hide those of libraries, which would fill a log."""
+    from dpo.system.arithmetic import set_up_torch
+
+    host.prepare_transformers(plan.run.seed, bars=bars)
+    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
+
+
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
-    """Make all that a trainer uses, and train; afterwards nothing of it is held."""
-    from dpo.checkpoint.saver import Checkpoints
-    from dpo.parallel.mesh import Mesh
-    from dpo.reporting import events, table, terminal
-    from dpo.training import evaluation, memory, optimization, setting_up
-    from dpo.training.objective import make_objective
-    from dpo.training.online import make_batches
-    from dpo.training.stop import StopRequest
+    """Make a trainer of its parts, and train; afterwards nothing of it is held."""
+    from dpo.training.memory import explain_out_of_memory
+    from dpo.training.parts import make_parts
     from trainers import Trainer
 
-    with memory.explain_out_of_memory(plan, data):
-        progress = terminal.Progress.of(plan, silent=rank != 0)
-        mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
-        plan = setting_up.settle_frozen_weights(plan, rank, progress.line)
-        policy, reference = setting_up.find_models(plan, models, rank=rank, resume_from=resume_from)
-        policy, frozen_digest = setting_up.make_policy(plan, policy, data, mesh, resume_from=resume_from)
-        reference = setting_up.make_reference(plan, reference, policy, frozen_digest, data, mesh)
-        objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
-        optimizer = setting_up.make_policy_optimizer(plan, policy)
-        scheduler = optimization.Schedule.of(plan.training, optimizer, updates=data.report.updates, size=mesh.data_size)
-        stop = StopRequest(mesh)
-        batches = make_batches(plan, data, objective, stop, progress)
-        evaluator = evaluation.Evaluator(plan, data, objective, batches, progress, stop)
-        run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
-        checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
-        context = events.RunContext(plan, run_dir, rank, data, progress.line, policy)
-        callbacks = events.Callbacks.of(table.CALLBACKS, context, terminal=progress)
-        states = {**batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
-        made = (plan, data, objective, optimizer, scheduler)
-        recorded = setting_up.describe_run(*made, frozen_digest, **states)
-        trainer = Trainer(*made, batches, evaluator, checkpoints, callbacks, *recorded, progress, stop)
+    with explain_out_of_memory(plan, data):
+        trainer = Trainer(*make_parts(plan, data, models, rank=rank, resume_from=resume_from))
         if resume_from is not None:
-            checkpoints.restore(resume_from, trainer.parts)
+            trainer.checkpoints.restore(resume_from, trainer.parts)
         trainer.train()
 
 
@@ -220,19 +208,34 @@ def worker_main(
 ) -> None:
     """Train loaded models, as `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
     starts it in N processes, which meet at `config.fsdp_port`. Missing keys get the defaults of `config/`.
-    """
-    from dpo.models.loading import unwrap
-    from dpo.training.porting import joining_processes, plan_worker
 
-    plan = plan_worker(config, world_size)
-    with joining_processes(plan, rank) as plan:
-        if rank == 0:
-            RUN_LOG.begin()
-            print(describe(plan), flush=True)
-        try:
-            work(rank, world_size, plan, (unwrap(policy), unwrap(reference_model)), RUN_LOG.hand_over())
-        finally:
-            RUN_LOG.close()
+    A process group that exists already is used, and left as it is.
+    """
+    import torch
+
+    from dpo.models.loading import unwrap
+    from dpo.parallel.mesh import from_rank_0
+
+    plan = resolve(store_rows(config), world_size=world_size)
+    if plan.trainer.multi_process:
+        plan = plan.change("world_size", world_size)
+        if world_size > 1 and plan.run.fsdp_port is None and "MASTER_PORT" not in os.environ:
+            raise InputError("fsdp_port is null: give all processes the same port, such as utils.get_open_port()")
+    raise_problems(find_problems(plan))
+    makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
+    if makes_group:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=backend)
+    # the default name of the directory contains the time, which differs between processes
+    plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
+    if rank == 0:
+        print(describe(plan), flush=True)
+    try:
+        work(rank, world_size, plan, (unwrap(policy), unwrap(reference_model)), f"{describe(plan)}\n")
+    finally:
+        RUN_LOG.close()
+    if makes_group:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The trainer: the training loop, one update, and when it evaluates, samples and saves.
 
-Its parts are made in `train.py`, or by the constructor of the reference code's trainers at the end of this file.
+`make_parts` makes its parts, for `train.py` and for the reference code's trainers at the end of this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
@@ -31,15 +31,16 @@ from dpo.parallel.sharding import accumulate, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
-from dpo.settings.plan import Plan
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.rows import store_rows
+from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
-from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, measure_speed, peak_memory_gb
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, measure_speed, peak_memory_gb
 from dpo.training.objective import Objective
-from dpo.training.outlook import list_notes
-from dpo.training.porting import complete_config, make_parts
-from dpo.training.self_test import self_test
+from dpo.training.parts import make_parts
+from dpo.training.start import list_first_tasks, list_notes, self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
@@ -87,8 +88,9 @@ class Trainer:
         first, in which they agree to stop.
         """
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
-        for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
-            self.progress.line(note)
+        if self.objective.mesh.rank == 0:
+            notes = list_notes(self.plan, self.data, self.evaluator)
+            self.progress.line("\n".join(notes if n_done else [*notes, list_first_tasks(self.plan)]))
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
@@ -123,7 +125,15 @@ class Trainer:
             self.progress.part(i, len(batch.microbatches), "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
-        reduced = self._reduce(metrics, self.clip_gradient(), len(batch.examples), context.rows_to_cache)
+        grad_norm = self.clip_gradient()
+        scalars = {  # summed over the ranks
+            # the norm is the same on all ranks, so the sum takes it from rank 0 alone
+            "grad_norm": grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
+            "n_ranks_to_stop": torch.full_like(grad_norm, float(bool(self.stop.signals))),
+        }
+        # only here does the host wait for the device
+        reduced = objective.reduce(metrics, len(batch.examples), context.rows_to_cache, scalars)
+        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
         state.count_update(len(batch.examples))  # an update that a callback refuses counts too
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
@@ -141,20 +151,6 @@ class Trainer:
         speed = measure_speed(batch, time.perf_counter() - start)
         return update._replace(metrics={**means, **further_means, **speed, "memory/peak_gb": peak_memory_gb()})
 
-    def _reduce(
-        self, metrics: MicrobatchMetrics, grad_norm: torch.Tensor, n_examples: int, rows_to_cache: Sequence[int]
-    ) -> Reduced:
-        """Reduce an update's metrics and gradient norm; agree on stopping. The host waits for the device only here."""
-        is_rank_0 = self.objective.mesh.rank == 0
-        scalars = {  # summed over the ranks
-            # the norm is the same on all ranks, so the sum takes it from rank 0 alone
-            "grad_norm": grad_norm if is_rank_0 else torch.zeros_like(grad_norm),
-            "n_ranks_to_stop": torch.full_like(grad_norm, float(bool(self.stop.signals))),
-        }
-        reduced = self.objective.reduce(metrics, n_examples, rows_to_cache, scalars)
-        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
-        return reduced
-
     def clip_gradient(self) -> torch.Tensor:
         """Clip the gradient by its global norm; return the norm before clipping."""
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
@@ -166,8 +162,7 @@ class Trainer:
         objective = self.objective
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
-            for note in self_test(objective, self.evaluator.prompts[0], self.plan):
-                self.progress.line(note)
+            self.progress.line(self_test(objective, self.evaluator.prompts[0], self.plan))
         if self.plan.caches_reference_first:
             # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
@@ -318,12 +313,16 @@ class BasicTrainer(Trainer):
         world_size: int = 1,
     ) -> None:
         self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
-        self.config, plan = complete_config(
-            config, trainer=self.name, seed=seed, run_dir=run_dir, world_size=world_size
+        given: Any = OmegaConf.to_container(OmegaConf.create(store_rows(config)), resolve=False)
+        plan = resolve(
+            {**given, "trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}, world_size=world_size
         )
+        # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
+        raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
+        self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
         data = load_data(plan, silent=rank != 0)
-        super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
+        super().__init__(*make_parts(plan, data, (policy, reference_model), rank=rank))
         self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says

@@ -129,7 +129,7 @@ def test_each_of_these_libraries_is_known_in_one_place():
     assert find_importers("wandb") == {"dpo.reporting.trackers"}
     assert find_importers("hydra") == {"train", "dpo.settings.command_line"}
     outside_settings = {module for module in find_importers("omegaconf") if not module.startswith("dpo.settings.")}
-    assert outside_settings == {"train", "trainers", "dpo.training.porting"}
+    assert outside_settings == {"train", "trainers"}
     name_shards = {module for module, text in TEXTS.items() if re.search("DTensor|DeviceMesh", text)}
     assert {module.rpartition(".")[0] for module in name_shards} == {"dpo.parallel"}
     without_processes = ("preference_datasets", "dpo.losses", "dpo.data.")

@@ -23,12 +23,12 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 NAME = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
 STEPS = {
     "directory": "dpo.checkpoint.resume:open_run",
-    "seed": "dpo.training.setting_up:prepare_transformers",
+    "seed": "dpo.system.host:prepare_transformers",
     "tokenizer": "transformers:AutoTokenizer.from_pretrained",
     "dataset": "dpo.data.preflight:prepare_data",
     "config of the model": "transformers:AutoConfig.from_pretrained",
     "model": "transformers:AutoModelForCausalLM.from_pretrained",
-    "reference": "dpo.training.setting_up:load_reference",
+    "reference": "dpo.training.parts:load_reference",
     "optimizer": "torch.optim:Optimizer.__init__",
     "batches": "dpo.training.online:make_batches",
     "self-test": "trainers:self_test",

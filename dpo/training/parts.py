@@ -1,8 +1,7 @@
-"""Libraries set up, a run's policy and reference loaded and distributed, and the parts of their checkpoints."""
+"""What a trainer uses, made in this order by `train.py` and by the reference code's constructor of a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 
 from dpo.checkpoint.resume import record_config, record_inputs
-from dpo.checkpoint.saver import ModelPart, OptimizerPart, Part, RandomPart, RunState
+from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.models import adapters
+from dpo.models.adapters import REFERENCE, policy_part, switch, trained_parameters
 from dpo.models.loading import FOLLOWING, find_following_reference, load_policy, load_reference, model_loaders
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
@@ -22,56 +21,74 @@ from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
 from dpo.parallel.state import optimized
 from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.reporting.events import Callbacks, RunContext
+from dpo.reporting.table import CALLBACKS
+from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.system.arithmetic import set_up_torch
-from dpo.system.host import prepare_transformers
 from dpo.system.waiting import after_rank_0
+from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
-from dpo.training.objective import Objective
+from dpo.training.objective import make_objective
+from dpo.training.online import make_batches
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
+from dpo.training.stop import StopRequest
 
 
-def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
-    """Seed random generators, choose kernels, and hide the bars of libraries, which would fill a log."""
-    prepare_transformers(plan.run.seed, bars=bars)
-    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
+def make_parts(
+    plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None = None
+) -> tuple[Any, ...]:
+    """All that a trainer uses, in the order of its fields.
 
-
-def find_models(
-    plan: Plan, given: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None
-) -> tuple[Any, Any | None]:
-    """Policy and reference as models or functions that load one, neither quantized nor with adapters.
-
-    The models `given` get the weights of the checkpoint that a run resumes from, as loaded ones do.
+    `models` are the policy and the separate reference or None, each a model or a function that loads one. Without
+    `models` those of the plan are loaded.
     """
+    progress = Progress.of(plan, silent=rank != 0)
+    mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
+    fsdp = from_rank_0(decide_frozen_weights(plan).fsdp if rank == 0 else None)
+    if fsdp != plan.fsdp:
+        progress.line(f"frozen weights are {fsdp.frozen_weights} on every process (fsdp_frozen_weights)")
+        plan = replace(plan, fsdp=fsdp)
+    policy, reference = find_models(plan, models, rank=rank, resume_from=resume_from)
+    policy, frozen_digest = make_policy(plan, policy, data, mesh, resume_from=resume_from)
+    reference = make_reference(plan, reference, policy, frozen_digest, data, mesh)
+    objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
+    optimizer = make_optimizer(plan.training, optimized(trained_parameters(policy)))
+    scheduler = Schedule.of(plan.training, optimizer, updates=data.report.updates, size=mesh.data_size)
+    stop = StopRequest(mesh)
+    batches = make_batches(plan, data, objective, stop, progress)
+    evaluator = Evaluator(plan, data, objective, batches, progress, stop)
+    run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
+    checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
+    context = RunContext(plan, run_dir, rank, data, progress.line, policy)
+    callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
+    states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
+    state = RunState(reference, frozen_digest, rank=rank, **states)
+    saved: list[Part] = [policy_part(policy)]  # in the order of writing
+    if plan.follow_every:  # only then does the reference change
+        saved.append(ModelPart(FOLLOWING, reference.model))
+    saved += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
+    facts = {"config": record_config(plan), **record_inputs(data, policy.config)}
+    made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
+    return (*made, state, saved, facts, progress, stop)
+
+
+def find_models(plan: Plan, given: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None) -> tuple[Any, Any]:
+    """Policy and reference, neither quantized nor with adapters, or functions that load them."""
     if given is None:
         if rank == 0:
             print(f"loading the weights of {plan.model.name_or_path}", flush=True)
         return model_loaders(plan, rank=rank, resume_from=resume_from)
     policy, reference = given
     if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
-        load_archive(policy, str(resume_from))
-    saved_reference = find_following_reference(plan, resume_from)
-    if reference is not None and saved_reference:
-        load_archive(reference, saved_reference)
+        load_archive(policy, resume_from)
+    if reference is not None and (following := find_following_reference(plan, resume_from)):
+        load_archive(reference, following)
     return policy, reference
 
 
-def settle_frozen_weights(plan: Plan, rank: int, log: Callable[[str], None]) -> Plan:
-    """Decide how frozen weights are held where the config leaves it open, on rank 0 for all."""
-    if plan.fsdp.frozen_weights is not None or not plan.trainer.multi_process:
-        return plan
-    act = partial(decide_frozen_weights, plan) if rank == 0 else (lambda: plan)
-    decided = after_rank_0("the decision on frozen weights", act)
-    frozen_weights = from_rank_0(decided.fsdp.frozen_weights)
-    if frozen_weights is not None:
-        log(f"frozen weights are {frozen_weights} on every process (fsdp_frozen_weights)")
-    return replace(plan, fsdp=replace(plan.fsdp, frozen_weights=frozen_weights))
-
-
 def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None = None
+    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None
 ) -> tuple[Any, str | None]:
     """Load, check and distribute the policy; return it with its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
@@ -94,8 +111,8 @@ def make_reference(
         identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
     logps = ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
     if plan.reference in ("base", "adapter"):
-        adapter = adapters.REFERENCE if plan.reference == "adapter" else None
-        return Reference(policy, frozen_digest, logps, adapters.switch(policy, adapter))
+        adapter = REFERENCE if plan.reference == "adapter" else None
+        return Reference(policy, frozen_digest, logps, switch(policy, adapter))
     if reference is None:
         if plan.reference == "model":
             raise InputError(f"loss={plan.loss.name} needs a reference model")
@@ -123,27 +140,3 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> 
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         keep_outputs_where_they_are(model)
     return model
-
-
-def make_policy_optimizer(plan: Plan, policy: Any) -> torch.optim.Optimizer:
-    """The optimizer of a distributed policy."""
-    return make_optimizer(plan.training, optimized(adapters.trained_parameters(policy)))
-
-
-def describe_run(
-    plan: Plan,
-    data: TrainingData,
-    objective: Objective,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Schedule,
-    frozen_digest: str | None,
-    **states: Any,
-) -> tuple[RunState, list[Part], dict[str, Any]]:
-    """The counters and states of a run; the parts of its checkpoints, in the order of writing; and their facts."""
-    mesh, policy, reference = objective.mesh, objective.policy, objective.reference
-    state = RunState(reference, frozen_digest, rank=mesh.rank, objective=objective, **states)
-    parts: list[Part] = [adapters.policy_part(policy)]
-    if objective.follow_every:  # only then does the reference change
-        parts.append(ModelPart(FOLLOWING, reference.model))
-    parts += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
-    return state, parts, {"config": record_config(plan), **record_inputs(data, policy.config)}

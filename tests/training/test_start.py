@@ -16,7 +16,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 from dpo.training.reference import Reference, ReferenceLogps
-from dpo.training.self_test import self_test
+from dpo.training.start import self_test
 
 DPO = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
 PAIRS = [Example((1, 2, 3), ((4, 5), (6,))), Example((7, 8), ((9, 10, 11), (12, 13)))]
@@ -34,8 +34,7 @@ def check(policy, reference=None, loss=DPO, reference_dtype="float32", autocast=
     if objective.loss.trains_on == "targets":
         examples = [example._replace(responses=example.responses[:1], roles=TRAINS_ON["targets"]) for example in PAIRS]
     dtypes = {"model.policy_dtype": "float32", "model.reference_dtype": reference_dtype}
-    [note] = self_test(objective, examples, make_plan({"trainer": "BasicTrainer", **dtypes}))
-    return note
+    return self_test(objective, examples, make_plan({"trainer": "BasicTrainer", **dtypes}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""What a run says and checks before its first update."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dpo.data.examples import Example
+from dpo.data.preflight import TrainingData
+from dpo.errors import InputError
+from dpo.models.adapters import list_dropouts, trained_parameters
+from dpo.models.layouts import Padded
+from dpo.models.loading import notes_on_base
+from dpo.models.pretrained import DTYPES, remarks
+from dpo.numbers import count
+from dpo.settings.plan import Plan
+from dpo.system.arithmetic import without_compilation, without_tf32
+from dpo.training.evaluation import Evaluator
+from dpo.training.objective import Objective, make_scores
+from dpo.training.optimization import count_states
+
+TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
+MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
+
+
+def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator) -> list[str]:
+    """Notes on the model, the samples, and the disk that the run's files need."""
+    policy = evaluator.objective.policy
+    notes = [*remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)]
+    if plan.evaluation.sample_during_eval:
+        notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
+    notes += notes_on_base(plan)
+    if not plan.run.debug:
+        keep, save_every = evaluator.interval.keep, plan.run.save_every or evaluator.interval.n_examples
+        n_saves = math.ceil(data.report.updates * plan.data.batch_size / save_every)
+        n_kept = n_saves if keep is None else min(n_saves, keep + 1)  # and BEST
+        weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
+        n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
+        free = shutil.disk_usage(plan.run.local_run_dir).free
+        notes.append(
+            f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
+            f"{free / 1e9:.3g} GB are free: {count(n_kept, 'checkpoint')} (keep_checkpoints)"
+            f"{' and LATEST/hf (export)' * plan.run.export}"
+        )
+    return notes
+
+
+def list_first_tasks(plan: Plan) -> str:
+    """One line on the work before the first update."""
+    n_examples, evaluation = plan.data.n_eval_examples, plan.evaluation
+    tasks = {
+        "self-test (self_test)": plan.training.self_test,
+        "the reference scores all examples (cache_reference_logps)": plan.caches_reference_first,
+        f"evaluation of up to {n_examples} examples (do_first_eval, n_eval_examples)": evaluation.do_first_eval,
+        "answers for comparison at the end (sample_during_eval)": evaluation.sample_during_eval,
+    }
+    return f"before the first update: {', '.join(task for task, is_wanted in tasks.items() if is_wanted) or 'nothing'}"
+
+
+@torch.no_grad()
+def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> str:
+    """Check the models on two examples per process; return a message.
+
+    The policy is causal, and computes in train mode what it does in eval mode; log-probabilities are finite; rewards
+    are 0, and the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its likely
+    cause. Leaves the policy in train mode.
+    """
+    mesh, loss, policy = objective.mesh, objective.loss, objective.policy
+    if not loss.scalar_head:  # a reward model may look both ways
+        _check_causality(objective)
+    tested = list(examples[: 2 * mesh.data_size])
+    tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
+    [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
+    microbatch = microbatch.to(objective.device)
+
+    of_eval_mode = objective.forward(policy.eval(), microbatch, with_squares=loss.needs_squares)
+    policy.train()
+    for dropout in list_dropouts(policy):  # random on purpose
+        dropout.eval()
+    of_policy = objective.forward(policy, microbatch, with_squares=loss.needs_squares)
+    of_reference = objective.reference_forward(microbatch) if loss.reference else {}
+    for model, logps in (("policy", of_policy), ("reference", of_reference)):
+        if not all(values.isfinite().all() for values in logps.values()):
+            raise InputError(
+                f"self-test: log-probabilities of the {model} are not finite; float16 overflows in many models: use "
+                f"bfloat16 or float32, and check the weights"
+            )
+    difference = _find_largest({name: values - of_eval_mode[name] for name, values in of_policy.items()})
+    # under tensor parallelism, forwards of the same inputs may differ by the rounding of the dtype of the forward pass
+    dtype = DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else torch.float32
+    size = max(1.0, _find_largest(of_policy))  # at least 1: a reward model gives rewards, which may be near 0
+    if difference > MAX_EPSILONS * torch.finfo(dtype).eps * size:
+        raise InputError(
+            f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
+            f"{type(policy).__name__} is random in train mode: disable dropout or router noise in its config"
+        )
+    if not loss.reference:
+        return f"self-test passed: finite {'rewards' if loss.scalar_head else 'log-probabilities'}, dropout off"
+
+    given, beta = objective.given_columns(microbatch), loss.options.get("beta", 1.0)
+    if_equal = {name: of_policy[name.removeprefix("reference_")] for name in of_reference}
+    expected_loss = loss(make_scores(given | of_policy | if_equal)).losses.mean().item()
+    output = loss(make_scores(given | of_policy | of_reference))
+    first_loss, largest_reward = output.losses.mean().item(), _find_largest(output.rewards)
+    if not math.isfinite(expected_loss):
+        raise InputError(
+            f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, not a finite "
+            f"number: choose a beta closer to 0.1"
+        )
+    if plan.compute_dtype != plan.reference_dtype:
+        return (
+            f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
+            f"the policy, so rewards differ from 0 by up to {largest_reward:.2g} before the first update; "
+            f"model.reference_dtype={plan.compute_dtype} makes them 0"
+        )
+    # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
+    tolerance = TOLERANCE * beta * size
+    if largest_reward > tolerance or not math.isclose(first_loss, expected_loss, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(
+            f"self-test: first rewards reach {largest_reward:.3g} instead of 0, and the first {loss.name} loss is "
+            f"{first_loss:.6g} instead of {expected_loss:.6g}, so policy and reference do not hold the same weights; "
+            f"was only one of the two loaded from model.archive? (self_test=false skips this check)"
+        )
+    return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
+
+
+def _check_causality(objective: Objective) -> None:
+    """Raise InputError if log-probabilities depend on later tokens."""
+    policy: Any = objective.policy.eval()
+    n = 4  # tokens of each part
+    vocab_size = policy.config.get_text_config().vocab_size
+    tokens = tuple(i % vocab_size for i in range(1, 2 * n + 2))
+    prompt, common, end = tokens[:1], tokens[1 : n + 1], tokens[n + 1 :]
+    padded = Padded()
+    [microbatch] = padded.split([Example(prompt, (common + end, common + end[::-1]))] * 2, 1)
+    with without_compilation(), without_tf32():
+        output = objective.forward_tokens(policy, padded, microbatch.to(objective.device).inputs)
+    logps = output.logps[..., :n]  # (2, 2, n): of the common tokens, in two rows of each response
+    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # of equal rows in other places of the batch
+    noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
+    if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:
+        raise InputError(
+            f"self-test: log-probabilities of {type(policy).__name__} depend on later tokens, so it does not predict "
+            f"the next token: give a causal model (BERT's kind also needs is_decoder=true in its config.json)"
+        )
+
+
+def _find_largest(columns: Mapping[str, torch.Tensor]) -> float:
+    """The largest magnitude in the columns."""
+    return max(values.abs().max().item() for values in columns.values())
