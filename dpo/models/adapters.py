@@ -1,4 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685), put into a model in place by PEFT.
+"""LoRA adapters (arXiv 2106.09685), put into a model in place, in PEFT's file format.
 
 The model's class, blocks and names stay the same, but the weights of an adapted layer move under `base_layer`. A model
 may hold two adapters: `policy`, which is trained, and `reference`, which is frozen.
@@ -6,17 +6,13 @@ may hold two adapters: `policy`, which is trained, and `reference`, which is fro
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,15 +30,12 @@ from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
 POLICY, REFERENCE = "policy", "reference"
-AUTO = "all-linear"  # PEFT's name for all linear layers but the head
+AUTO = (["auto"], ["all-linear"])  # all linear layers but the head; the second name is PEFT's
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 # Keys of PEFT's config that do not change what a trained adapter computes, or that name the adapted layers, which the
-# file of weights names too. `read_adapter` reads some others, and refuses the rest.
+# file of weights names too. `read_adapter` reads r and alpha, and refuses other keys.
 HARMLESS_KEYS = (
     *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
@@ -52,11 +45,7 @@ FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 FACTOR_OF_ANY = re.compile(r"\.lora_[AB]\.")  # in the name of a weight, by which adapter it may be
 
 
-class ParameterCount(NamedTuple):
-    """Numbers of parameters of a policy."""
-
-    trainable: int
-    total: int  # including the adapter of a reference in the same model
+# --- files in PEFT's format ------------------------------------------------------------------------------------------
 
 
 class StoredAdapter(NamedTuple):
@@ -73,58 +62,37 @@ class StoredAdapter(NamedTuple):
         return _list_layers(self.weights)
 
 
-# --- files in PEFT's format ------------------------------------------------------------------------------------------
-
-
-def find_adapter(path: str | Path | None) -> Path | None:
-    """The directory in PEFT's format that a path names, if any: itself, a run's LATEST, or that of a `policy.pt`."""
-    if path is None:
-        return None
-    path = Path(os.path.expanduser(path))
-    candidates = [path, path / "LATEST"]
-    if path.name == "policy.pt":
-        candidates.append(path.parent)
-    return next((candidate for candidate in candidates if (candidate / CONFIG).is_file()), None)
-
-
-def read_base(directory: Path) -> str | None:
-    """The base that an adapter names, a Hub id or path."""
-    with _explaining_errors(directory):
-        base = read_json(directory / CONFIG).get("base_model_name_or_path")
-        if not isinstance(base, str | None):
-            raise TypeError(f"base_model_name_or_path in {CONFIG} must be a name, or null")
-    return base or None
-
-
 def read_adapter(directory: Path) -> StoredAdapter:
     """Read an adapter in PEFT's format; InputError if it is damaged, or more than LoRA and a scalar head."""
-    with _explaining_errors(directory):
+    with explaining_adapter(directory):
         check_readable(directory / WEIGHTS)
         config, weights = read_json(directory / CONFIG), load_file(directory / WEIGHTS)
-        r, alpha, defaults = config.get("r"), config.get("lora_alpha"), vars(_import_peft().LoraConfig())
-        is_supported = dict.fromkeys(HARMLESS_KEYS, True) | {
-            "peft_type": config["peft_type"] == "LORA",
-            "r": type(r) is int and r >= 1,
-            "lora_alpha": type(alpha) in (int, float) and 0 < alpha < math.inf,
-            # others, such as "pissa", also change the base
-            "init_lora_weights": config.get("init_lora_weights") in (None, True, False, "gaussian"),
-            "modules_to_save": SAVED_HEADS.issuperset(config.get("modules_to_save") or ()),
-        }
-        changed = {key for key, value in config.items() if value and value != defaults.get(key)}
+        silence_bitsandbytes()
+        import peft  # not at the top, as importing it takes a second, and most runs read no adapter
+
+        defaults, r, alpha = vars(peft.LoraConfig()), config["r"], config["lora_alpha"]
+        if not (type(r) is int and r > 0 and 0 < alpha < math.inf):
+            raise ValueError(f"r={r} and lora_alpha={alpha} must be positive numbers")
         unsupported = [
-            f"{key}={config.get(key)}" for key in sorted(changed | is_supported.keys()) if not is_supported.get(key)
+            f"{key}={value}"
+            for key, value in sorted(config.items())
+            if value
+            and value != defaults.get(key)
+            and key not in (*HARMLESS_KEYS, "r", "lora_alpha")
+            and not (key == "init_lora_weights" and value == "gaussian")  # others, such as "pissa", change the base
+            and not (key == "modules_to_save" and SAVED_HEADS.issuperset(value))
         ]
-    names = {name.removeprefix(PREFIX) for name in weights} - {HEAD_WEIGHT}
-    unsupported += sorted(name for name in names if not FACTOR_NAME.fullmatch(name))[:3]
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    unsupported += sorted(name for name in weights.keys() - {HEAD_WEIGHT} if not FACTOR_NAME.fullmatch(name))[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
             f"its base with peft, and give the result as model.name_or_path"
         )
-    return StoredAdapter(directory, r, alpha, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
+    return StoredAdapter(directory, r, alpha, weights)
 
 
-def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
+def explaining_adapter(directory: Path) -> AbstractContextManager[None]:
     """Turn errors of reading an adapter into InputErrors inside."""
     return explaining_library(
         lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
@@ -136,108 +104,139 @@ def _list_layers(names: Iterable[str]) -> list[str]:
     return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
 
 
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+class AdaptedLayer(torch.nn.Module):
+    """A linear layer with adapters, of which one may be in use: W x + alpha / r * B A dropout(x).
+
+    The names are PEFT's. It takes fewer operations than PEFT's layer, and keeps no float32 copy of the input.
+    """
+
+    lora_A: Any  # modules by adapter, as the next two
+    lora_B: Any
+    lora_dropout: Any
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        if isinstance(base_layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
+            self.in_features, self.out_features = base_layer.weight.shape
+        else:
+            self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        self.lora_A, self.lora_B, self.lora_dropout = (torch.nn.ModuleDict() for _ in range(3))
+        self.scaling: dict[str, float] = {}  # alpha / r by adapter
+        self.in_use: str | None = None
+
+    def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
+        """Add an adapter whose A is drawn as PEFT draws it, and whose B is 0."""
+        a, b = torch.empty(r, self.in_features), torch.zeros(self.out_features, r)
+        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        self.lora_A[name], self.lora_B[name] = (Factor(matrix.to(self.weight.device)) for matrix in (a, b))
+        self.lora_dropout[name] = torch.nn.Dropout(dropout) if dropout else torch.nn.Identity()
+        self.scaling[name] = alpha / r
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        name = self.in_use
+        if name not in self.lora_A:  # no adapter is in use, or the one in use adapts other layers
+            return self.base_layer(x)
+        x = x.to(find_compute_dtype(x.device.type, x.dtype))
+        product = self.lora_A[name](self.lora_dropout[name](x))  # (..., r)
+        return self.lora_B[name](product, self.base_layer(x), self.scaling[name])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight  # some models read it
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+
+class Factor(torch.nn.Linear):
+    """A float32 matrix of an adapter, cast to the input's dtype. B adds its scaled product to the base layer's."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor, base: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        weight = self.weight.to(x.dtype)
+        if base is None:
+            return torch.nn.functional.linear(x, weight)
+        return torch.addmm(base.flatten(0, -2), x.flatten(0, -2), weight.T, alpha=scale).view_as(base)
+
+
 # --- adapters in a model ---------------------------------------------------------------------------------------------
-
-
-def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
-    """PEFT's config of a new adapter."""
-    names = [target_modules] if isinstance(target_modules, str) else list(target_modules)
-    targets = AUTO if names in (["auto"], [AUTO]) else names
-    return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-
-
-def _import_peft() -> Any:
-    silence_bitsandbytes()
-    import peft  # not at the top, as importing it takes a second, and most runs have no adapter
-
-    return peft
 
 
 def add_adapter(
     model: Any,
-    config: LoraConfig,
+    r: int,
+    alpha: float,
+    targets: str | list[str],
     *,
     name: str = POLICY,
     dropout: float = 0.0,
     seed: int = 0,
-    targets: str = "lora.target_modules",
+    source: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model and add an adapter in float32, which becomes active.
+    """Freeze a model and add an adapter in float32, which becomes active. A new adapter changes nothing.
 
-    The policy's adapter is trainable, and with it a reward model's scalar head. PEFT draws A from the seed and sets B
-    to 0, so a new adapter changes nothing. Raises InputError, in which `targets` is the config key or the file that
-    names the layers, if one of them is no linear layer of the model, or the head or tied to the embedding.
+    `targets` are names of layers, or their ends, or "auto". The policy's adapter is trainable, and with it a reward
+    model's scalar head. Raises InputError if a layer cannot be adapted; `source` says who named it.
     """
-    config = copy.deepcopy(config)  # PEFT keeps and changes it
-    config.inference_mode, config.lora_dropout = name != POLICY, dropout
-    scalar_head, embedding = find_scalar_head(model), model.get_input_embeddings()
+    layers, generator = _find_targets(model, targets, source), torch.Generator().manual_seed(seed)
+    for layer_name in layers:
+        layer = model.get_submodule(layer_name)
+        if not isinstance(layer, AdaptedLayer):
+            layer = AdaptedLayer(layer)
+            model.set_submodule(layer_name, layer)
+        layer.add(name, r, alpha, dropout=dropout, generator=generator)
+    scalar_head, target_names = find_scalar_head(model), [targets] if isinstance(targets, str) else list(targets)
     if scalar_head is not None:
-        config.task_type = "SEQ_CLS"
         scalar_head.weight.data = scalar_head.weight.data.float()
-    _inject(model, config, name, seed, targets)
-    for layer in _adapted_layers(model):
-        base = layer.get_base_layer()
-        if not _is_linear(base) or base.weight is embedding.weight:  # a merge would change the embedding too
-            raise InputError(
-                f"{targets} names a layer of class {type(base).__name__} that is not linear, is the scalar head, or is "
-                f"tied to the embedding: leave it out"
-            )
-        layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
-        for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
-            if name in matrices:
-                matrices[name] = factor(matrices[name])
-        layer.forward = MethodType(_compute_adapted_layer, layer)
-    model.requires_grad_(False)  # PEFT has left the new factors trainable, also in a reference
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if scalar_head is None else "SEQ_CLS",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": r,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": layers if target_names in AUTO else target_names,
+    }
+    model.adapter_configs = {**getattr(model, "adapter_configs", {}), name: config}  # by name, in PEFT's format
+    model.requires_grad_(False)
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
     _activate(_adapted_layers(model), name)
 
 
-def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) -> None:
-    """Let PEFT add an adapter, whose weights it draws from the seed."""
-    peft = _import_peft()
-    model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
-    if config.target_modules == AUTO:
-        config.target_modules = {*_list_linear_layers(model)}
+def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str]:
+    """The names of the layers to adapt; InputError if one is absent, or cannot be adapted."""
+    # of an adapted layer, the base layer comes last
+    layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
+    ends = [targets] if isinstance(targets, str) else targets
+    if list(ends) in AUTO:
+        head = model.get_output_embeddings()
+        return [
+            name
+            for name, layer in layers.items()
+            if _is_linear(layer) and layer is not head and not _is_bypassed(model, name)
+        ]
     # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-    layers = [f".{layer.removesuffix('.base_layer')}" for layer, _ in model.named_modules()]
-    # PEFT raises only if none of the targets is in the model
-    missing = [t for t in sorted(config.target_modules) if not any(layer.endswith(f".{t}") for layer in layers)]
-    if missing:
-        raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(missing[:5])}")
-    # PEFT translates names for models whose experts it knows from earlier versions of transformers, and then adapts
-    # experts and routers, also if only a dense layer has such a name. It does not if the config is a dictionary.
-    container: Any = torch.nn.Module()
-    container.config, container.model = model.config.to_dict(), model
-    if hasattr(model, "peft_config"):  # from an earlier adapter
-        container.peft_config = model.peft_config
-    with (
-        explaining_library(
-            lambda error: InputError(f"{targets} cannot be adapted in {model_class}: {one_sentence(error)}")
-        ),
-        torch.random.fork_rng(range(torch.cuda.device_count())),  # without the range it warns of several GPUs
-        warnings.catch_warnings(),
-        # by default PEFT makes the factors in memory first, even for a model on the meta device
-        torch.device("meta") if on_meta else nullcontext(),
-    ):
-        # PEFT warns about a second adapter and about GPT-2's layers, which work here, and about a tied head, for which
-        # `add_adapter` raises an error
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
-    model.peft_config = container.peft_config
-
-
-def _list_linear_layers(model: Any) -> list[str]:
-    """The linear layers of a model, except its head."""
-    names = []
-    for name, layer in model.named_modules():
-        path, _, last = name.removesuffix(".base_layer").rpartition(".")
-        # Mamba multiplies by these weights itself, and would miss an adapter
-        is_bypassed = last in ("out_proj", "x_proj", "dt_proj") and hasattr(model.get_submodule(path), "A_log")
-        if _is_linear(layer) and layer is not model.get_output_embeddings() and not is_bypassed:
-            names.append(name.removesuffix(".base_layer"))
-    return names
+    missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in layers)]
+    if missing or not ends:
+        raise InputError(f"{source} names layers that are not in {type(model).__name__}: {', '.join(missing[:5])}")
+    found = [name for name in layers if f".{name}".endswith(tuple(f".{end}" for end in ends))]
+    for layer in (layers[name] for name in found):
+        if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:  # a merge would change both
+            raise InputError(
+                f"{source} names a layer of class {type(layer).__name__} that is not linear, is the scalar head, or is "
+                f"tied to the embedding: leave it out"
+            )
+    return found
 
 
 def _is_linear(layer: Any) -> bool:
@@ -245,72 +244,16 @@ def _is_linear(layer: Any) -> bool:
     return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
 
 
-def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute an adapted layer in fewer operations than PEFT."""
-    name = layer.in_use
-    if name not in layer.lora_A:  # no adapter is active, or the active one adapts other layers
-        return layer.base_layer(x)
-    x = x.to(find_compute_dtype(x.device.type, x.dtype))
-    x, product = layer.lora_A[name](x, layer.scaling[name], layer.lora_dropout[name])
-    return layer.lora_B[name](product, layer.base_layer(x))
-
-
-class Factor(torch.nn.Linear):
-    """A float32 matrix of an adapter, cast to the input's dtype."""
-
-    def __init__(self, layer: torch.nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight = torch.nn.Parameter(layer.weight.detach().float(), requires_grad=layer.weight.requires_grad)
-
-
-class FactorA(Factor):
-    def forward(self, x: torch.Tensor, scale: float, dropout: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x` for the base layer, and scale * dropout(x) @ A.T, (tokens, r)."""
-        weight = self.weight.to(x.dtype)
-        if isinstance(dropout, torch.nn.Dropout) and dropout.training:
-            return x, _multiply(dropout(x).flatten(0, -2), weight.T, scale)
-        return _MultiplyA.apply(x, weight, scale)
-
-
-class FactorB(Factor):
-    def forward(self, product: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """Return base + product @ B.T."""
-        return torch.addmm(base.flatten(0, -2), product, self.weight.to(product.dtype).T).view_as(base)
-
-
-class _MultiplyA(torch.autograd.Function):
-    """`FactorA.forward` without dropout, in which one matrix product also adds up the two gradients of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.scale = scale
-        passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:  # the base layer does not need the gradient of x either
-            ctx.mark_non_differentiable(passed)
-        return passed, _multiply(x.flatten(0, -2), weight.T, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad_passed: torch.Tensor, grad: torch.Tensor) -> Any:
-        (x, weight), scale = ctx.saved_tensors, ctx.scale
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = _multiply(grad.T, x.flatten(0, -2), scale)
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.addmm(grad_passed.flatten(0, -2), grad, weight, alpha=scale).view_as(x)
-        return grad_x, grad_weight, None
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return scale * a @ b, from one operation."""
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+def _is_bypassed(model: Any, name: str) -> bool:
+    """Return whether a model multiplies by a layer's weight itself, as Mamba does, and would miss an adapter."""
+    path, _, last = name.rpartition(".")
+    return last in ("out_proj", "x_proj", "dt_proj") and hasattr(model.get_submodule(path), "A_log")
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     """Put a stored adapter into a model; InputError if it does not fit."""
     layers = _list_layers(rename_layers(model, stored.weights, to_class=False))
-    config = make_adapter_config(stored.r, stored.alpha, layers)
-    add_adapter(model, config, name=name, targets=str(stored.directory))
+    add_adapter(model, stored.r, stored.alpha, layers, name=name, source=str(stored.directory))
     load_adapter(model, stored, name)
 
 
@@ -347,11 +290,8 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
     """The state dict of a model's base, with its original names."""
-    return {
-        key.replace(".base_layer.", "."): tensor
-        for key, tensor in model.state_dict().items()
-        if not FACTOR_OF_ANY.search(key)
-    }
+    state = model.state_dict().items()
+    return {key.replace(".base_layer.", "."): tensor for key, tensor in state if not FACTOR_OF_ANY.search(key)}
 
 
 @torch.no_grad()
@@ -362,8 +302,10 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
     """
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
-        weight = layer.get_base_layer().weight
-        weight.data = (weight + layer.get_delta_weight(POLICY)).to(dtype or weight.dtype)
+        added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)
+        if isinstance(layer.base_layer, Conv1D):
+            added = added.T
+        layer.weight.data = (layer.weight + added).to(dtype or layer.weight.dtype)
     return base_weights(model)
 
 
@@ -373,18 +315,13 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     weights = [parameter for key, parameter in model.named_parameters() if not FACTOR_OF_ANY.search(key)]
     if layers := _adapted_layers(model):  # all have the same adapter in use
         adapter = adapter_weights(model, layers[0].in_use)
-        b_matrices = [local_tensor(weight) for key, weight in adapter.items() if ".lora_B." in key]
-        if any(matrix.any() for matrix in b_matrices):  # if B is 0, the adapter adds nothing
+        if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
             weights += adapter.values()
     return weights
 
 
-def _adapted_layers(model: Any) -> list[Any]:
-    if not hasattr(model, "peft_config"):  # set by PEFT
-        return []
-    from peft.tuners.lora import LoraLayer
-
-    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+def _adapted_layers(model: Any) -> list[AdaptedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
 
 
 def seed_dropout(*numbers: int) -> None:
@@ -398,9 +335,9 @@ def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
     return [dropout for dropout in dropouts if isinstance(dropout, torch.nn.Dropout)]
 
 
-def _activate(layers: Iterable[Any], name: str | None) -> None:
+def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
     for layer in layers:
-        layer.in_use = name  # for `_compute_adapted_layer`: PEFT's set_adapter would also change requires_grad
+        layer.in_use = name
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
@@ -418,18 +355,24 @@ def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[
     return switched
 
 
+# --- what is trained, and saved --------------------------------------------------------------------------------------
+
+
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+class ParameterCount(NamedTuple):
+    trainable: int
+    total: int  # including the adapter of a reference in the same model
+
+
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count trainable and all parameters, over all shards, 4-bit weights included."""
-    n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
+    """Count a policy's parameters, over all shards, 4-bit weights included."""
     n_total = sum(parameter.numel() for parameter in model.parameters())
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) and not isinstance(layer.weight, torch.nn.Parameter):
-            n_total += layer.in_features * layer.out_features  # a 4-bit weight, which is a packed buffer
-    return ParameterCount(n_trainable, n_total)
+    # a 4-bit weight is a packed buffer
+    n_total += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
+    return ParameterCount(sum(parameter.numel() for parameter in trained_parameters(model)), n_total)
 
 
 def policy_part(model: torch.nn.Module) -> ModelPart:
@@ -449,8 +392,7 @@ class AdapterPart(ModelPart):
         return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
-        config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]
         named = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}

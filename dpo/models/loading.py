@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, make_adapter_config, read_adapter
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, read_adapter
 from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.scalar_head import install_scalar_head
@@ -179,7 +179,7 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
     model = _compile_blocks(plan, _prepare(policy, plan, adapters, rank=rank))
     base = str(weights.archive or plan.model.name_or_path)
     has_base = weights.archive is not None or not plan.model.random_init
-    model.peft_config[POLICY].base_model_name_or_path = resolve_name(base) if has_base else None
+    model.adapter_configs[POLICY]["base_model_name_or_path"] = resolve_name(base) if has_base else None
     if rank != 0 or plan.reference == "model":
         return model, None
     return model, _digest_reference(model, plan, adapters)
@@ -221,8 +221,8 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
         quantize(model, device="cuda" if plan.gpus else None)
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         lora: Any = plan.lora
-        config = make_adapter_config(lora.r, lora.alpha, lora.target_modules)
-        add_adapter(model, config, name=name, dropout=lora.dropout if name == POLICY else 0.0, seed=plan.run.seed)
+        dropout = lora.dropout if name == POLICY else 0.0
+        add_adapter(model, lora.r, lora.alpha, lora.target_modules, name=name, dropout=dropout, seed=plan.run.seed)
         if directory is None or rank != 0:
             continue
         stored = read_adapter(directory)

@@ -17,8 +17,9 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.adapters import CONFIG, POLICY, adapter_weights, base_weights, explaining_adapter
 from dpo.models.scalar_head import HEAD_WEIGHT, LM_HEAD, find_scalar_head
+from dpo.system.plain_files import read_json
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -39,14 +40,19 @@ class Weights(NamedTuple):
 
 
 def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
-    """The weights that a path names, a `policy.pt` or an adapter, whose base may not exist.
+    """The weights that a path names: a `policy.pt`, an adapter, or a directory or run with one of them.
 
-    Raises InputError if there are none; `key` is the config key of the path, for the message.
+    Raises InputError if there are none; the base of an adapter may not exist. `key` is the config key of the path.
     """
-    adapter = find_adapter(path)
+    folder = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
+    folders = (folder, folder / "LATEST", *([folder.parent] if folder.name == "policy.pt" else []))
+    adapter = next((candidate for candidate in folders if (candidate / CONFIG).is_file()), None)
     if adapter is None:
         return Weights(find_archive(path, key=key))
-    base = read_base(adapter)
+    with explaining_adapter(adapter):
+        base = read_json(adapter / CONFIG).get("base_model_name_or_path") or None
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path in {CONFIG} must be a name, or null")
     if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
         return Weights(Path(base), adapter)
     return Weights(None, adapter, base)
@@ -54,7 +60,7 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
 
 def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
     """The `policy.pt` that a path names: file, directory, or run."""
-    path = Path(os.path.expanduser(archive))  # Path.expanduser would raise for "~name" of an unknown user
+    path = Path(os.path.expanduser(archive))
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
@@ -120,8 +126,8 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
         del weights[HEAD_WEIGHT]
     if adapter:
         weights |= adapter_weights(model, adapter)
-        adapter_config = model.peft_config[adapter]
-        digest.update(f"scaled by {adapter_config.lora_alpha / adapter_config.r}".encode())
+        adapter_config = model.adapter_configs[adapter]
+        digest.update(f"scaled by {adapter_config['lora_alpha'] / adapter_config['r']}".encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())

@@ -175,7 +175,7 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of PEFT's LoRA layers and of the modules inside them.
+    """The styles of adapted layers and of the modules inside them.
 
     A layer computes W x + B A x. Conversions are linear, so those of W convert the sum's input and output.
     """

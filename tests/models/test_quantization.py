@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
+from dpo.models.adapters import count_parameters
 from dpo.models.quantization import Linear4bit, quantize, round_to_4bit
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
@@ -90,6 +91,7 @@ def test_the_same_layers_have_the_bytes_that_transformers_would_load():
 @pytest.mark.parametrize("family", ["llama", "gpt2, tied"])
 def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family):
     model, same = quantize(build(family)), build(family)
+    assert count_parameters(model).total == count_parameters(same).total
     ids = batch_of(4)["chosen_input_ids"]
     before = same(ids).logits
     for name, layer in model.named_modules():

@@ -16,7 +16,6 @@ from dpo.models.adapters import (
     REFERENCE,
     adapter_weights,
     add_adapter,
-    make_adapter_config,
     seed_dropout,
     switch,
     trained_parameters,
@@ -43,7 +42,7 @@ def adapted(
     """A model with adapters of policy and reference, neither of them zero."""
     model = build(family, on_meta=on_meta, **options)
     for name in (REFERENCE, POLICY):
-        add_adapter(model, make_adapter_config(3, 6, targets), name=name, dropout=dropout if name == POLICY else 0.0)
+        add_adapter(model, 3, 6, targets, name=name, dropout=dropout if name == POLICY else 0.0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name in (REFERENCE, POLICY):
