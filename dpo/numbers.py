@@ -60,13 +60,6 @@ def duration(seconds: float) -> str:
     return f"{rounded // size} {unit}" + (f" {rest} {lower_unit}" if rest else "")
 
 
-def clock_time(seconds: float) -> str:
-    """`0:12`, `1:02:03`."""
-    m, s = divmod(round(seconds), 60)
-    h, m = divmod(m, 60)
-    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
-
-
 def shortened(text: str) -> str:
     """A text stripped, and cut after LONGEST_TEXT characters."""
     text = text.strip()

@@ -28,7 +28,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis.curves import draw_all
 from dpo.analysis.measures import EVAL_ACCURACY
 from dpo.analysis.rules import WARNING, find_all
-from dpo.analysis.runs import Run, number, rank_answers, read_runs
+from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, duration, figure, percent, shortened, signed
@@ -198,15 +198,10 @@ def collect_samples(run: Run) -> list[Card]:
 def collect_drawn(run: Run) -> list[Card]:
     """Collect some prompts with the answers that the last update of an online run drew."""
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-    cards = []
-    for record in newest[:MOST_DRAWN]:
-        texts = []
-        for rank, answer in rank_answers(record):
-            label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
-            role = {"best": "chosen", "worst": "rejected"}.get(rank, rank.partition(", ")[2] or "other")
-            texts.append((role, label + ("" if answer["ended"] else ", cut off"), shortened(answer["text"])))
-        cards.append((_show_prompt(record), texts))
-    return cards
+    return [
+        (_show_prompt(record), [(role, label, shortened(text)) for role, label, text in describe_answers(record)])
+        for record in newest[:MOST_DRAWN]
+    ]
 
 
 def _show_prompt(record: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.numbers import count
+from dpo.numbers import count, figure
 from dpo.settings.choices import HELD_OUT_SCORE
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
@@ -271,12 +271,15 @@ def _read_lines(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """List (name, answer) of a drawn record: best, others in order, worst."""
+def describe_answers(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(role, label, text) of a drawn record's answers: the best one, others in order, the worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
-    is_flipped = record.get("flipped") is True  # a label drawn at random has preferred the worst
-    ranked = [("best, rejected" if is_flipped else "best", answers[best])]
-    ranked += [("another", answer) for i, answer in enumerate(answers) if i not in (best, worst)]
-    if worst != best:
-        ranked.append(("worst, chosen" if is_flipped else "worst", answers[worst]))
-    return ranked
+    ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
+    if record.get("flipped") is True:  # a label drawn at random has preferred the worst
+        ranks = {worst: ("chosen", "worst, chosen"), best: ("rejected", "best, rejected")}
+    described = []
+    for i in sorted(range(len(answers)), key=lambda i: (i != best, i == worst)):
+        role, rank = ranks.get(i, ("other", "another"))
+        label = f"{rank}: score {figure(answers[i]['score'])}, {count(answers[i]['tokens'], 'token')}"
+        described.append((role, label + ("" if answers[i]["ended"] else ", cut off"), answers[i]["text"]))
+    return described

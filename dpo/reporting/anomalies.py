@@ -22,9 +22,7 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 class NonFiniteGuard(Callback):
     """Guard against NaN and infinity: every rank skips or aborts, and rank 0 saves the update's examples."""
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.skipped = 0  # updates so far
+    skipped = 0  # updates so far
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -54,44 +52,37 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples as a dataset for `dataset_sources`.
-
-        A line has the texts of an example and its row of `Update.table`.
-        """
+        """Write the examples as a dataset for `dataset_sources`: their texts, and their rows of `Update.table`."""
+        trains_on, lines = self.context.plan.loss.trains_on, []
         columns = {name: column.tolist() for name, column in update.table.items()}
-        lines = []
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
             prompt_number, index = example.id
             prompt = self.context.data.train[prompt_number]
+            texts = {role: unescape(text) for role, text in prompt.texts(index).items()}
+            record: dict[str, Any] = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
-                texts = {"chosen": chosen.text, "rejected": rejected.text}
-                texts |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+                record |= {"chosen": chosen.text, "rejected": rejected.text}
+                record |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+            elif trains_on == "targets":
+                record["completion"] = texts["chosen"]
+            elif trains_on == "labels":
+                [(role, text)] = texts.items()
+                record |= {"completion": text, "label": role == "chosen"}
+            elif trains_on == "lists":
+                record["responses"] = [texts[role] for role in TRAINS_ON["lists"] if role in texts]
             else:
-                texts = self._name_texts({role: unescape(text) for role, text in prompt.texts(index).items()})
-            record = {"prompt": unescape(prompt.text), "prompt_number": prompt_number, **texts}
+                record |= texts
             record |= {name: column[i] for name, column in columns.items()}
             if prompt.weights is not None:
-                record["weight"] = prompt.weights[index]
+                record["weight"] = example.weight
             if prompt.margins is not None:
-                record["margin"] = prompt.margins[index]
+                record["margin"] = example.margin
             lines.append(json.dumps(record) + "\n")
         make_directory(folder)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-    def _name_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """The texts of an example, by role, under the columns that such data has."""
-        match self.context.plan.loss.trains_on:
-            case "targets":
-                return {"completion": texts["chosen"]}
-            case "labels":
-                [(role, text)] = texts.items()
-                return {"completion": text, "label": role == "chosen"}
-            case "lists":
-                return {"responses": [texts[role] for role in TRAINS_ON["lists"] if role in texts]}
-        return dict(texts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped}
@@ -106,9 +97,7 @@ class CollapseWarner(Callback):
     It reads the logs of the run, so it follows the callback that writes them, and needs no state.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._has_warned = False
+    _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         numbers = None if self._has_warned else collapsed(read_run(self.context.run_dir))

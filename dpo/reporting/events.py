@@ -138,25 +138,20 @@ class Callbacks:
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Return whether all callbacks allow an update."""
-        # every callback is asked, even after one has refused, as each may log or count
-        are_allowed = [callback.allows(update) for callback in self.callbacks.values()]
-        return all(are_allowed)
+        """Return whether all callbacks allow an update; each is asked, as it may log or count."""
+        answers = [callback.allows(update) for callback in self.callbacks.values()]
+        return all(answers)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The states that are not empty; TypeError for one that a checkpoint, which is read as data, cannot restore."""
-        states: dict[str, Mapping[str, Any]] = {}
-        for name, callback in self.callbacks.items():
-            if state := callback.state_dict():
-                content = io.BytesIO()
-                torch.save(state, content)
-                try:
-                    torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-                except pickle.UnpicklingError as error:
-                    what = "tensors, numbers, texts, lists and dicts"
-                    raise TypeError(f"{name}.state_dict() must have only {what}: {error}") from error
-                states[name] = state
-        return states
+        """The states that are not empty; TypeError for what a checkpoint, which is read as data, cannot restore."""
+        states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        content = io.BytesIO()
+        torch.save(states, content)
+        try:
+            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise TypeError(f"state_dict() must have only tensors, numbers, texts, lists and dicts: {error}") from error
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, callback in self.callbacks.items():

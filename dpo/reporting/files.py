@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.runs import rank_answers
+from dpo.analysis.runs import describe_answers
 from dpo.models.answers import Drawn
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
@@ -21,7 +21,7 @@ from dpo.system.run_directory import add_to_record, create_run_dir, now
 
 
 class Appender(Callback):
-    """A callback that appends to `files` in the run directory.
+    """A callback that appends lines to `files` in the run directory.
 
     At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
     the later records again. A file that lacks some of that is renamed, and a new file gets its complete records. A file
@@ -33,12 +33,14 @@ class Appender(Callback):
         self.run_dir = context.run_dir
         self._sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
 
-    def find_end(self, path: Path, size: int) -> int:
-        """Position after the last complete record in the first `size` bytes.
+    def append(self, name: str, lines: Iterable[str]) -> None:
+        with (self.run_dir / name).open("ab") as file:
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
-        Subclasses know the form of a record; here all bytes count as complete.
-        """
-        return size
+    def find_end(self, path: Path, size: int) -> int:
+        """Position after the last complete record, a line, in the first `size` bytes."""
+        with path.open("rb") as file:
+            return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived))
@@ -65,9 +67,8 @@ class Appender(Callback):
         """The size of each file, which is synced to the disk first."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
-            path = self.run_dir / name
-            if path.exists():
-                with path.open("rb") as file:
+            if (self.run_dir / name).exists():
+                with (self.run_dir / name).open("rb") as file:
                     os.fsync(file.fileno())
                     sizes[name] = file.seek(0, os.SEEK_END)
         return {"log_bytes": sizes}
@@ -76,19 +77,7 @@ class Appender(Callback):
         self._sizes = state.get("log_bytes", {})
 
 
-class LogWriter(Appender):
-    """An appender of lines, flushed immediately."""
-
-    def find_end(self, path: Path, size: int) -> int:
-        with path.open("rb") as file:
-            return file.read(size).rfind(b"\n") + 1
-
-    def append(self, name: str, lines: Iterable[str]) -> None:
-        with (self.run_dir / name).open("ab") as file:
-            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
-
-
-class FileLogger(LogWriter):
+class FileLogger(Appender):
     """Logger of metrics, samples, and answers; in `env.json` of parameter counts and the run's end."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
@@ -108,24 +97,20 @@ class FileLogger(LogWriter):
         self._drawn = [_make_record(update.n_examples, drawn) for drawn in list(update.drawn.values())[:n_recorded]]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        examples = evaluation.n_examples
-        self._log("eval", evaluation.metrics, examples=examples, updates=evaluation.n_updates)
+        self._log("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
         self._append_records("samples.jsonl", self._drawn)
+        heading = f"after {count(evaluation.n_examples, 'example')}, drawn by the last update"
         for record in self._drawn:
-            parts = [("", record["prompt"])]
-            for name, answer in rank_answers(record):
-                cut_off = "" if answer["ended"] else ", cut off"
-                facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off}"
-                parts.append((f"{name}: {facts}", answer["text"]))
-            self._append_text(f"after {count(examples, 'example')}, drawn by the last update", parts)
+            answers = [(label, text) for _, label, text in describe_answers(record)]
+            self._append_text(heading, record["prompt"], answers)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         self._append_records("samples.jsonl", [{"examples": n_examples, **sample._asdict()} for sample in samples])
         for sample in samples:
-            parts = [("", sample.prompt), ("policy", sample.policy)]
+            answers = [("policy", sample.policy)]
             if sample.reference is not None:
-                parts.append(("reference", sample.reference))
-            self._append_text(f"after {count(n_examples, 'example')}", parts)
+                answers.append(("reference", sample.reference))
+            self._append_text(f"after {count(n_examples, 'example')}", sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         records = [{"examples": n_examples, "prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
@@ -148,14 +133,13 @@ class FileLogger(LogWriter):
         self.append("metrics.jsonl", [json.dumps(line)])
 
     def _append_records(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        if records:
-            self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
+        self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
-    def _append_text(self, heading: str, parts: Sequence[tuple[str, str]]) -> None:
-        """Append a prompt and named continuations to `samples.txt`, for readers."""
-        bar, lines = "=" * 30, []
-        for name, text in parts:
-            lines += [*([f"--- {name} ---"] if name else []), text.strip()]
+    def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str]]) -> None:
+        """Append a prompt and named answers to `samples.txt`, for readers."""
+        bar, lines = "=" * 30, [prompt.strip()]
+        for name, text in answers:
+            lines += [f"--- {name} ---", text.strip()]
         self.append("samples.txt", [f"{bar} {heading} {bar}", *lines, ""])
 
 
@@ -168,6 +152,4 @@ def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
     # best and worst are indices in `completions`
     record = {"examples": n_examples, "prompt": drawn.prompt, "turns": drawn.turns, "completions": answers}
     record |= {"best": drawn.best, "worst": drawn.worst}
-    if drawn.is_flipped:
-        record["flipped"] = True
-    return record
+    return record | ({"flipped": True} if drawn.is_flipped else {})

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample
@@ -22,9 +23,7 @@ class ReportWriter(Callback):
     evaluation, the next report includes that evaluation. Only a failure of the last report is logged.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._process: subprocess.Popen | None = None
+    _process: subprocess.Popen | None = None
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -32,38 +31,39 @@ class ReportWriter(Callback):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not evaluation.samples_follow:
-            self._update()
+            self._begin()
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        self._update()
+        self._begin()
 
-    def _update(self) -> None:
+    def _begin(self, *options: str) -> None:
+        """Begin to write a report, unless one is being written."""
         if self._process is None or self._process.poll() is not None:
-            self._process = self._begin()
+            run_dir = self.context.run_dir.absolute()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dpo.analysis.page", str(run_dir), str((run_dir / REPORT).parent), *options],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
+            )
 
-    def _begin(self, *options: str) -> subprocess.Popen:
-        run_dir = self.context.run_dir.absolute()
-        return subprocess.Popen(
-            [sys.executable, "-m", "dpo.analysis.page", str(run_dir), str((run_dir / REPORT).parent), *options],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
-        )
+    def _finish(self, seconds: float) -> bool:
+        """Wait for a report, at most so long, and return whether it was written."""
+        is_written = False
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                is_written = self._process.wait(seconds) == 0
+            self._process.kill()
+            self._process.wait()
+        return is_written
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        if self._process is not None:  # that report lacks the run's end
-            self._process.kill()
-            self._process.wait()
-        run_dir, process = self.context.run_dir, self._begin("--ended")
-        try:
-            is_written = process.wait(LAST_SECS) == 0
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            is_written = False
+        self._finish(seconds=0)  # that report lacks the run's end
+        self._begin("--ended")
+        run_dir = self.context.run_dir
         failed = f"warning: the report was not written; python -m scripts.report {run_dir} writes it, or says why not"
-        self.context.log(f"report: {run_dir / REPORT}" if is_written else failed)
+        self.context.log(f"report: {run_dir / REPORT}" if self._finish(LAST_SECS) else failed)

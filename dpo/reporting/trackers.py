@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,7 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 class TensorBoardLogger(Callback):
     """Writer of metrics against examples, and of samples, to event files in the directory `tensorboard` of the run."""
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._n_examples = -1  # at the last event
+    _n_examples = -1  # at the last event
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -79,15 +78,15 @@ def _by_model(samples: Sequence[Sample]) -> dict[str, list[tuple[str, str]]]:
 class WandbLogger(Callback):
     """Logger to W&B, under the names of the reference code.
 
-    Training metrics are sent at most every `minimum_log_interval_secs`. A run never fails because of W&B, and waits for
+    Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
+    `last/NAME`, and the best one after the first update as `best/NAME`. A run never fails because of W&B, and waits for
     it only at the end: unsent data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._run_id: str | None = None  # of the W&B run to continue
-        self._last_train_time = float("-inf")  # when training metrics were last sent
-        self._is_disabled = self._is_aborted = False
+    _run_id: str | None = None  # of the W&B run to continue
+    _last_train_time = float("-inf")  # when training metrics were last sent
+    _best_quality = float("-inf")  # of the evaluations after the first update
+    _is_disabled = _is_aborted = False
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -119,8 +118,6 @@ class WandbLogger(Callback):
         # plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
-        metric, sign = plan.best
-        self.run.define_metric(metric, step_metric="counters/examples", summary="last,max" if sign > 0 else "last,min")
         self._upload("preflight.json")
 
     @staticmethod
@@ -148,6 +145,14 @@ class WandbLogger(Callback):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
+        metric, sign = self.context.plan.best
+        quality, prefixes = sign * evaluation.metrics.get(metric, math.nan), ["last"]
+        if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
+            self._best_quality = quality
+            prefixes.append("best")
+        facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
+        summary = {f"{prefix}/{name}": value for prefix in prefixes for name, value in facts.items()}
+        self._unless_disabled(self.run.summary.update, summary)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         for model, texts in _by_model(samples).items():
@@ -170,12 +175,12 @@ class WandbLogger(Callback):
             print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve())}
+        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # a run that continues another run's checkpoint gets a W&B run of its own
         if state.get("run_dir") == str(self.context.run_dir.resolve()):
-            self._run_id = state["wandb_id"]
+            self._run_id, self._best_quality = state["wandb_id"], state["best"]
 
     def on_abort(self, reason: str) -> None:
         self._is_aborted = True

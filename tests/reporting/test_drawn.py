@@ -74,7 +74,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
         *("Human: 1?", "", "Assistant:"),
         *("--- best: score 3, 1 token, cut off ---", "Ye"),
         *("--- another: score 1.5, 1 token ---", "Hm."),
-        *("--- worst: score -2, 2 tokens ---", "No.", ""),
+        *("--- worst: score \u22122, 2 tokens ---", "No.", ""),
     ]
 
 

@@ -32,7 +32,7 @@ class Stub:
     def __init__(self, folder: Path, given: dict[str, Any]) -> None:
         self.given = given
         self.told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.id, self.dir = "id", str(folder)
+        self.id, self.dir, self.summary = "id", str(folder), {}
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **named: self.told.append(((name, *arguments), named))
@@ -58,11 +58,19 @@ def evaluation(updates: int, accuracy: float, loss: float) -> Evaluation:
     return Evaluation(updates, 4 * updates, {"loss/eval": loss, "rewards_eval/accuracies": accuracy})
 
 
-@pytest.mark.parametrize(
-    ("loss", "defined"), [("dpo", ("rewards_eval/accuracies", "last,max")), ("sft", ("loss/eval", "last,min"))]
-)
-def test_the_summary_has_the_last_and_the_best_value_of_what_ranks_checkpoints(loss, defined, start):
-    assert ("define_metric", *defined) in [(*told[:2], named.get("summary")) for told, named in start(loss).run.told]
+@pytest.mark.parametrize(("loss", "best"), [("dpo", 2), ("sft", 3)])
+def test_the_summary_has_the_last_evaluation_and_the_best_one_also_after_a_resume(loss, best, start):
+    """A loss that ranks pairs goes by accuracy, SFT by the loss; before the first update nothing is best."""
+    logger, evaluations = start(loss), [(0, 0.9, 0.1), (1, 0.6, 0.6), (2, 0.8, 0.7), (3, 0.7, 0.5), (4, 0.5, 0.9)]
+    for number, accuracy, value in evaluations:
+        logger.on_evaluation(evaluation(number, accuracy, value))
+        if number == 2:
+            summary, state = logger.run.summary, logger.state_dict()
+            logger = start(loss, state)
+            logger.run.summary.update(summary)
+    last, values = logger.run.summary, {number: value for number, _, value in evaluations}
+    assert (last["last/updates"], last["last/rewards_eval/accuracies"], last["last/loss/eval"]) == (4, 0.5, 0.9)
+    assert (last["best/updates"], last["best/examples"], last["best/loss/eval"]) == (best, 4 * best, values[best])
 
 
 def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(start, monkeypatch):
@@ -150,7 +158,7 @@ def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(comman
     ended = [body for body in server.bodies if body.get("complete")]
     assert [body["exitcode"] for body in ended] == [0, 1]
     [summary] = [body["files"]["wandb-summary.json"]["content"] for body in ended[:1]]
-    assert json.loads(summary[-1])["rewards_eval/accuracies"].keys() == {"last", "max"}
+    assert {"last/loss/eval", "best/rewards_eval/accuracies"} <= json.loads(summary[-1]).keys()
 
 
 # --- W&B itself -------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ CSV_CALLBACK = '''\
 from __future__ import annotations
 
 from dpo.reporting.events import Update
-from dpo.reporting.files import LogWriter
+from dpo.reporting.files import Appender
 
 
-class CsvWriter(LogWriter):
+class CsvWriter(Appender):
     files = ("losses.csv",)
 
     def on_update(self, update: Update) -> None:
