@@ -129,7 +129,7 @@ class _Reader:
         self.is_rendered = chat == "always"
         if chat == "auto" and self.has_template and "prompt" in self.columns.used:
             texts = [record.prompt for record in records if isinstance(record.prompt, str)]
-            self.is_rendered = not share_header(texts, self.tokenizer)
+            self.is_rendered = not share_header(texts)
         used = {field: column for field, column in self.columns.used.items() if field not in NUMBER_FIELDS}
         is_whole = used == {"chosen": "chosen", "rejected": "rejected"} and not self.columns.verdict
         is_hh = is_whole and find_format(records[0].prompt, rendered=False) == HH

@@ -17,7 +17,6 @@ from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import find_control, unescape
-from dpo.models.layouts import Padded
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -38,8 +37,7 @@ class Drawn(NamedTuple):
 
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
-    best: int  # index of the first answer with the highest score
-    # index of the last answer with the lowest score, among those whose tokens are not the best's if there are any
+    best: int  # an index into answers
     worst: int
     is_flipped: bool = False  # true if a label drawn at random makes the worst answer the chosen one
     turns: str = ""  # the prompt for readers, without control tokens
@@ -54,9 +52,6 @@ class Drawn(NamedTuple):
     def is_tie(self) -> bool:
         chosen, rejected = self.pair
         return chosen.score == rejected.score or chosen.tokens == rejected.tokens
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
 
 
 class Sampling(NamedTuple):
@@ -104,9 +99,6 @@ def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     return [token for token in dict.fromkeys(tokens) if token is not None]
 
 
-# --- drawing ---------------------------------------------------------------------------------------------------------
-
-
 def answer(
     model: Any,
     tokenizer: Any,
@@ -114,19 +106,26 @@ def answer(
     numbers: Sequence[int],
     sampling: Sampling,
     *,
-    streamer: Any = None,
     in_step: bool = False,
 ) -> list[Answer]:
     """Draw one answer to each prompt.
 
-    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. `streamer` is
-    transformers', for a single prompt. `in_step`: several processes hold shards of the model and answer in lockstep, so
-    each continues until all have finished.
+    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. `in_step`: several
+    processes hold shards of the model and answer in lockstep, so each continues until all have finished.
     """
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     device = next(model.parameters()).device
     ids = batch["prompt_input_ids"].to(device)
     n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
+    processors = transformers.LogitsProcessorList()  # none for greedy answers
+    if sampling.temperature > 0:
+        processors.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            processors.append(transformers.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            processors.append(transformers.TopPLogitsWarper(sampling.top_p))
+        seeds = [[*sampling.seed, number] for number in numbers]
+        processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
     own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
     try:
         with without_compilation(cache_implementation=sampling.cache_implementation):
@@ -137,8 +136,7 @@ def answer(
                 do_sample=False,  # `_DrawToken` draws
                 eos_token_id=list(sampling.end_tokens) or None,
                 pad_token_id=tokenizer.pad_token_id,
-                logits_processor=_make_logits_processors(sampling, numbers, n_prompt=n_prompt),
-                streamer=streamer,
+                logits_processor=processors,
                 synced_gpus=in_step,
                 cache_implementation=sampling.cache_implementation,
             )
@@ -153,25 +151,8 @@ def answer(
     return answers
 
 
-def _make_logits_processors(
-    sampling: Sampling, numbers: Sequence[int], *, n_prompt: int
-) -> transformers.LogitsProcessorList:
-    """Make processors of logits (B, V) that leave only the token drawn; greedy answers need none."""
-    processors = transformers.LogitsProcessorList()
-    if sampling.temperature <= 0:
-        return processors
-    processors.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k:
-        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
-    seeds = [[*sampling.seed, number] for number in numbers]
-    processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
-    return processors
-
-
 class _DrawToken(transformers.LogitsProcessor):
-    """Draw each row's next token, from the row's own seed."""
+    """Leaves of each row's logits (B, V) only the token drawn, by the row's own seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt
@@ -189,21 +170,6 @@ class _DrawToken(transformers.LogitsProcessor):
         drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
-
-@torch.no_grad()
-def log_probabilities(
-    model: Any, prompts: Sequence[Tokens], answers: Sequence[Answer], autocast: torch.dtype | None = None
-) -> list[float]:
-    """The summed log-probability of each answer, as training scores a response."""
-    examples = [Example(prompt, (answer.tokens,)) for prompt, answer in zip(prompts, answers, strict=True)]
-    [microbatch] = Padded().split(examples, 1)
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        by_token = Padded().forward(model, microbatch.to(device).inputs).logps  # (1, B, T)
-    return by_token[0].sum(-1).tolist()
-
-
-# --- prompts for readers ---------------------------------------------------------------------------------------------
 
 CUT = "[...]"  # replaces the truncated part of a prompt
 

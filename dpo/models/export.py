@@ -1,7 +1,7 @@
-"""Export of a checkpoint as a transformers model or a PEFT adapter.
+"""Export of a checkpoint as a transformers model or a PEFT adapter, with a model card.
 
-A model consists of config, safetensors, tokenizer, generation config and model card. Weights that do not change are
-mapped from their file and written shard by shard. Merged or converted weights are in memory once.
+Weights that do not change are mapped from their file and written shard by shard. Merged or converted weights are in
+memory once.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ import json
 import os
 import shutil
 import sys
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync
+from dpo.data.asking import DATASETS_IN_HH_FORMAT, HH, MEANINGS
+from dpo.data.sources import HUB_IDS
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.answers import DEFAULTS, list_end_tokens
-from dpo.models.card import write_card
 from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
@@ -32,11 +36,35 @@ from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
 from dpo.models.weights import Weights, read_archive
+from dpo.settings.keys import KEYS, Resume
+from dpo.settings.places import HUB_ID, Source
 from dpo.settings.plan import Plan
-from dpo.system.plain_files import read_json, replacing
+from dpo.system.plain_files import check_readable, read_json, replacing
+from dpo.system.redaction import redact
 from dpo.system.waiting import after_rank_0, leave_together
 
 SHARD_BYTES = 2 * 10**9
+IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+# whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
+CARD = """\
+# A model trained with {method}
+
+```python
+from transformers import {auto_class}, AutoTokenizer, BitsAndBytesConfig
+
+model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
+```
+
+Prompts were tokenized without special tokens added, and every response ended with the EOS token. {form}
+
+The licences of base model and data apply. State one as `license` above before you publish.
+
+## Training
+
+Metrics are means over the evaluation examples at this checkpoint, if it was evaluated.
+
+{facts}"""
 
 
 def export(
@@ -50,14 +78,12 @@ def export(
     verify: bool = True,
     plan: Plan | None = None,
 ) -> Path:
-    """Write a directory for `AutoModelForCausalLM.from_pretrained`, whole or not at all, and return its path.
+    """Write a directory for transformers, whole or not at all, and return its path.
 
-    A reward model's is for `AutoModelForSequenceClassification` and `online.reward_model` instead. `checkpoint` is the
-    path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved (see `find_origin`).
-    If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that names its base, or with
-    `merge` as one model. With `verify`, the files are first compared with the checkpoint's checksums, if it has any.
-    `plan` is the run's, if it is at hand. Raises InputError if the checkpoint cannot be exported or `out` is not empty,
-    and RunError if writing fails.
+    `checkpoint`, `model` and `plan` are those of `find_origin`. If `dtype` is None, the weights keep their dtype. An
+    adapter is written as an adapter that names its base, or with `merge` as one model. With `verify`, the files are
+    first compared with the checkpoint's checksums, if it has any. Raises InputError if the checkpoint cannot be
+    exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -65,8 +91,7 @@ def export(
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
     has_adapter = origin.weights.adapter is not None
     if origin.weights == Weights() or (merge and not has_adapter):
-        held = "no adapter that --merge could merge" if merge else "a model that transformers loads as it is"
-        raise InputError(f"{checkpoint} holds {held}: give a checkpoint of another kind")
+        raise InputError(f"{checkpoint} holds no policy.pt or adapter, or none that --merge could merge")
     as_adapter = has_adapter and not merge
     if as_adapter and (origin.policy is None or dtype is not None):
         raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, give --merge")
@@ -146,7 +171,7 @@ def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
     tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
     if not origin.plan.loss.scalar_head:
         _write_generation_config(folder, origin, tokenizer)
-    write_card(folder, origin, adapter=read_adapter(directory))
+    _write_card(folder, origin, adapter=read_adapter(directory))
 
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
@@ -183,7 +208,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
             shutil.copyfile(path, folder / file)
     if not is_reward_model:
         _write_generation_config(folder, origin, tokenizer)
-    write_card(folder, origin, model=model, adapter=adapter)
+    _write_card(folder, origin, model=model, adapter=adapter)
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
@@ -241,5 +266,98 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     values = {"eos_token_id": end_tokens, "pad_token_id": pad, **kept}
     (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    if published.eos_token_id not in (end_tokens, tokenizer.eos_token_id):
-        print(f"generation_config.json ends on {tokenizer.eos_token!r}, which was trained")
+
+
+# --- the model card --------------------------------------------------------------------------------------------------
+
+
+def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
+    """Write `README.md` for a `model` or for an `adapter` alone."""
+    plan, is_adapter = origin.plan, model is None
+    checkpoint = read_file(origin.policy) if origin.policy else {}
+    values = redact(plan.values) if origin.run_dir else {}
+    base, loss = plan.model.name_or_path, plan.values.get("loss.name")
+    base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
+    sources = {name: _describe_source(plan, name) for name in values.get("datasets", ())}
+    form = find_prompt_format(origin) if origin.run_dir else None
+    metadata = ModelCardData(
+        base_model=base if base_on_hub and not (is_adapter and origin.weights.archive) else None,
+        datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
+        library_name="peft" if is_adapter else "transformers",
+        base_model_relation="adapter" if is_adapter else None,
+        pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
+        tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
+        prompt_format=form,
+    )
+    # the model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base
+    runs_code = plan.model.trust_remote_code if is_adapter else bool(list(folder.glob("*.py")))
+    options = trust = ", trust_remote_code=True" if runs_code else ""
+    if is_adapter:
+        # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
+        options += f', dtype="{plan.compute_dtype}"' + f", quantization_config={IN_4_BITS}" * plan.quantized
+        options += ", num_labels=1" * plan.loss.scalar_head
+    # settings that determine the weights; what `trust_remote_code` is here was said to the export, and not to the run
+    kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
+    settings = {key: values[key] for key in values if key in kept | {"exp_name", "n_epochs", "n_examples"}}
+    facts = {
+        "base": Path(base).name,
+        "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}",
+        "adapter": adapter and {"r": adapter.r, "alpha": adapter.alpha},
+        "examples trained on": checkpoint.get("step_idx"),
+        "metrics": {k: v for k, v in (checkpoint.get("metrics") or {}).items() if isinstance(v, int | float)},
+        "data": sources,
+        "settings": _hide_directories(settings),
+        "commit": _read_record(origin, "env.json").get("git_commit"),
+    }
+    known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
+    text = CARD.format(
+        method=loss or "preferences",
+        auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
+        options=options,
+        trust=trust,
+        form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
+        facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
+    )
+    ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
+
+
+def _describe_source(plan: Plan, name: str) -> str:
+    """A dataset's Hub id, or its file's name without directory."""
+    value = plan.data.dataset_sources.get(name)
+    if value is None:
+        return HUB_IDS.get(name, "made by the training code")
+    source = Source.parse(name, value)
+    return source.path if source.local is None else f"local files: {source.local.name}"
+
+
+def _hide_directories(value: Any) -> Any:
+    """Settings for strangers: paths without their directories."""
+    if isinstance(value, Mapping):
+        return {key: _hide_directories(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hide_directories(item) for item in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
+    return Path(value).name if is_path else value
+
+
+def find_prompt_format(origin: Origin) -> str | None:
+    """The form of training prompts, if all datasets have the same, by the run's record or an export's card."""
+    if origin.run_dir is not None:
+        recorded = (_read_record(origin, "preflight.json").get("train") or {}).get("prompt_formats", {})
+        names = origin.plan.data.datasets
+        forms = {HH if name in DATASETS_IN_HH_FORMAT else recorded.get(name) for name in names}
+        form = forms.pop() if len(forms) == 1 else None
+    else:
+        card = Path(origin.weights.adapter or origin.plan.model.name_or_path, "README.md")
+        try:
+            check_readable(card)
+            form = (metadata_load(card) or {}).get("prompt_format")
+        except Exception:  # no card, or not one of ours: a card may hold anything
+            return None
+    return form if form in [*MEANINGS] else None
+
+
+def _read_record(origin: Origin, name: str) -> Mapping[str, Any]:
+    """A run's JSON file; empty without a file."""
+    file = origin.run_dir and origin.run_dir / name
+    return read_json(file) if file and file.exists() else {}

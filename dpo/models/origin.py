@@ -13,7 +13,6 @@ from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-GIVE_BASE = "give --model DIR_OR_HUB_ID"
 # prefixes of the keys of a run's config that decide anything here; a model card shows other keys too
 USED_KEYS = (
     *("model.", "lora.", "loss.name", "loss.beta", "online.name"),
@@ -24,7 +23,7 @@ USED_KEYS = (
 class Origin(NamedTuple):
     """A base model, and weights that replace its own."""
 
-    plan: Plan  # the run's plan; without a run, a plan of defaults. `plan.model.name_or_path` always names the base.
+    plan: Plan  # the run's, or else one of defaults; `plan.model.name_or_path` always names the base
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
 
@@ -45,13 +44,12 @@ def find_origin(
     hub: bool = False,
     run_plan: Plan | None = None,
 ) -> Origin:
-    """Find the model that a path names.
+    """Find the model that a path names; InputError if it names none.
 
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
-    directory; with `hub` also a Hub id. `model` is the base of an adapter or a `policy.pt`, as a directory or a Hub
-    id, if neither adapter nor run names it, or if it has moved. `run_plan` is that of the path's run, if it is at hand.
-    `trust_remote_code` says whether the model's own code may be run, whatever the run's config says. Raises InputError
-    if the path names no model.
+    directory; with `hub` also a Hub id. `model` is the base of an adapter or a `policy.pt`, if neither adapter nor run
+    names it, or if it has moved. `run_plan` is that of the path's run, if it is at hand. `trust_remote_code` says
+    whether the model's own code may be run, whatever the run's config says.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -71,12 +69,7 @@ def find_origin(
         run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS)
     base = model or weights.base or (run_plan.model.name_or_path if run_plan else None)
     if base is None:
-        raise InputError(f"{path} names no base model, and there is no {CONFIG} of its run beside it: {GIVE_BASE}")
-    is_path = "/" in base and not HUB_ID.fullmatch(base)
-    for file in (weights.archive, Path(base).expanduser() if is_path else None):
-        if file is not None and not file.exists():
-            raise InputError(f"{file}, the base of {adapter or path}, does not exist: {GIVE_BASE}")
-
+        raise InputError(f"{path} names no base model, and there is no {CONFIG} of its run beside it: give --model")
     plan = (run_plan or plan_model(base)).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if adapter and model:  # it has weights, even if the run's base had random ones

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
-import math
 import modulefinder
 import os
 import random
@@ -16,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +43,6 @@ from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
 from dpo.system.waiting import after_rank_0
 
-T = TypeVar("T")
 LARGEST = 3.4e38  # the largest float32
 
 
@@ -55,28 +53,25 @@ class Scorer(NamedTuple):
     score: Any  # maps prompts, and an answer to each, to a number per answer; None on a rank that scores nothing
     digest: str = ""  # of the code or weights, which must be the same when a run is resumed
     in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
-    notes: tuple[str, ...] = ()  # messages to log at the start
+    notes: Sequence[str] = ()  # to log at the start
     check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for an unsupported prompt
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The score of each answer.
-
-        Raises ScorerFailed for any error of the scorer, and for an invalid score.
-        """
+        """The score of each answer; raises ScorerFailed for any error of the scorer, and for what is no score."""
 
         def compute() -> list[float]:
-            return [float(score) for score in self.score(prompts, answers)]
+            given = list(self.score(prompts, answers))
+            if text := next((score for score in given if isinstance(score, str | bytes)), None):
+                raise TypeError(f"the score {text!r} is text")
+            return [float(score) for score in given]
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
             raise ScorerFailed(f"{self.name} gave {len(scores)} scores to {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST:  # also if the score is NaN
-                raise ScorerFailed(
-                    f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}: scores must be finite "
-                    f"float32 numbers"
-                )
+                raise ScorerFailed(f"{self.name} gave the score {score}, which is not finite, to {answer.text[:200]!r}")
         return scores
 
 
@@ -96,17 +91,12 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-# A function and not a context manager: if the user's code raised StopIteration, contextlib would raise that instead of
-# our `error_class`.
-def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem: str, file: Path | None) -> T:
-    """Run a user's code without gradients.
-
-    Any error becomes an `error_class`, whose message begins with `problem` and names the line of `file`.
-    """
+def _run_users_code(code: Callable[[], Any], error_class: type[Exception], problem: str, file: Path | None) -> Any:
+    """Run a user's code; any error becomes an `error_class`, which names the `problem` and the line of `file`."""
     try:
         with torch.no_grad():
             return code()
-    except (PressedAgain, Stopped, error_class):
+    except (PressedAgain, Stopped):
         raise
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, if the code raises them
         frames = traceback.extract_tb(error.__traceback__)
@@ -115,14 +105,8 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
         raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
 
 
-# --- a user's function -----------------------------------------------------------------------------------------------
-
-
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
-    """Load a user's function of the texts of prompts and answers, given as `FILE.py:NAME`.
-
-    Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
-    """
+    """Run a user's file, which may import modules beside it, and take the function that `FILE.py:NAME` names."""
     name = function.rpartition(":")[2]
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -147,23 +131,27 @@ def hash_code(file: Path) -> str:
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
-# --- a reward model --------------------------------------------------------------------------------------------------
-
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
 POLICY = "policy"  # the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
 MARK = "reward_format"  # the entry for the format in an exported reward model's config
 
 
 class RewardModel:
-    """A model that scores answers, `rows` at a time.
+    """A model that scores answers, `rows` at a time, or one at a time without a pad token.
 
     `form` is POLICY or a value of online.reward_format; None stands for the first that the tokenizer allows. `limit` is
     the largest number of tokens in a prompt with its answer. Of longer texts the end is scored, which has the answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None) -> None:
-        self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
-        self.limit = _find_limit(model, tokenizer)
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        config = model.config.get_text_config()
+        self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
+        limits = [count_positions(model), *(n for _, n in find_changing_ropes(config))]
+        limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
+        limits.append(tokenizer.model_max_length)  # a tokenizer that knows no limit has a huge number
+        limit = min(limit for limit in limits if limit > 0)
+        self.limit = int(limit) if limit < 10**9 else None
         separator = tokenizer.sep_token_id
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
         if form == "pair" and not separates:
@@ -172,13 +160,11 @@ class RewardModel:
         # a tokenizer may append EOS itself
         has_eos = tokenizer.eos_token is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
         self.eos = tokenizer.eos_token if has_eos else ""
-        config = model.config.get_text_config()
         # RoBERTa, for one, has no types that tell segments apart
         n_types = getattr(config, "type_vocab_size", 0)
         self.has_types = self.form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
-        self.pad = config.pad_token_id
         config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
@@ -189,10 +175,6 @@ class RewardModel:
         ]
         parts = (texts[start : start + self.rows] for start in range(0, len(texts), self.rows))
         return [score for part in parts for score in self.forward(part).tolist()]
-
-    def check(self, prompt: Prompt) -> None:
-        """Raise InputError if the chat template rejects a prompt."""
-        self.encode(prompt, "", ended=True)
 
     def encode(self, prompt: Prompt, answer: str, *, ended: bool) -> Inputs:
         """The tokens of prompt and answer, truncated on the left.
@@ -206,27 +188,24 @@ class RewardModel:
             names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
             return {name: encoded[name] for name in names}
         if self.form == "chat":
-            text = self._render(prompt, answer)
-            token_ids = self._encode([text])[text]
-        else:
-            if prompt.apart:
-                ids = self._encode([prompt.text, answer])
-                token_ids = ids[prompt.text] + ids[answer]
-            else:
-                [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
-                token_ids = tokens.prompt + tokens.responses[0][0]
-            token_ids = [*token_ids, self.tokenizer.eos_token_id] if ended else token_ids
-        return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
-
-    def _render(self, prompt: Prompt, answer: str) -> str:
-        try:
             chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
-            return apply_template(self.tokenizer, chat, tools=tools)
-        except TemplateRejects as error:
-            raise InputError(
-                f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
-                f"{prompt.text[:200]!r}: {error}"
-            ) from error
+            try:
+                text = apply_template(self.tokenizer, chat, tools=tools)
+            except TemplateRejects as error:
+                raise InputError(
+                    f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
+                    f"{prompt.text[:200]!r}: {error}"
+                ) from error
+            token_ids = self._encode([text])[text]
+        elif prompt.apart:
+            ids = self._encode([prompt.text, answer])
+            token_ids = ids[prompt.text] + ids[answer]
+        else:
+            [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
+            token_ids = tokens.prompt + tokens.responses[0][0]
+        if self.form == POLICY and ended:
+            token_ids = [*token_ids, self.tokenizer.eos_token_id]
+        return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
 
     def digest(self) -> str:
         """A digest of weights and tokenizer."""
@@ -237,31 +216,13 @@ class RewardModel:
     @torch.no_grad()
     def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
         """The scores of B texts, (B,) in float32."""
-        pad = self.pad
-        if pad is None:
-            # the model scores at the last token that is not `pad`: without a pad token, take a token that ends no text
-            last_tokens = {text["input_ids"][-1] for text in texts}
-            pad = next(token for token in itertools.count() if token not in last_tokens)
-        self.model.config.get_text_config().pad_token_id = pad
         rows = [text | {"attention_mask": [1] * len(text["input_ids"])} for text in texts]
-        padding = {"input_ids": pad, "token_type_ids": 0, "attention_mask": 0}
-        inputs = {
-            name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding[name])
-            for name in rows[0]
-        }
-        inputs = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}  # (B, T)
+        inputs = {}
+        for name in rows[0]:
+            padding = self.model.config.get_text_config().pad_token_id or 0 if name == "input_ids" else 0
+            values = pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding)
+            inputs[name] = values.to(self.model.device)  # (B, T)
         return self.model(**inputs).logits.squeeze(-1).float()
-
-
-def _find_limit(model: Any, tokenizer: Any) -> int | None:
-    """The largest number of tokens that a model takes, if known."""
-    config = model.config.get_text_config()
-    limits = [count_positions(model), *(n for _, n in find_changing_ropes(config))]
-    if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
-        limits.append(tokenizer.model_max_length)
-    if (getattr(config, "max_position_embeddings", None) or 0) > 0:  # XLNet has -1
-        limits.append(config.max_position_embeddings)
-    return None if min(limits) == math.inf else int(min(limits))
 
 
 def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
@@ -289,28 +250,8 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
     recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
     reward_model = RewardModel(model, tokenizer, rows=rows, form=plan.online.reward_format or recorded_format)
-    reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
+    reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), "", ended=True)
     return reward_model
-
-
-def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
-    """Messages on a format that was guessed, and on truncated prompts."""
-    notes = []
-    form, limit = reward_model.form, reward_model.limit
-    if plan.online.reward_format is None and form in ("pair", "text"):
-        notes.append(
-            f"the reward model gets prompt and answer in the form {form}, guessed from its tokenizer: if it was "
-            f"trained otherwise, give online.reward_format (docs/online.md)"
-        )
-    if limit is not None and limit < plan.data.max_length:
-        notes.append(
-            f"the reward model sees the last {limit:,} tokens of a prompt with its answer, which may have up to "
-            f"max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
-        )
-    return tuple(notes)
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
@@ -323,8 +264,12 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
     if online.scorer == "reward_model":
         reward_model = after_rank_0("the reward model", lambda: load_reward_model(plan, device, rows))
         digest = reward_model.digest() if is_rank_0() and str(device) != "meta" else ""
-        name, notes = f"online.reward_model={online.reward_model}", notes_on(reward_model, plan)
-        return Scorer(name, reward_model, from_rank_0(digest), True, notes, reward_model.check)
+        note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
+        if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
+            note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
+        check = partial(reward_model.encode, answer="", ended=True)
+        name = f"online.reward_model={online.reward_model}"
+        return Scorer(name, reward_model, from_rank_0(digest), True, [note], check)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
         # rank 0 scores all answers: other ranks do not load the function

@@ -66,9 +66,17 @@ class Drawing:
         If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if other processes go on, as
         their next collective would wait for this one.
         """
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        own = by_length[self.mesh.data_rank :: self.mesh.data_size]
+        # all processes take part in every forward, so a process with one prompt less repeats the longest
+        repeated = by_length[-1:] * (math.ceil(len(prompts) / self.mesh.data_size) - len(own))
+        outcome: dict[int, Answer] | str = {}
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
-                outcome: dict[int, Answer] | str = self._answer_share(model, prompts, numbers, sampling, rows)
+                parts = group(own + repeated, rows)
+                for part in self.progress.over(parts, total=len(parts), what="sample"):
+                    some, their_numbers = [prompts[i] for i in part], [numbers[i] for i in part]
+                    outcome |= zip(part, self.answer(model, some, their_numbers, sampling), strict=True)
         except Exception as error:  # `generate`, and a model's own code, may raise anything
             if not may_fail:
                 raise
@@ -86,20 +94,6 @@ class Drawing:
                 raise SamplingFailed(found)
             answers |= found
         return [answers[i] for i in range(len(prompts))]
-
-    def _answer_share(
-        self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling, rows: int
-    ) -> dict[int, Answer]:
-        """Answer this process's share of all prompts, which are dealt out by length; by the prompt's index."""
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        own = by_length[self.mesh.data_rank :: self.mesh.data_size]
-        # all processes take part in every forward, so a process with one prompt less repeats the longest
-        repeated = by_length[-1:] * (math.ceil(len(prompts) / self.mesh.data_size) - len(own))
-        answers: list[Answer] = []
-        parts = group(own + repeated, rows)
-        for part in self.progress.over(parts, total=len(parts), what="sample"):
-            answers += self.answer(model, [prompts[i] for i in part], [numbers[i] for i in part], sampling)
-        return dict(zip(own, answers, strict=False))
 
 
 def group(items: Sequence[Item], size: int) -> list[list[Item]]:

@@ -31,7 +31,6 @@ from dpo.training.drawing import Drawing, group
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
-N_CHECKED_PROMPTS = 400  # training prompts that the scorer checks at the start
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
 OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
@@ -52,7 +51,8 @@ class OnlineBatches(Batches):
         super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh, self.stop = objective, mesh, stop
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
-        self.held_out = list_held_out(plan, data)
+        once = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
+        self.held_out = [data.test[index] for [(index, _)] in once]
         self._encoded = [encode_prompt(prompt, data, plan) for prompt in self.held_out]
         for prompt in (*some_prompts(data), *self.held_out):
             self.scorer.check(prompt)
@@ -75,17 +75,13 @@ class OnlineBatches(Batches):
         return {"scorer": self.scorer.digest}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Check the scorer. Raises InputError if it has changed."""
         if state["scorer"] != self.scorer.digest:
             raise InputError(
                 f"{self.scorer.name} has changed since the checkpoint: restore the scorer, or start a new run"
             )
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
-        """Iterate over the prompts of each training batch.
-
-        The first `skip` batches are left out. An epoch visits each prompt once, as if it had one example.
-        """
+        """Yield the prompts of each batch after the first `skip`; an epoch visits each prompt once."""
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
@@ -95,8 +91,11 @@ class OnlineBatches(Batches):
         answer are the pair. Raises ScorerFailed on every process.
         """
         prompts, n_samples = item, self.online.n_samples
-        # examples and answers are keyed by the prompt's index in the batch
-        offline = self._choose_offline_pairs(prompts, update)
+        # pairs, examples and answers are keyed by the prompt's index in the batch
+        rng, offline = np.random.default_rng([self.seed, update, OFFLINE_STREAM]), {}
+        for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
+            pairs = list_examples(prompts[index])
+            offline[index] = pairs[rng.integers(len(pairs))]
         asked = {i: encode_prompt(prompt, self.data, self.plan) for i, prompt in enumerate(prompts) if i not in offline}
         repeated = [i for i in asked for _ in range(n_samples)]  # once for each answer
         first = update * self.plan.data.batch_size * n_samples
@@ -110,14 +109,17 @@ class OnlineBatches(Batches):
         answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
         scored = time.perf_counter()
 
-        drawn = {}
+        examples, drawn = dict(zip(offline, self.encode(list(offline.values())), strict=True)), {}
         for i, answers_to_one in zip(asked, group(answers, n_samples), strict=True):
             pair = choose_pair(prompts[i], answers_to_one)
             if self.online.labels == "bradley_terry":
                 pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
-            drawn[i] = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
-        examples = dict(zip(offline, self.encode(list(offline.values())), strict=True))
-        examples |= {i: _add_pair(asked[i], pair) for i, pair in drawn.items()}
+            drawn[i] = pair = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
+            examples[i] = asked[i]._replace(
+                responses=tuple(answer.tokens for answer in pair.pair),
+                digest=text_digest(pair.prompt, dict(zip(asked[i].roles, (a.text for a in pair.pair), strict=True))),
+                response_is_cut=not all(answer.ended for answer in pair.pair),
+            )
         # a tie stays in the batch, so that every process has as many forwards as without ties
         ties = set() if self.online.ties == "keep" else {i for i, pair in drawn.items() if pair.is_tie}
         in_order = [examples[i] for i in range(len(prompts))]
@@ -178,32 +180,19 @@ class OnlineBatches(Batches):
             encoded._replace(responses=(answer.tokens,), roles=("chosen",))
             for encoded, answer in zip(self._encoded, answers, strict=True)
         ]
-
-        def iterate() -> Iterator[Batch]:
-            for some in group(examples, self.plan.data.eval_batch_size):
-                self.stop.raise_if_any()
-                yield Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
-
-        log_ratios = self.objective.find_log_ratios(iterate())
+        log_ratios = self.objective.find_log_ratios(
+            Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
+            for some in group(examples, self.plan.data.eval_batch_size)
+        )
         for model in (self.objective.policy, self.objective.reference.model):
             release_gathered(model)
         return log_ratios
-
-    def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Choose a random pair of `n_offline` random prompts, by the prompt's index in the batch."""
-        rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
-        chosen_pairs = {}
-        for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
-            pairs = list_examples(prompts[index])
-            chosen_pairs[index] = pairs[rng.integers(len(pairs))]
-        return chosen_pairs
 
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
         """Score the answers to these prompts on every process.
 
         `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
-
         # a reward model is on every process, a user's function on rank 0 alone
         parts = np.array_split(np.arange(len(answers)), self.mesh.world_size if self.scorer.in_parallel else 1)
         own = parts[self.mesh.rank] if self.mesh.rank < len(parts) else ()
@@ -237,15 +226,8 @@ def make_batches(
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:
-    """About N_CHECKED_PROMPTS evenly spaced training prompts, or all if fewer."""
-    return data.train[:: max(1, len(data.train) // N_CHECKED_PROMPTS)]
-
-
-def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
-    """The first `n_eval_examples` test prompts, in the order of `seed`."""
-    counts, n_prompts = [1] * len(data.test), plan.data.n_eval_examples
-    batches = iterate_once(counts, batch_size=1, n_examples=n_prompts, seed=plan.run.seed)
-    return [data.test[index] for [(index, _)] in batches]
+    """About 400 evenly spaced training prompts, or all if fewer."""
+    return data.train[:: max(1, len(data.train) // 400)]
 
 
 def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
@@ -269,15 +251,14 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
-    """Choose the best and the worst of a prompt's scored answers.
+    """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do.
 
-    The worst is chosen among the answers that differ from the best, if there are any. Among equal scores the first is
-    the best and the last is the worst, so that even a tie has two answers.
+    Among equal scores the first is the best and the last is the worst, so that even a tie has two answers.
     """
-    best = max(range(len(answers)), key=lambda i: answers[i].score)  # the first of equal scores
+    best = max(range(len(answers)), key=lambda i: answers[i].score)
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
-    worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of equal scores
+    worst = min(reversed(different or others), key=lambda i: answers[i].score)
     return Drawn(unescape(prompt.text), answers, best, worst)
 
 
@@ -286,15 +267,6 @@ def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
     best, worst = drawn.answers[drawn.best], drawn.answers[drawn.worst]
     probability_of_best = 1 / (1 + math.exp(worst.score - best.score))
     return drawn._replace(is_flipped=bool(np.random.default_rng(seed).random() >= probability_of_best))
-
-
-def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
-    texts = {role: answer.text for role, answer in zip(encoded_prompt.roles, drawn.pair, strict=True)}
-    return encoded_prompt._replace(
-        responses=tuple(answer.tokens for answer in drawn.pair),
-        digest=text_digest(drawn.prompt, texts),
-        response_is_cut=not all(answer.ended for answer in drawn.pair),
-    )
 
 
 def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:

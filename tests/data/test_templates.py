@@ -12,11 +12,13 @@ from support.runs import GOLDEN
 from transformers import AutoTokenizer
 
 from dpo.data import counts
-from dpo.data.asking import as_messages, render
+from dpo.data.asking import as_messages
 from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.schema import Record, read_messages
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
+from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
 from dpo.errors import InputError
@@ -46,6 +48,11 @@ def encode(data, tokenizer, **limits):
     prompts = iterate_prompts([("mine", data)], "pairs")
     texts = [example for prompt in prompts for example in list_examples(prompt)]
     return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
+
+
+def asked(messages, tokenizer, tools=()) -> str:
+    """A prompt as `scripts.sample` asks it."""
+    return ChatTemplate(tokenizer).render(Record(read_messages(messages, ""), [], tools=tools), "").prompt
 
 
 def scored(example, tokenizer) -> list[str]:
@@ -171,7 +178,7 @@ def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arr
     row = {"prompt": ASK, "chosen": [make_call(arguments)], "rejected": SKY}
     [entry] = get_custom([row], "mine", tokenizer).values()
     assert entry["responses"][0] == f"[{written}]"
-    assert render([*ASK, make_call(arguments)], "chat", tokenizer, "").endswith(f"[{written}]{EOS}\n<assistant>")
+    assert asked([*ASK, make_call(arguments)], tokenizer).endswith(f"[{written}]{EOS}\n<assistant>")
 
 
 @pytest.mark.parametrize(
@@ -281,9 +288,9 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     row = {"prompt": prompt, "chosen": [assistant("1}")], "rejected": [assistant("2}"), *more]}
     [(text, entry)] = get_custom([row], "mine", tokenizer).items()
     assert (text, entry["responses"]) == (header + (begun.lstrip() if template is TRIMMED else begun), ["1}", said])
-    assert render(prompt, "chat", tokenizer, "") == text
-    asked = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
-    assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
+    assert asked(prompt, tokenizer) == text
+    stored = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
+    assert as_messages(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
 @pytest.mark.parametrize("place", ["content", "key", "tool"])
@@ -306,8 +313,7 @@ def test_control_tokens_in_messages_are_text_and_are_counted(place, control, cha
     assert said in tokenizer.decode(tokens)
     note = f"mine: strings of control tokens in messages are ordinary text, 1 in all, as in {said!r}"
     assert [said for said in data.notes if "control tokens" in said] == [note]
-    asked = render([*ASK, message], "chat", tokenizer, "", tools)
-    assert asked.startswith(prompt.removesuffix("<assistant>"))
+    assert asked([*ASK, message], tokenizer, tools or ()).startswith(prompt.removesuffix("<assistant>"))
 
 
 DATED = (
@@ -334,12 +340,12 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
     bind_template(exported, ChatPlan(str(file), arguments, date))
     end = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}" if "odd" in arguments else ""
     text = f"{begins}Which colour?{EOS}\n<assistant>{end}"
-    assert render(ASK, "chat", tokenizer, "") == text
+    assert asked(ASK, tokenizer) == text
     assert identify_tokenizer(tokenizer) is not None
     # the export keeps the arguments, which its caller may change, and not the date
     assert exported.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True).endswith(text[-20:])
-    asked = exported.apply_chat_template(ASK, tokenize=False, date_string="now", enable_thinking=True)
-    assert asked == f"\nnow <user>Which colour?{EOS}\n"
+    text = exported.apply_chat_template(ASK, tokenize=False, date_string="now", enable_thinking=True)
+    assert text == f"\nnow <user>Which colour?{EOS}\n"
     assert date[:4] not in exported.chat_template
     assert identify_tokenizer(exported) is None  # it writes the day on which it is used
 

@@ -292,7 +292,7 @@ def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
     torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)
 
     sft.unlink()
-    with pytest.raises(InputError, match=rf"^{sft}, the base of .*step-8, does not exist: give --model DIR_OR_HUB_ID"):
+    with pytest.raises(InputError, match=rf"{sft} does not exist"):
         export(tmp_path / "run", tmp_path / "merged", merge=True)
     merged = load(export(tmp_path / "run", tmp_path / "merged", merge=True, model=str(tmp_path / "hf")))
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-5)
@@ -307,12 +307,12 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
     adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
     for path, options, said in (
-        (whole, {"merge": True, "model": str(home)}, "holds no adapter that --merge could merge"),
+        (whole, {"merge": True, "model": str(home)}, "holds no policy.pt or adapter, or none that --merge could merge"),
         (tmp_path / "run", {"dtype": "bfloat16"}, "in a dtype, give --merge"),
         (tmp_path / "run", {}, "the base of .* has random weights, which PEFT cannot load: give --merge"),
         (foreign, {}, "holds an adapter: to write a model without one, .* give --merge"),
         (tied, {"merge": True}, "tied names a layer of class Linear that is .* tied to the embedding"),
-        (LLAMA, {}, "holds a model that transformers loads as it is"),
+        (LLAMA, {}, "holds no policy.pt or adapter"),
         (tmp_path / "nowhere", {}, "nowhere does not exist"),
     ):
         with pytest.raises(InputError, match=said) as raised:
@@ -332,7 +332,6 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a```\\n# b"\n'
     )
-    (run / "preflight.json").write_text('{"train": {"examples": 1234, "prompts": 1000}}')
     (run / "env.json").write_text('{"git_commit": "abc123", "git_uncommitted_changes": false}')
 
     out = export(run / "step-64", tmp_path / "out")
@@ -353,9 +352,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         "examples trained on": 64,
         "metrics": {"rewards_eval/margins": 1.25},
         "data": {"hh": "Anthropic/hh-rlhf", "mine": "local files: mine.jsonl"},
-        "training split": {"examples": 1234, "prompts": 1000},
         "commit": "abc123",
-        "uncommitted changes": False,
     }
     assert "/home/somebody" not in card
     assert str(tmp_path) not in card

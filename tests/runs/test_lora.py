@@ -26,9 +26,9 @@ from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import Source, load_model
 from dpo.models.quantization import Linear4bit, quantize
-from dpo.models.side_by_side import load_panel
 from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
+from scripts.sample import load_panel
 from trainers import BasicTrainer, Trainer
 
 BASE = GOLDEN / "tiny-llama"

@@ -27,8 +27,10 @@ from support.trainers import compose, make, next_batch
 from dpo.analysis.page import write_report
 from dpo.analysis.runs import describe_answers, read_run
 from dpo.checkpoint.files import read_state
+from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models.answers import Answer, answer, log_probabilities
+from dpo.models.answers import Answer, answer
+from dpo.models.layouts import Padded
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
@@ -173,13 +175,15 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
         numbers = [2**62 + 2 * prompt.index_in_split + who for prompt in batches.held_out]
         answers[who] = answer(model, trainer.tokenizer, prompts, numbers, batches.sampling)
         scores[who] = np.array([one.text.count("e") - 0.5 * (not one.ended) for one in answers[who]])
-    ours, theirs = (log_probabilities(model, prompts, answers[0]) for model in models.values())
+    [microbatch] = Padded().split([Example(p, (a.tokens,)) for p, a in zip(prompts, answers[0], strict=True)], 1)
+    with torch.no_grad():
+        ours, theirs = (Padded().forward(model, microbatch.inputs).logps[0].sum(-1) for model in models.values())
     expected = {
         "score": scores[0],
         "length": [len(one.tokens) for one in answers[0]],
         "eos": [one.ended for one in answers[0]],
         "win_rate": (scores[0] > scores[1]) + (scores[0] == scores[1]) / 2,
-        "kl": np.subtract(ours, theirs),
+        "kl": (ours - theirs).numpy(),
         "reference_score": scores[1],
         "reference_length": [len(one.tokens) for one in answers[1]],
         "reference_eos": [one.ended for one in answers[1]],
@@ -364,7 +368,8 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
             r"rewards.py:score failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)",
         ),
         ("return [0.0]", "rewards.py:score gave 1 scores to 8 answers"),
-        ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan to the answer"),
+        ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan, which is not finite, to "),
+        ("return ['12'] * len(completions)", "rewards.py:score failed: TypeError: the score '12' is text"),
         ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
         ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
     ],
