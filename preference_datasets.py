@@ -219,9 +219,6 @@ def get_dataset(
             f"dataset {name} ({source.path}) has no examples in its {split} split; of one file, a tenth of the prompts "
             f"(at least one) is the test split"
         )
-    if not silent:
-        for note in data.notes:
-            print(note)
     return data
 
 

@@ -35,7 +35,7 @@ ANY = FIXED | ONLINE
 # counts of the preflight, and the number that each is a part of
 CUT = {"truncated_prompts": "tokenized", "truncated_responses": "tokenized", "identical_pairs": "tokenized"}
 LEAKED = {"prompts_like_train": "prompts", "answers_in_train": "examples"}
-FAULTS = dict.fromkeys(("contradictory_pairs", "contradictory_labels", "empty_responses", "joined_words"), "examples")
+FAULTS = dict.fromkeys(("contradictory_pairs", "contradictory_labels", "empty_responses"), "examples")
 
 # --- training ---------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 
 from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, encode_examples, read_examples
-from dpo.data.problems import BAD, SHOWN, write_problems
+from dpo.data.problems import write_problems
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
 from dpo.losses import TRAINS_ON
@@ -27,6 +26,7 @@ SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more t
 COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 WARNED_FROM = 0.01  # share of the examples
+PROBLEM_KEYS = ("dataset", "record", "problem", "reason")
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 # counts that the terminal shows, the last ones of the examples that are tokenized
 TOKEN_COUNTS = ("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits")
@@ -39,8 +39,6 @@ WARNINGS = {  # of these counts: what happens, and what changes it
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
     "identical_pairs": "both responses are the same after cutting, which teaches nothing: raise max_length",
     "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
-    "joined_words": "a response follows its prompt without a space, as in {joined_example!r}: texts are used verbatim, "
-    "so begin responses with a space, or end prompts with one",
 }
 
 
@@ -57,36 +55,32 @@ class SplitReport:
     duplicated_pairs: int = 0  # pairs that repeat an earlier pair of their prompt
     contradictory_pairs: int = 0  # pairs that reverse an earlier pair of their prompt
     contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
-    joined_words: int = 0  # examples whose prompt and response have no space between them
-    joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
     too_long: int = 0  # examples that truncation=drop has left out
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
     prompts_like_train: int | None = None  # of the test split: prompts with nearly all words of a training prompt
     answers_in_train: int | None = None  # of the test split: examples with an answer of five or more words of train
     like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
     effective_examples: float | None = None  # so many of equal weight have means as exact; None: no weights
-    desirable: int | None = None  # labelled examples by their label; None for other kinds
-    undesirable: int | None = None
+    desirable: int = 0  # labelled examples by their label
+    undesirable: int = 0
     tokenized: int = 0  # examples that the following fields are over
     tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int = 0  # same tokens on both sides after truncation: no gradient under DPO
     longest: int = 0  # most tokens of a prompt with one response
-    mean_chosen_tokens: float = 0.0
+    mean_chosen_tokens: float | None = None
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
-    # numbers of the records that a count is of, by dataset; in the file that `write` makes, the first ones
-    rows: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    bad_records: list[tuple[str, int, str]] = field(default_factory=list)  # left out: dataset, number, reason
+    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # of records: see `PROBLEM_KEYS`
     token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
         """Count an example, and note which record it is of."""
         setattr(self, name, getattr(self, name) + 1)
         if prompt.rows:
-            self.rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
+            self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> str:
         """Describe the split: its size, the counts above 0, and mean lengths."""
@@ -109,18 +103,15 @@ class SplitReport:
             n, total = getattr(self, name), self.tokenized if name in TOKEN_COUNTS else self.examples
             total += n if name == "too_long" else 0
             if n and n >= WARNED_FROM * total:
-                what = warning.format(joined_example=self.joined_example)
-                yield f"in {n:,} of {count(total, 'example')} ({split}) {what}"
+                yield f"in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
     def find_leaks(self) -> Iterator[str]:
         """Yield a warning of prompts and answers that are in both splits."""
-        found = {
-            "prompts have nearly all words of a training prompt": (self.prompts_like_train, self.prompts),
-            "examples have an answer of the training split": (self.answers_in_train, self.examples),
-        }
-        leaks = [
-            f"{n:,} of {all_:,} held-out {what}" for what, (n, all_) in found.items() if n and n >= WARNED_FROM * all_
-        ]
+        found = (
+            (self.prompts_like_train, self.prompts, "prompts have nearly all words of a training prompt"),
+            (self.answers_in_train, self.examples, "examples have an answer of the training split"),
+        )
+        leaks = [f"{n:,} of {total:,} held-out {what}" for n, total, what in found if n and n >= WARNED_FROM * total]
         if leaks:
             held_out, training = self.like_train[0].values()
             yield (
@@ -156,17 +147,13 @@ class Preflight:
 
     def write(self, path: Path) -> None:
         """Write the counts, and beside them the records with problems."""
-        facts, problems = asdict(self), []
-        for split in ("train", "test"):
-            report = facts[split]
-            problems += [[split, dataset, number, BAD, reason] for dataset, number, reason in report["bad_records"]]
-            for name, by_dataset in report["rows"].items():
-                kind = name.replace("_", " ").removesuffix("s")
-                problems += [[split, dataset, row, kind, ""] for dataset, rows in by_dataset.items() for row in rows]
-                report["rows"][name] = {dataset: rows[:SHOWN] for dataset, rows in by_dataset.items()}
-            report["bad_records"] = report["bad_records"][:SHOWN]
-        keys = ("split", "dataset", "record", "problem", "reason")
-        write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
+        facts = asdict(self)
+        problems = [
+            {"split": split, **dict(zip(PROBLEM_KEYS, problem, strict=True))}
+            for split in ("train", "test")
+            for problem in facts[split].pop("problems")
+        ]
+        write_problems(path.with_name(PROBLEMS), problems)
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -197,8 +184,6 @@ class SplitCounter:
         self.encode, self.trains_on = encode, trains_on
         self.limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
         self.report = SplitReport()
-        if trains_on == "labels":
-            self.report.desirable = self.report.undesirable = 0
         self.digest = hashlib.sha256()  # of all that the examples are made of, in order
         self._weights = array("d")
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
@@ -209,22 +194,22 @@ class SplitCounter:
 
         Raises InputError for a text that contains EOS.
         """
-        report = self.report
+        report, tokenizer = self.report, self.encode.tokenizer
         for prompt in prompts:
             if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
                 # a prompt that is one text with its response may be a chat that the user has rendered
                 used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
-                texts = [*used, *[prompt.text] * prompt.apart]
-                refuse_eos(texts, self.encode.tokenizer, f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}")
+                where = f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"
+                refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer, where)
+            if not (prompt.rendered or prompt.apart):
+                texts = (prompt.text, *prompt.responses)
+                report.control_tokens += sum(len(find_control(tokenizer).findall(text)) for text in texts)
             report.prompts += 1
-            content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
-            self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
             prompt_format = find_format(prompt.text, rendered=prompt.rendered)
             if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
-            if not (prompt.rendered or prompt.apart):
-                find = find_control(self.encode.tokenizer).findall
-                report.control_tokens += sum(len(find(text)) for text in (prompt.text, *prompt.responses))
+            content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
+            self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
@@ -235,6 +220,9 @@ class SplitCounter:
     def _count_example(self, prompt: Prompt, index: int) -> None:
         report, texts = self.report, prompt.texts(index)
         report.examples += 1
+        if self.trains_on == "labels":
+            report.desirable += "chosen" in texts
+            report.undesirable += "rejected" in texts
         if not all(map(str.strip, texts.values())):
             report.count("empty_responses", prompt, index)
         if texts.keys() <= CONTRARY.keys():  # no ranked list
@@ -245,13 +233,6 @@ class SplitCounter:
             if contrary in self._seen and contrary != own:
                 report.count("contradictory_pairs" if len(texts) == 2 else "contradictory_labels", prompt, index)
             self._seen.add(own)
-        if self.trains_on == "labels":
-            label = "desirable" if "chosen" in texts else "undesirable"
-            setattr(report, label, getattr(report, label) + 1)
-        joined = [text for text in texts.values() if _are_joined(prompt.text, text)]
-        if joined and not prompt.rendered:  # a chat template may put no space there
-            report.joined_words += 1
-            report.joined_example = report.joined_example or prompt.text[-40:] + joined[0][:40]
 
     def count_tokens(self, prompts: PromptTable) -> SplitReport:
         """Count tokens, and return the report of the split.
@@ -273,14 +254,12 @@ class SplitCounter:
             for (prompt, index, *_), example in zip(texts, encoded, strict=True):
                 digest.update(repr((example.prompt, example.responses)).encode())
                 report.tokens_across_limits += example.crosses
-                is_pair = example.roles == TRAINS_ON["pairs"]
-                found = {
-                    "truncated_prompts": example.prompt_is_cut,
-                    "truncated_responses": example.response_is_cut,
-                    "identical_pairs": is_pair and example.responses[0] == example.responses[1],
-                }
-                for name in (name for name, is_so in found.items() if is_so):
-                    report.count(name, prompt, index)
+                if example.prompt_is_cut:
+                    report.count("truncated_prompts", prompt, index)
+                if example.response_is_cut:
+                    report.count("truncated_responses", prompt, index)
+                if example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]:
+                    report.count("identical_pairs", prompt, index)
                 longest = len(example.prompt) + max(map(len, example.responses), default=0)
                 report.longest = max(report.longest, longest)
                 n_scored = dict(zip(example.roles, example.n_scored, strict=True))
@@ -289,23 +268,13 @@ class SplitCounter:
                 if lengths.keys() <= n_scored.keys():
                     longer.append(n_scored["chosen"] > n_scored["rejected"])
         report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
-        chosen, rejected = lengths.values()
-        report.mean_chosen_tokens = fmean(chosen) if chosen else 0.0
-        report.mean_rejected_tokens = fmean(rejected) if rejected else None
-        report.chosen_longer = fmean(longer) if longer else None
+        report.mean_chosen_tokens, report.mean_rejected_tokens, report.chosen_longer = (
+            fmean(values) if values else None for values in (*lengths.values(), longer)
+        )
         if self._weights:
             weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
         return report
-
-
-def _are_joined(prompt: str, response: str) -> bool:
-    """Return whether a response follows its prompt without a space.
-
-    Wide characters, such as Chinese, do not count: their scripts have no spaces.
-    """
-    neighbours = prompt[-1:], response[:1]
-    return all(c and not c.isspace() and unicodedata.east_asian_width(c) not in "WF" for c in neighbours)
 
 
 def _sample_examples(counts: np.ndarray) -> list[ExampleId]:

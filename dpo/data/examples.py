@@ -1,19 +1,21 @@
-"""Examples of a run: their order and their token ids."""
+"""Examples of a run: their order, their token ids, and what becomes of those that are too long."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
+from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
+from dpo.data.schema import Messages
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos, unescape
-from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -183,6 +185,9 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
         yield batch
 
 
+# --- token ids -----------------------------------------------------------------------------------------------------
+
+
 def encode_examples(
     examples: Sequence[TextExample],
     encode: TextEncoder,
@@ -196,6 +201,8 @@ def encode_examples(
     A prompt without responses leaves room for `new_tokens`. Raises InputError for a text that contains EOS, and for a
     response that truncation leaves without a scored token.
     """
+    if (eos := encode.tokenizer.eos_token_id) is None:
+        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     apart = [example for example in examples if example.prompt.apart]
     ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
@@ -206,10 +213,8 @@ def encode_examples(
             if not prompt.apart
         )
     )
-    encoded, eos = [], encode.tokenizer.eos_token_id
-    if eos is None:
-        raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    for prompt, example_index, texts, pieces in examples:
+    encoded = []
+    for prompt, index, texts, pieces in examples:
         if not prompt.rendered:
             refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
         if prompt.apart:
@@ -218,50 +223,78 @@ def encode_examples(
             tokens = next(whole)
         piece_ids = tokens.responses[: len(pieces)]
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
-        kept, cut = truncate_example(
-            prompt,
-            tokens.prompt,
-            responses or [[0] * new_tokens],
-            encode,
-            max_length=max_length,
-            max_prompt_length=max_prompt_length,
-        )
-        cut = cut[: len(responses)]
-        weights, margins = (prompt.weights, prompt.margins) if texts else (None, None)
+        longest = max(map(len, responses), default=new_tokens)
+        prompt_ids = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
+        # by the reference code's rule a response may not use the room that a short prompt leaves
+        room = max_length - (max_prompt_length if prompt.apart else len(prompt_ids))
+        is_long = len(prompt_ids) + longest > max_length
+        kept = [response[:room] for response in responses] if is_long else responses
+        # piece by piece, alternately the start and the end of what is not scored
+        ends = [accumulate(map(len, of_one[:-1])) for of_one in piece_ids]
+        cuts = [tuple(min(end, len(ids)) for end in of_one) for of_one, ids in zip(ends, kept, strict=True)]
+        for text, response, of_one in zip(texts.values(), kept, cuts, strict=True):
+            if count_cut(of_one) == len(response):  # before a run, `SplitCounter` has refused such data
+                raise InputError(
+                    f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
+                    f"max_length, or remove the record"
+                )
         encoded.append(
             Example(
-                prompt=tuple(kept),
-                responses=tuple(map(tuple, cut)),
-                id=(prompt.index_in_split, example_index),
+                prompt=tuple(prompt_ids),
+                responses=tuple(map(tuple, kept)),
+                id=(prompt.index_in_split, index),
                 dataset=prompt.dataset,
                 digest=text_digest(prompt.text, texts),
-                prompt_is_cut=kept != tokens.prompt,
-                response_is_cut=cut != responses,
+                prompt_is_cut=prompt_ids != tokens.prompt,
+                response_is_cut=kept != responses,
                 crosses=tokens.crosses,
                 roles=tuple(texts),
-                weight=1.0 if weights is None else weights[example_index],
-                margin=None if margins is None else margins[example_index],
-                cuts=cut_tokens(pieces, piece_ids, cut),
+                weight=prompt.weights[index] if prompt.weights and texts else 1.0,
+                margin=prompt.margins[index] if prompt.margins and texts else None,
+                cuts=tuple(cuts) if any(cuts) else (),
             )
         )
     return encoded
 
 
-def cut_tokens(
-    pieces: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Sequence[int]]], responses: Sequence[Sequence[int]]
-) -> tuple[tuple[int, ...], ...]:
-    """Find the cuts of truncated responses, in tokens; `token_ids` has the ids of each piece.
+def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: int, limit: int) -> list[int]:
+    """Cut a prompt to `limit` tokens if it has more than there is `room` for; its truncation mode says what is kept."""
+    if len(ids) <= room:
+        return ids
+    if prompt.truncation_mode == "keep_turns" and len(ids) > limit:
+        ids = shorten_chat(prompt, encode, limit) or ids
+    return ids[:limit] if prompt.truncation_mode == "keep_start" else ids[-limit:]
 
-    Returns an empty tuple if all tokens are scored. Raises InputError if truncation leaves no scored token.
+
+def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] | None:
+    """Render the system turn and the newest turns that fit into `limit` tokens.
+
+    The first of them is the user's. If even the last one does not fit, its content loses its beginning. None if that
+    does not help, or if the template rejects it.
     """
-    if all(len(texts) == 1 for texts in pieces):
-        return ()
-    cuts = []
-    for texts, ids, response in zip(pieces, token_ids, responses, strict=True):
-        cuts.append(tuple(min(end, len(response)) for end in accumulate(map(len, ids[:-1]))))
-        if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
-            raise InputError(
-                f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
-                f"raise max_length, or remove the record"
-            )
-    return tuple(cuts)
+    messages, tools = (escape_texts(value, encode.tokenizer) for value in (prompt.messages, prompt.tools))
+    system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+
+    def render(chat: Messages) -> str:
+        return render_open(encode.tokenizer, chat, tools=tools or None, continued=is_prefilled(messages))
+
+    try:
+        whole = render(messages)
+        if not (users and whole.startswith(prompt.text)):
+            return None
+        n_more = len(whole) - len(prompt.text)  # the prompt's text lacks what finished turns lack at their end
+
+        def keep(start: int, n_cut: int = 0) -> list[int]:
+            first = {**messages[start], "content": messages[start]["content"][n_cut:]}
+            text = render([*system, first, *messages[start + 1 :]])
+            return encode.encode_whole([(text[: len(text) - n_more], [])])[0].prompt
+
+        index = bisect_left(users, True, key=lambda start: len(keep(start)) <= limit)
+        if index < len(users):
+            return keep(users[index])
+        size = len(messages[users[-1]]["content"])
+        n_cut = bisect_left(range(size), True, key=lambda n: len(keep(users[-1], n)) <= limit)
+        return keep(users[-1], n_cut) if n_cut < size else None
+    except TemplateRejects:
+        return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
 from dpo.data.examples import TextExample, encode_examples, list_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.problems import BadRecordsError, explain_refusal
+from dpo.data.problems import BAD, BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
 from dpo.data.table import (
     FOLDER,
     ROWS_PER_BATCH,
     SPLITS,
+    Facts,
     Prompt,
     PromptTable,
     find_or_build,
@@ -30,7 +31,7 @@ from dpo.data.table import (
     write_prompts,
 )
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import adds_bos, identify_tokenizer, load_tokenizer
+from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan
@@ -59,7 +60,7 @@ class TrainingData:
         return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
 
     @classmethod
-    def open(cls, table: Path, facts: Mapping[str, Any], tokenizer: Any, plan: Plan) -> TrainingData:
+    def open(cls, table: Path, facts: Facts, tokenizer: Any, plan: Plan) -> TrainingData:
         """Open a table; in an online run each prompt counts as one training example."""
         train, test = (SplitReport(**facts["reports"][split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
@@ -80,7 +81,8 @@ class TrainingData:
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
     """Load the data of a run; every process must call this.
 
-    One process of each machine finds or builds the table, and all of them map it.
+    One process of each machine finds or builds the table, and all of them map it. The table is in the run's
+    `local_dir`, but a new table of a dry run is nowhere once it is mapped.
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
@@ -90,37 +92,26 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         trust_remote_code=plan.model.trust_remote_code,
         chat=plan.chat,
     )
-    with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
+    with tempfile.TemporaryDirectory() as folder:  # a mapped table stays readable after its files are removed
+        scratch = Path(folder) if plan.run.dry_run else None
 
         def prepare() -> str:
             try:
-                table, facts = prepare_data(
-                    plan,
-                    tokenizer,
-                    get_dataset,
-                    identify,
-                    scratch=Path(scratch) if plan.run.dry_run else None,
-                    silent=silent,
-                )
+                found = prepare_data(plan, tokenizer, get_dataset, identify, scratch=scratch, silent=silent)
             except BadRecordsError as error:
-                folder = None if plan.run.dry_run else Path(plan.run.local_dir)
-                raise explain_refusal(error, folder, plan.run.exp_name) from error
-            return json.dumps([str(table), facts])
+                listed_in = None if plan.run.dry_run else Path(plan.run.local_dir)
+                raise explain_refusal(error, listed_in, plan.run.exp_name) from error
+            return json.dumps([str(found[0]), found[1]])
 
         table, facts = json.loads(once_per_machine(prepare))
         data = TrainingData.open(Path(table), facts, tokenizer, plan)
     names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))
     check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
-    if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
-        raise InputError(
-            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
-            f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
-        )
+    check_fits(plan, data)
     if not silent:
-        print(data.report.describe(plan.data.batch_size), flush=True)
-        for warning in find_warnings(plan, data):
-            print(f"warning: {warning}", flush=True)
+        warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))
+        print(*facts["notes"], data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
     return data
 
 
@@ -132,82 +123,66 @@ def prepare_data(
     *,
     scratch: Path | None = None,
     silent: bool = True,
-) -> tuple[Path, Mapping[str, Any]]:
-    """Find or build the table; return its directory and facts.
+) -> tuple[Path, Facts]:
+    """Find or build the table; return its directory and facts. Raises InputError for unusable data."""
 
-    The table is in the run's `local_dir`, but a new table of a dry run is put into `scratch`. Prints the loaders' notes
-    unless `silent`. Raises InputError for data that is unusable or too small.
-    """
-    find_key = partial(make_key, plan, tokenizer, get_dataset, identify)
-    key = find_key()
+    def build(directory: Path) -> Facts:
+        return build_table(directory, plan, tokenizer, get_dataset, silent=silent)
 
-    def build(directory: Path) -> tuple[dict[str, Any], bool]:
-        facts = build_table(directory, plan, tokenizer, get_dataset, silent=silent)
-        return facts, find_key() == key  # the key changes if a file was changed while it was read
+    def find_key() -> str | None:
+        return make_key(plan, tokenizer, get_dataset, identify)
 
-    table, facts, is_new = find_or_build(Path(plan.run.local_dir) / FOLDER, key, build, scratch=scratch)
+    found = find_or_build(Path(plan.run.local_dir) / FOLDER, find_key, build, scratch=scratch)
     release_freed_memory()  # the loaders' texts were Python strings
-    if not (silent or is_new):  # the loaders of a new table have printed the notes already
-        for note in facts["notes"]:
-            print(note)
-    _check_fits(plan, facts["reports"])
-    return table, facts
+    return found
 
 
-def build_table(
-    directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True
-) -> dict[str, Any]:
-    """Write both splits to a directory; return what was counted meanwhile.
-
-    Raises InputError for unusable data.
-    """
+def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True) -> Facts:
+    """Write both splits to a directory; return what was counted meanwhile, and the loaders' notes."""
+    data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
-    data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
-    limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+
+    def load(split: str, report: SplitReport) -> Iterator[tuple[str, PreferenceData]]:
+        for name in data.datasets:
+            loaded = held_out.pop(name, None)
+            if loaded is None:
+                loaded = get_dataset(
+                    name,
+                    split,
+                    silent=silent,
+                    cache_dir=plan.run.cache_dir,
+                    dataset_sources=data.dataset_sources,
+                    tokenizer=tokenizer,
+                    trains_on=trains_on,
+                    with_margins=plan.loss.needs_margins,
+                    chat=data.chat,
+                    bad_records=data.bad_records,
+                )
+            _check_suits(plan, name, loaded)
+            if loaded.held_out is not None:
+                held_out[name] = loaded.held_out
+            notes.extend(loaded.notes)
+            report.problems += [(name, number, BAD, reason) for number, reason in loaded.bad_records]
+            yield name, loaded
+
     for split in SPLITS:
-        counter, path = SplitCounter(encode, trains_on=trains_on, **limits), directory / f"{split}.arrow"
-
-        def load(split: str = split, report: SplitReport = counter.report) -> Iterator[tuple[str, PreferenceData]]:
-            for name in data.datasets:
-                loaded = held_out.pop(name, None)
-                if loaded is None:
-                    loaded = get_dataset(
-                        name,
-                        split,
-                        silent=silent,
-                        cache_dir=plan.run.cache_dir,
-                        dataset_sources=data.dataset_sources,
-                        tokenizer=tokenizer,
-                        trains_on=trains_on,
-                        with_margins=plan.loss.needs_margins,
-                        chat=data.chat,
-                        bad_records=data.bad_records,
-                    )
-                elif not silent:
-                    for note in loaded.notes:
-                        print(note)
-                _check_suits(plan, name, loaded)
-                if loaded.held_out is not None:
-                    held_out[name] = loaded.held_out
-                notes.extend(loaded.notes)
-                report.bad_records += [(name, number, reason) for number, reason in loaded.bad_records]
-                yield name, loaded
-
-        prompts = iterate_prompts(load(), trains_on, list_pairs=data.list_pairs)
+        path = directory / f"{split}.arrow"
+        counter = SplitCounter(
+            encode, max_length=data.max_length, max_prompt_length=data.max_prompt_length, trains_on=trains_on
+        )
+        prompts = iterate_prompts(load(split, counter.report), trains_on, list_pairs=data.list_pairs)
         if data.truncation == "drop":
             prompts = _drop_long(prompts, counter, plan)
         elif data.truncation != "auto":
             prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
-        reports[split] = asdict(counter.count_tokens(PromptTable(path)))
-        digests[split] = counter.digest.hexdigest()[:32]
-        counted = "prompts" if plan.online else "examples"
-        if not reports[split][counted]:
-            n = reports[split]["too_long"]
-            too_long = f"{n:,} are too long: raise max_length, or choose truncation=auto"
-            why = too_long if n else "lists of equal scores give none: add other records"
-            raise InputError(f"the {split} split of {', '.join(data.datasets)} has no {counted}: {why}")
+        report = counter.count_tokens(PromptTable(path))
+        if not (report.prompts if plan.online else report.examples):
+            too_long = f"{report.too_long:,} are too long: raise max_length, or choose truncation=auto"
+            why = too_long if report.too_long else "lists of equal scores give none: add other records"
+            raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
+        reports[split], digests[split] = asdict(report), counter.digest.hexdigest()[:32]
     train, test = (PromptTable(directory / f"{split}.arrow") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
@@ -253,13 +228,13 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
 def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
     """Make the name of a table, a digest of all that its content depends on.
 
-    None if a dataset, the tokenizer or the loader cannot be identified.
+    None if a dataset or the tokenizer cannot be identified.
     """
-    data, code = plan.data, getattr(get_dataset, "__code__", None)
+    data = plan.data
     # the states of the datasets say more than their sources
     states = [identify(name, plan.run.cache_dir, data.dataset_sources) for name in data.datasets]
     tokenizer_digest = identify_tokenizer(tokenizer)
-    if None in states or tokenizer_digest is None or code is None:
+    if None in states or tokenizer_digest is None:
         return None
     made_from = [
         *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
@@ -267,52 +242,59 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
         *(data.chat, data.bad_records, plan.online.max_new_tokens if plan.online else None),
     ]
     digest = hashlib.sha256(json.dumps(made_from).encode())
-    for file in (Path(code.co_filename), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+    for file in (Path(inspect.getfile(get_dataset)), *sorted(Path(__file__).parents[1].rglob("*.py"))):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
 
-def _check_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that the loss can train on these data."""
-    for split, report in reports.items():
-        place = f"the {split} split of {', '.join(plan.data.datasets)}"
-        if plan.loss.mismatched and report["prompts"] < 2:
+def check_fits(plan: Plan, data: TrainingData) -> None:
+    """Raise InputError if the run cannot train on these data."""
+    report, datasets, batch_size = data.report, ", ".join(plan.data.datasets), plan.data.batch_size
+    for split, counts in (("train", report.train), ("test", report.test)):
+        place = f"the {split} split of {datasets}"
+        if plan.loss.mismatched and counts.prompts < 2:
             raise InputError(
                 f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another "
                 f"prompt: give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the "
                 f"test split, so the file needs 20"
             )
-        if not plan.loss.takes_weights and report["effective_examples"] is not None:
+        if not plan.loss.takes_weights and counts.effective_examples is not None:
             raise InputError(
                 f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
                 f"no weights: remove the column, or choose another loss, such as loss=dpo"
             )
-    batch_size, n_parts = plan.data.batch_size, plan.data.gradient_accumulation_steps * plan.dims.data_size
-    n_examples = reports["train"]["prompts" if plan.online else "examples"]
-    if n_examples < batch_size:
-        largest = n_examples - n_examples % n_parts  # a batch has equal parts
+    if report.examples_per_epoch < batch_size:
+        n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
+        largest = report.examples_per_epoch // n_parts * n_parts  # a batch has equal parts
         raise InputError(
-            f"the train split of {', '.join(plan.data.datasets)} has {count(n_examples, 'example')}, too few for one "
-            f"batch of batch_size={batch_size}: {f'set batch_size={largest} or ' if largest else ''}add data"
+            f"the train split of {datasets} has {count(report.examples_per_epoch, 'example')}, too few for one batch "
+            f"of batch_size={batch_size}: {f'set batch_size={largest} or ' if largest else ''}add data"
+        )
+    if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
+        raise InputError(
+            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
+            f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
         )
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     """Yield what a user should look at before the run."""
-    report, names = data.report, plan.data.datasets
-    texts = [name for name, prompt_format in report.train.prompt_formats.items() if prompt_format != CHAT]
-    if texts and getattr(data.tokenizer, "chat_template", None):
+    tokenizer, train = data.tokenizer, data.report.train
+    texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
+    if texts and getattr(tokenizer, "chat_template", None):
         yield (
             f"the tokenizer has a chat template, and the text of {' and '.join(texts)} is used as it is: a chat model "
             f"would be trained without the template with which it is prompted later. For a chat model, give messages "
             f"in place of text, or chat=always for texts of your own; for a base model, text is fine"
         )
-    if adds_bos(data.tokenizer) and not data.train[0].text.startswith(bos := data.tokenizer.bos_token):
+    bos = tokenizer.bos_token
+    adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if adds_bos and not data.train[0].text.startswith(bos):
         yield (
             f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
             f"it: write it into the prompts, as docs/faq.md says"
         )
-    if 0 in (report.train.desirable, report.train.undesirable):
+    if not plan.online and plan.loss.trains_on == "labels" and 0 in (train.desirable, train.undesirable):
         yield "all labels of the train split are alike, and a loss of labels learns from both kinds: add the other"
-    if not DATASETS_IN_HH_FORMAT.issuperset(names):  # nobody can change what published splits share
-        yield from report.test.find_leaks()
+    if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
+        yield from data.report.test.find_leaks()

@@ -1,9 +1,9 @@
 """Prompts with their responses, in Arrow files that all processes map.
 
-So texts are in memory once per machine. A table is a directory `dpo-examples/KEY` in a directory of `local_dirs`. It
-holds `train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and a checksum
-of all three files, which every run verifies. A table is built under a temporary name, and renamed once it is complete;
-it replaces nothing. Tables may be deleted at any time: the next run builds a new one.
+So texts are in memory once per machine. A table is a directory `dpo-examples/KEY-...` in a directory of `local_dirs`.
+It holds `train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and a
+checksum of all three files, which every run verifies. A table is built under a temporary name, and renamed once it is
+complete; it replaces nothing. Tables may be deleted at any time: the next run builds a new one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -30,10 +29,10 @@ from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import check_readable, make_directory, read_json, remove
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
-MARK, TEMPORARY = ".dpo-table", ".dpo-table-"  # a file in each table, and what temporary names begin with
+TEMPORARY = ".dpo-table-"  # what temporary names begin with
 FACTS = "facts.json"
 SPLITS = ("train", "test")
-ABANDONED_SECS = 24 * 3600  # older directories with a temporary name were left by killed processes
+Facts = Mapping[str, Any]  # counts taken while a table is built
 ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while they are written
 
 
@@ -198,42 +197,29 @@ def find_written(text: str, messages: Messages | None) -> str:
 
 
 def find_or_build(
-    folder: Path,
-    key: str | None,
-    build: Callable[[Path], tuple[Mapping[str, Any], bool]],
-    *,
-    scratch: Path | None = None,
-) -> tuple[Path, Mapping[str, Any], bool]:
-    """Find the table named `key` in `folder`, or build it in `scratch`, or else in `folder`.
+    folder: Path, find_key: Callable[[], str | None], build: Callable[[Path], Facts], *, scratch: Path | None = None
+) -> tuple[Path, Facts]:
+    """Find the table of the data in `folder`, or build it in `scratch`, or else in `folder`; return it with its facts.
 
-    `build` writes both splits into a directory. It returns the table's facts, and whether `key` still names the data
-    that `build` read, as the data may have changed meanwhile. A table without a valid key is named after its content.
-
-    Returns the table's directory, its facts, and whether it was built now. Raises RunError if it cannot be written.
+    `find_key` names the data, and returns None if that is not possible; `build` writes both splits into a directory. A
+    table without a key, or whose data has changed meanwhile, is named after its content. Raises RunError if it cannot
+    be written.
     """
-    for table in sorted(folder.glob(f"{key}*")) if key else ():
-        if (facts := read_facts(table)) is not None:
-            return table, facts, False
-    parent = scratch or folder
+    key, parent = find_key(), scratch or folder
+    if key and (found := find_table(folder, key)):
+        return found
     try:
         make_directory(parent)
-        remove_leftovers(parent)
         directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
         try:
-            (directory / MARK).touch()
-            facts, key_is_valid = build(directory)
+            facts = build(directory)
             digest = _make_digest(directory, facts)
             text = json.dumps({"facts": facts, "sha256": digest}, indent=1)
             (directory / FACTS).write_text(text + "\n", encoding="utf-8")
-            table = parent / (key if key and key_is_valid else f"content-{digest[:32]}")
-            if os.path.lexists(table) and read_facts(table) is None:  # damaged, or not ours: it stays
-                table = table.with_name(table.name + directory.name.removeprefix(MARK))
-            try:
-                directory.rename(table)
-            except OSError:  # the name is taken: another process was faster
-                if read_facts(table) is None:
-                    raise
-            return table, facts, True
+            name = key if key and key == find_key() else f"content-{digest[:32]}"
+            if found := find_table(parent, name):  # another process was faster
+                return found
+            return directory.rename(parent / directory.name.replace(TEMPORARY, f"{name}-")), facts
         finally:
             remove(directory)  # does nothing if the directory was renamed
     except OSError as error:
@@ -243,21 +229,13 @@ def find_or_build(
         ) from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove unfinished tables of killed processes, but none that a process may still be building."""
-    for directory in folder.glob(f"{TEMPORARY}*"):
-        with suppress(FileNotFoundError):  # another process has removed it
-            is_ours = not directory.is_symlink() and (directory / MARK).is_file()
-            if is_ours and time.time() - directory.stat().st_mtime > ABANDONED_SECS:
-                remove(directory)
-
-
-def read_facts(table: Path) -> Mapping[str, Any] | None:
-    """Read the counts from when a table was built; None unless its three files are as they were then."""
-    with suppress(InputError, OSError):
-        content = read_json(table / FACTS)
-        if isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts")):
-            return content["facts"]
+def find_table(folder: Path, name: str) -> tuple[Path, Facts] | None:
+    """Find a table whose three files are as they were when it was built; return it with its facts."""
+    for table in sorted(folder.glob(f"{name}*")):
+        with suppress(InputError, OSError):
+            content = read_json(table / FACTS)
+            if isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts")):
+                return table, content["facts"]
     return None
 
 

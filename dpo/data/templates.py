@@ -7,8 +7,7 @@ tools, questions and the headers of turns are not. In messages, the strings of c
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -24,30 +23,24 @@ from dpo.data.asking import (
 from dpo.data.schema import THOUGHTS, Messages, Record, common_start
 from dpo.data.tokenization import remove_final_eos, unescape
 from dpo.errors import InputError
-from dpo.numbers import count
 
 SHOWN = 60  # characters of a text in a note
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-CONVERSATION = "conversation"
 # what a template does to conversations, and the note on it; {example} is the first text that it is of
 NOTES = {
-    "changed": "warning: {origin}: the chat template leaves out or changes text in {n} of {conversations}, such as "
+    "changed": "warning: {origin}: the chat template leaves out or changes text, in conversations: {n}, such as "
     "{example}",
-    "rewritten": "warning: {origin}: in {n} of {conversations} the chat template renders earlier turns of the response "
-    "differently once others follow, so only the last answer is scored: give one record for each answer to train on "
-    "all",
+    "rewritten": "warning: {origin}: the chat template renders earlier turns of the response differently once others "
+    "follow, in conversations: {n}, so only the last answer is scored: give one record for each answer to train on all",
     "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
 }
 
 
 def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
     """Describe what templates did to the conversations of `origin`: their `changes`."""
-    counts = Counter(name for name, _ in changes)
-    conversations = count(counts[CONVERSATION], "conversation")
     for name, note in NOTES.items():
-        if n := counts[name]:
-            example = next(example for kind, example in changes if kind == name)
-            yield note.format(origin=origin, n=f"{n:,}", example=repr(example), conversations=conversations)
+        if examples := [example for kind, example in changes if kind == name]:
+            yield note.format(origin=origin, n=f"{len(examples):,}", example=repr(examples[0]))
 
 
 class ChatTemplate:
@@ -72,102 +65,92 @@ class ChatTemplate:
             self._escape(messages, "a message", where) for messages in (record.prompt, *record.responses)
         )
         tools = self._escape(record.tools, "a tool", where) or None
+        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
+        chats = [_continue(before, answer) if continued else before + answer for answer in answers]
         try:
-            return self._render(record, before, answers, tools, where)
+            dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
+            prompt = self._render_prompt(before, tools, dialogues, continued=continued)
+            if prompt is None:
+                raise InputError(
+                    f"{where}: the chat template renders the prompt differently once a response follows, so it is not "
+                    f"known where the response starts: {FIX}, or use text instead"
+                )
+            first, start = len(before) - continued, len(prompt)
+            cuts = [
+                self._find_cuts(chat, first, tools, dialogue, start, where)
+                for chat, dialogue in zip(chats, dialogues, strict=True)
+            ]
         except TemplateRejects as error:
             what = "messages or tools" if tools else "messages"
             raise InputError(f"{where}: the tokenizer's chat template rejects these {what}: {error}") from error
+        functions = [tool["function"] for tool in tools or () if isinstance(tool.get("function"), dict)]
+        names = [str(function.get("name", "")) for function in functions]
+        for chat, dialogue in zip(chats or [before], dialogues or [prompt], strict=True):
+            if lost := _find_lost(names, prompt) or _find_lost(_list_parts(chat), dialogue):
+                self.changes.append(("changed", unescape(lost)[:SHOWN]))
+        texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
+        return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
         """Make strings of control tokens in messages or tools ordinary text."""
         check_texts(value, what, where)
         escaped = escape_texts(value, self.tokenizer)
         if escaped != value:
-            for text, text_escaped in zip(iterate_texts(value), iterate_texts(escaped), strict=True):
-                if text != text_escaped:
-                    self.changes.append(("escaped", text[:SHOWN]))
+            pairs = zip(iterate_texts(value), iterate_texts(escaped), strict=True)
+            self.changes += (("escaped", text[:SHOWN]) for text, text_escaped in pairs if text != text_escaped)
         return escaped
 
-    def _render(self, record: Record, before: Messages, answers: Sequence[Messages], tools: Any, where: str) -> Record:
-        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
-        chats = [_continue(before, answer) if continued else before + answer for answer in answers]
-        dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
-        open_prompt, start = self._find_start(before, tools, dialogues, continued=continued)
-        if start is None:
-            raise InputError(
-                f"{where}: the chat template renders the prompt differently once a response follows, so it is not "
-                f"known where the response starts: {FIX}, or use text instead"
-            )
-        texts, cuts = [], []
-        for chat, dialogue in zip(chats, dialogues, strict=True):
-            texts.append(remove_final_eos(dialogue[start:], self.tokenizer))
-            found = self._find_cuts(chat, len(before) - continued, tools, dialogue, start)
-            if found is None:
-                self.changes.append(("rewritten", ""))
-                begin = self._find_begin(chat[:-1], tools, dialogue)
-                if begin is None or begin < start:
-                    raise InputError(
-                        f"{where}: the chat template leaves out or moves the last answer, so it is not known which "
-                        f"text is scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
-                    )
-                found = [0, begin - start]
-            cuts.append(found)
-        functions = [tool["function"] for tool in tools or () if isinstance(tool.get("function"), dict)]
-        names = (str(function.get("name", "")) for function in functions)
-        unseen_tool = next((name for name in names if name not in open_prompt), None)
-        for chat, dialogue in zip(chats or [before], dialogues or [open_prompt], strict=True):
-            self.changes.append((CONVERSATION, ""))
-            if lost := unseen_tool or _find_lost(chat, dialogue):
-                self.changes.append(("changed", unescape(lost)[:SHOWN]))
-        return record._replace(prompt=open_prompt[:start], responses=texts, cuts=cuts, messages=record.prompt)
-
-    def _find_start(
+    def _render_prompt(
         self, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
-    ) -> tuple[str, int | None]:
-        """Render a prompt as it is asked, and find where in this text the responses start.
+    ) -> str | None:
+        """Render a prompt as it is asked, as far as all dialogues begin with it.
 
-        None if the dialogues do not begin with the prompt. The generation prompt may have what a finished turn lacks,
-        such as a thinking tag: what all begin with is kept.
+        None if they do not. The generation prompt may have what a finished turn lacks, such as a thinking tag.
         """
         open_text = render_open(self.tokenizer, prompt, tools=tools, continued=continued)
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
-            return open_text, len(open_text)
+            return open_text
         closed_text = open_text if continued else apply_template(self.tokenizer, prompt, tools=tools)
         if not shared.startswith(closed_text):
-            return open_text, None
+            return None
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
-            return open_text, len(shared)
+            return shared
         # the common text may end inside a token: <think> and <tool_call> begin with <t
         encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
         same = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
         end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
-        return open_text, max(len(closed_text), end)
+        return open_text[: max(len(closed_text), end)]
 
-    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int) -> list[int] | None:
+    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int, where: str) -> list[int]:
         """Find alternately where text that is not scored begins and ends, in the response.
 
-        The response has the messages from `first` on, and is the dialogue from `start` on. None if the template renders
-        its turns differently before others.
+        The response has the messages from `first` on, and is the dialogue from `start` on. If the template renders its
+        turns differently before others, the last answer alone is scored.
         """
         cuts: list[int] = []
         scored_end = start  # where the last scored turn ends
-        for i, message in enumerate(chat):
-            if i < first or message["role"] != "assistant":
-                continue
+        last = len(chat) - 1
+        for i in (i for i in range(first, last + 1) if chat[i]["role"] == "assistant"):
             begin = start if i == first else self._find_begin(chat[:i], tools, dialogue)
-            if begin is None or begin < scored_end:
-                return None
+            turn = dialogue if i == last else apply_template(self.tokenizer, chat[: i + 1], tools=tools)
+            if begin is None or begin < scored_end or not dialogue.startswith(turn):
+                break
             if begin > scored_end:
                 cuts += (scored_end - start, begin - start)
-            if i < len(chat) - 1:
-                turn = apply_template(self.tokenizer, chat[: i + 1], tools=tools)
-                if not dialogue.startswith(turn):
-                    return None
-                # a turn ends with EOS, as the last turn does, and not with the space that the template adds
-                ends_in_eos = turn.rstrip().endswith(self.tokenizer.eos_token)
-                scored_end = len(turn.rstrip() if ends_in_eos else turn)
-        return cuts
+            # a turn ends with EOS, as the last turn does, and not with the space that the template adds
+            ends_in_eos = turn.rstrip().endswith(self.tokenizer.eos_token)
+            scored_end = len(turn.rstrip() if ends_in_eos else turn)
+        else:
+            return cuts
+        begin = self._find_begin(chat[:-1], tools, dialogue)
+        if begin is None or begin < start:
+            raise InputError(
+                f"{where}: the chat template leaves out or moves the last answer, so it is not known which text is "
+                f"scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
+            )
+        self.changes.append(("rewritten", ""))
+        return [0, begin - start]
 
     def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
         """Find where the assistant's turn after these messages begins.
@@ -175,10 +158,10 @@ class ChatTemplate:
         None if the dialogue has them otherwise, or nothing after them.
         """
         try:
-            _, begin = self._find_start(messages, tools, [dialogue])
+            before = self._render_prompt(messages, tools, [dialogue])
         except TemplateRejects:
             return None
-        return begin if begin is not None and begin < len(dialogue) else None
+        return None if before in (None, dialogue) else len(before)
 
 
 def _continue(prompt: Messages, answer: Messages) -> Messages:
@@ -187,19 +170,17 @@ def _continue(prompt: Messages, answer: Messages) -> Messages:
     return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
 
 
-def _find_lost(chat: Messages, rendered: str) -> str | None:
-    """Find a text of messages that is not in the rendered text."""
-    for text in _list_parts(chat):
-        # as it is, or as a template writes JSON
-        if text.strip() not in rendered and json.dumps(text.strip(), ensure_ascii=False)[1:-1] not in rendered:
-            return text
-    return None
-
-
 def _list_parts(chat: Messages) -> Iterator[str]:
     """Yield the texts that the model should see."""
     for message in chat:
         yield from (message[key] for key in ("content", *THOUGHTS) if message.get(key))
         for call in message.get("tool_calls", ()):
-            yield call["function"]["name"]
-            yield from iterate_texts(call["function"]["arguments"])
+            yield from (call["function"]["name"], *iterate_texts(call["function"]["arguments"]))
+
+
+def _find_lost(texts: Iterable[str], rendered: str) -> str | None:
+    """Find a text that is not in the rendered text, as it is or as a template writes JSON."""
+    for text in map(str.strip, texts):
+        if text not in rendered and json.dumps(text, ensure_ascii=False)[1:-1] not in rendered:
+            return text
+    return None

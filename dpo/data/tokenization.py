@@ -1,13 +1,12 @@
 """Conversion of texts to token ids, whole or apart.
 
 A user's conversation is tokenized once, and its tokens are cut where prompt and response, or scored and other text,
-meet. Where a token would lie on both sides, the text is cut first, and both sides are tokenized apart, as all texts of
-the reference code's datasets are.
+meet. If a token would lie on both sides, its parts are tokenized apart, as all texts of the reference code's datasets
+are.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -28,9 +27,8 @@ MARKERS = ("\n", "|", "x", "\ue000")
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands for a control token
 
-Parts = tuple[str, ...]
-Job = tuple[Parts, bool]  # and whether they begin the whole text
-Limits = list[int | None]  # numbers of tokens before each limit of parts; None if a token lies on both sides
+Parts = tuple[str, ...]  # of a text
+Ids = list[list[int]]  # of each part of a text
 
 
 def list_control(tokenizer: Any) -> list[str]:
@@ -96,15 +94,8 @@ class Tokens(NamedTuple):
     """Token ids of a prompt and its responses' pieces, without EOS."""
 
     prompt: list[int]
-    responses: list[list[list[int]]]
-    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
-
-
-class Cut(NamedTuple):
-    """Token ids of each part, and where the text was cut first."""
-
-    ids: list[list[int]]
-    was_cut: tuple[bool, ...]
+    responses: list[Ids]
+    crosses: bool = False  # a token would cross a limit, so the parts are tokenized apart
 
 
 class TextEncoder:
@@ -124,28 +115,29 @@ class TextEncoder:
 
         Raises InputError for a token id without an embedding in the model.
         """
-        cuts = self._encode_parts(((text,), True) for text in texts)
-        return {text: cut.ids[0] for ((text,), _), cut in cuts.items()}
+        return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items() if ids is not None}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize prompts with their responses, which are pieces, each conversation as one text.
 
-        The prompt is cut off first if it must be for one of the responses: all continue the same tokens.
+        If a token crosses a limit, or the responses of a prompt do not continue the same tokens, the prompt and all
+        pieces of its responses are tokenized apart.
         """
         texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
-        whole = self._encode_parts((parts, True) for of_prompt in texts for parts in of_prompt)
-        cuts = [[whole[parts, True] for parts in of_prompt] for of_prompt in texts]
-        apart = [any(cut.was_cut[:1] == (True,) or cut.ids[0] != own[0].ids[0] for cut in own) for own in cuts]
-        divided = [parts for of_prompt, is_apart in zip(texts, apart, strict=True) if is_apart for parts in of_prompt]
-        halves = self._encode_parts(half for parts in divided for half in ((parts[:1], True), (parts[1:], False)))
+        whole = self._encode(chain.from_iterable(texts))
+        fitting: list[list[Ids] | None] = []
+        for of_prompt in texts:
+            found = [ids for parts in of_prompt if (ids := whole[parts]) is not None]
+            fits = len(found) == len(of_prompt) and all(ids[0] == found[0][0] for ids in found)
+            fitting.append(found if fits else None)
+        divided = [of_prompt for of_prompt, found in zip(texts, fitting, strict=True) if found is None]
+        begins = self(of_prompt[0][0] for of_prompt in divided)
+        continues = self._encode_behind([part for of_prompt in divided for parts in of_prompt for part in parts[1:]])
         encoded = []
-        for of_prompt, own, is_apart in zip(texts, cuts, apart, strict=True):
-            if is_apart:
-                [prompt] = halves[of_prompt[0][:1], True].ids
-                responses = [halves[parts[1:], False].ids for parts in of_prompt]
-            else:
-                prompt, responses = own[0].ids[0], [cut.ids[1:] for cut in own if len(cut.ids) > 1]
-            encoded.append(Tokens(prompt, responses, crosses=is_apart or any(any(cut.was_cut) for cut in own)))
+        for of_prompt, found in zip(texts, fitting, strict=True):
+            ids = found or [[begins[prompt], *map(continues.__getitem__, pieces)] for prompt, *pieces in of_prompt]
+            responses = [each[1:] for each in ids if len(each) > 1]
+            encoded.append(Tokens(ids[0][0], responses, crosses=found is None))
         return encoded
 
     def check_vocabulary(self, n_embeddings: float) -> None:
@@ -161,82 +153,51 @@ class TextEncoder:
                 f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
 
-    def _encode_parts(self, jobs: Iterable[Job]) -> dict[Job, Cut]:
-        """Tokenize the distinct texts, and cut their tokens where parts meet."""
-        with self._lock:
-            cuts = self._cut(list(dict.fromkeys(jobs)))
-        self.largest = max(self.largest, *(max(ids, default=-1) for cut in cuts.values() for ids in cut.ids), -1)
+    def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Tokenize texts that do not begin the whole, so that no space is put before them."""
+        found: dict[str, list[int]] = {}
+        for marker in MARKERS:
+            marked = self._encode((marker, text) for text in texts if text not in found)
+            found |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
+        return found | self(text for text in texts if text not in found)
+
+    def _encode(self, texts: Iterable[Parts]) -> dict[Parts, Ids | None]:
+        """Tokenize the distinct texts, and cut their tokens where parts meet; None if a token crosses a limit."""
+        distinct = list(dict.fromkeys(texts))
+        if self.tokenizer.is_fast:
+            escaped = [parts for parts in distinct if ESCAPE in "".join(parts)]
+            plain = [parts for parts in distinct if ESCAPE not in "".join(parts)]
+            with self._lock:
+                encoded = dict(zip(plain, self._plain.encode(plain), strict=True))
+                if escaped:
+                    encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
+        else:
+            encoded = {parts: self._encode_in_python(parts) for parts in distinct}
+        self.largest = max([self.largest, *(max(ids, default=-1) for cut in encoded.values() for ids in cut or ())])
         self.check_vocabulary(self._n_embeddings)
-        return cuts
-
-    def _cut(self, jobs: Sequence[Job]) -> dict[Job, Cut]:
-        found: dict[Job, Cut] = {}
-        divided: dict[Job, list[Job]] = {}
-        for job, (ids, limits) in self._encode(jobs).items():
-            if None in limits:  # tokenize what is between these limits apart
-                parts, begins = job
-                starts = [0, *(i for i, limit in enumerate(limits, start=1) if limit is None), len(parts)]
-                divided[job] = [(parts[i:j], begins and i == 0) for i, j in pairwise(starts)]
-            else:
-                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], (False,) * len(limits))
-        below = self._cut(list(dict.fromkeys(chain.from_iterable(divided.values())))) if divided else {}
-        for job, pieces in divided.items():
-            # a text that was divided may be cut at further places
-            was_cut = [*chain.from_iterable((*below[piece].was_cut, True) for piece in pieces)][:-1]
-            found[job] = Cut([*chain.from_iterable(below[piece].ids for piece in pieces)], tuple(was_cut))
-        return found
-
-    def _encode(self, jobs: Sequence[Job]) -> dict[Job, tuple[list[int], Limits]]:
-        """Tokenize texts, and count the tokens before each limit of their parts."""
-        encoded: dict[Job, tuple[list[int], Limits]] = {}
-        for marker in (*MARKERS, ""):  # without a marker every text is taken
-            left = [job for job in jobs if job not in encoded]
-            marked = [("" if begins else marker, *parts) for parts, begins in left]
-            for job, (ids, (first, *rest)) in zip(left, self._encode_marked(marked), strict=True):
-                if first is not None:
-                    encoded[job] = ids[first:], [None if limit is None else limit - first for limit in rest]
         return encoded
 
-    def _encode_marked(self, texts: Sequence[Parts]) -> list[tuple[list[int], Limits]]:
-        if self._settings is None:
-            return [self._encode_in_python(parts) for parts in texts]
-        escaped = [parts for parts in texts if any(ESCAPE in part for part in parts)]
-        encoded = dict(zip(escaped, self._twin.encode(escaped), strict=True)) if escaped else {}
-        plain = [parts for parts in texts if parts not in encoded]
-        encoded |= zip(plain, self._plain.encode(plain), strict=True)
-        return [encoded[parts] for parts in texts]
-
-    def _encode_in_python(self, parts: Parts) -> tuple[list[int], Limits]:
-        """Tokenize with a tokenizer that gives no offsets, so that only the limit behind the marker can be found."""
+    def _encode_in_python(self, parts: Parts) -> Ids | None:
+        """Tokenize with a tokenizer that gives no offsets: one limit is found if the first part has the same tokens."""
         text = "".join(parts)
         if ESCAPE in text:
             raise InputError(
                 f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
                 f"in the message {unescape(text)[:200]!r} for ordinary text: remove them"
             )
-        marker, ids = (self.tokenizer(each, add_special_tokens=False)["input_ids"] for each in (parts[0], text))
-        limits: Limits = [len(marker) if ids[: len(marker)] == marker else None]
-        return ids, limits + [None] * (len(parts) - 2)
-
-    @cached_property
-    def _settings(self) -> dict[str, Any] | None:
-        """The settings of a fast tokenizer; None for a tokenizer in Python."""
-        if not self.tokenizer.is_fast:
-            return None
-        try:
-            settings = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        except Exception:  # the library's own error for a tokenizer with parts in Python
-            return None
-        return settings | {"post_processor": None, "truncation": None, "padding": None}
+        first, ids = (self.tokenizer(each, add_special_tokens=False)["input_ids"] for each in (parts[0], text))
+        if len(parts) == 1:
+            return [ids]
+        return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None
 
     @cached_property
     def _plain(self) -> Backend:
-        return Backend(self.tokenizer, self._settings or {}, {})
+        return Backend(self.tokenizer, {})
 
     @cached_property
     def _twin(self) -> Backend:
-        names = {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
-        return Backend(self.tokenizer, _rename_tokens(self._settings or {}, names), names)
+        control = list_control(self.tokenizer)
+        return Backend(self.tokenizer, {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(control)})
 
 
 class Backend:
@@ -245,8 +206,12 @@ class Backend:
     `names` has private names for control tokens, whose own names are then ordinary text.
     """
 
-    def __init__(self, tokenizer: Any, settings: dict[str, Any], names: dict[str, str]) -> None:
+    def __init__(self, tokenizer: Any, names: dict[str, str]) -> None:
         self.names, self._control = names, find_control(tokenizer)
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings |= {"post_processor": None, "truncation": None, "padding": None}
+        if names:
+            _rename_tokens(settings, names)
         self._tokens = Tokenizer.from_str(json.dumps(settings))
         self._tokens.encode_special_tokens = not names and bool(getattr(tokenizer, "split_special_tokens", False))
         ids = {self._tokens.token_to_id(name): tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
@@ -254,19 +219,21 @@ class Backend:
         added = settings["added_tokens"]
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
-    def encode(self, texts: Sequence[Parts]) -> list[tuple[list[int], Limits]]:
-        """Tokenize each text, and count the tokens before each limit of its parts."""
+    def encode(self, texts: Sequence[Parts]) -> list[Ids | None]:
+        """Tokenize texts, and cut their tokens where parts meet; None if a token crosses a limit."""
         if self.names:  # escaped control tokens become letters
             texts = [
                 tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
                 for parts in texts
             ]
-        encoded = []
+        encoded: list[Ids | None] = []
         encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
-            limits = [self._find_limit(encoding, position, parts) for position in accumulate(map(len, parts[:-1]))]
-            ids = encoding.ids
-            encoded.append(([self._renamed.get(token, token) for token in ids] if self._renamed else ids, limits))
+            positions = accumulate(map(len, parts[:-1]))
+            limits = [self._find_limit(encoding, position, parts) for position in positions]
+            ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
+            starts = pairwise((0, *limits, len(ids)))
+            encoded.append(None if None in limits else [ids[i:j] for i, j in starts])
         return encoded
 
     def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
@@ -288,9 +255,8 @@ class Backend:
         return index + 1 if 0 <= begin <= position - len(token) else None
 
 
-def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Copy a tokenizer's settings, with control tokens under other names."""
-    settings = copy.deepcopy(settings)
+def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> None:
+    """Give control tokens other names in a tokenizer's settings."""
     for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = settings["model"]
@@ -304,4 +270,3 @@ def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> dict[str,
         model["vocab"] = [[renamed.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
-    return settings

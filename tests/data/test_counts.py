@@ -140,26 +140,6 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "joined"),
-    [
-        ("Where?", "Here", 1),
-        ("Where?", " Here", 0),
-        ("Where?\n", "Here", 0),
-        ("Where?", "", 0),
-        ("どこ？", "ここ", 0),  # no spaces in this script
-    ],
-)
-def test_words_that_run_together_are_warned_of_with_an_example(prompt, response, joined, tokenizer):
-    pairs = (response, " x"), (" y", " z")
-    report = inspect(tokenizer, prompt_of(prompt, *pairs), max_length=64)
-    assert [*report.find_warnings("train")] == [
-        "in 1 of 2 examples (train) a response follows its prompt without a space, as in 'Where?Here': texts are used "
-        "verbatim, so begin responses with a space, or end prompts with one"
-    ] * joined
-    assert inspect(tokenizer, prompt_of(prompt, *pairs, rendered=True)).joined_words == 0  # a template may
-
-
 @pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
 def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
     found = [*SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n).find_warnings("train")]

@@ -12,7 +12,7 @@ from support.records import plan_of_data
 from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
 
-from dpo.data.preflight import TrainingData, find_warnings, prepare_data
+from dpo.data.preflight import TrainingData, check_fits, find_warnings, prepare_data
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from preference_datasets import get_dataset, identify_dataset
@@ -54,7 +54,9 @@ def three_pairs(tmp_path) -> Path:
 
 def prepare(folder: Path, tokenizer, **values) -> TrainingData:
     plan = plan_of_data(folder, {"hh": str(folder)}, **{"batch_size": 2, **values})
-    return TrainingData.open(*prepare_data(plan, tokenizer, get_dataset, identify_dataset), tokenizer, plan)
+    data = TrainingData.open(*prepare_data(plan, tokenizer, get_dataset, identify_dataset), tokenizer, plan)
+    check_fits(plan, data)
+    return data
 
 
 def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, tokenizer, tmp_path):

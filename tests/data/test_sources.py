@@ -155,7 +155,7 @@ def test_a_json_file_may_hold_lines_and_only_newlines_end_them(tmp_path):
     assert list(load_rows(Source(str(file)), "train")) == ROWS
 
 
-def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, capsys):
+def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path):
     # 20 prompts of two rows each: a tenth, 2 prompts, is test
     rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
     path = write_rows(tmp_path / "all.jsonl", rows)
@@ -166,7 +166,7 @@ def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_p
     assert set(train) | set(test) == {f"{i}:" for i in range(20)}
     assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
     said = f"test split of mine: a tenth of the prompts of {path}, at least one: 2 of 20"
-    assert capsys.readouterr().out.splitlines().count(said) == 1
+    assert test.notes.count(said) == 1
 
 
 def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):

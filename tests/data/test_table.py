@@ -21,7 +21,7 @@ from benchmarks.harness import compose
 from dpo.data import counts, table
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
-from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, read_facts, write_prompts
+from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, find_table, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
 from dpo.settings.plan import resolve
@@ -48,7 +48,7 @@ def source(tmp_path) -> Path:
 def prepare(folder: Path, sources: dict[str, str], **values) -> Path:
     """The table of these datasets in `folder / FOLDER`."""
     tokenizer, plan = load_tokenizer(str(GOLDEN / "tiny-llama")), plan_of_data(folder, sources, **values)
-    return prepare_data(plan, tokenizer, get_dataset, identify_dataset, silent=False)[0]
+    return prepare_data(plan, tokenizer, get_dataset, identify_dataset)[0]
 
 
 def list_tables(folder: Path) -> set[Path]:
@@ -68,16 +68,16 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
         stored[4]
 
 
-def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch, capsys):
-    sources = {"mine": str(source / "train.jsonl")}  # whose columns, and test split, deserve a note
-    first = prepare(tmp_path, sources)
-    printed = capsys.readouterr().out
-    assert "columns chosen=chosen, rejected=rejected" in printed
-    assert "test split of mine" in printed
+def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
+    # its columns, and test split, deserve a note
+    plan = plan_of_data(tmp_path, {"mine": str(source / "train.jsonl")})
+    first, facts = prepare_data(plan, tokenizer, get_dataset, identify_dataset)
+    assert ["columns chosen=chosen, rejected=rejected" in note for note in facts["notes"]] == [True, False]
+    assert facts["notes"][1].startswith("test split of mine")
 
     monkeypatch.setattr(preference_datasets, "load_rows", lambda *_: pytest.fail("read again"))
-    assert prepare(tmp_path, sources) == first
-    assert capsys.readouterr().out == printed
+    assert prepare_data(plan, tokenizer, get_dataset, identify_dataset) == (first, facts)
     assert list_tables(tmp_path) == {first}
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
     else:
         shutil.rmtree(place)
         place.write_text("mine")
-    assert read_facts(place) is None
+    assert find_table(place.parent, place.name) is None
 
     another = prepare(tmp_path, {"hh": str(source)})
     assert list(PromptTable(another / "train.arrow")) == expected
@@ -166,46 +166,31 @@ def build_slowly(folder: Path, started) -> None:
         started.set()
         time.sleep(2)
         write_prompts(place / "test.arrow", ODD)
-        return {}, True
+        return {}
 
-    assert read_facts(find_or_build(folder, "key", build)[0]) == {}
+    assert find_or_build(folder, lambda: "key", build)[1] == {}
 
 
 @pytest.mark.slow
-def test_two_that_build_at_once_leave_one_whole_table(tmp_path):
+def test_a_killed_builder_leaves_no_table_and_two_that_build_at_once_leave_whole_ones(tmp_path):
     context = multiprocessing.get_context("spawn")
     started = context.Event()
-    builders = [context.Process(target=build_slowly, args=(tmp_path, started)) for _ in range(2)]
+    killed, *builders = [context.Process(target=build_slowly, args=(tmp_path, started)) for _ in range(3)]
+    killed.start()
+    assert started.wait(120)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".dpo-table-")
+
     for builder in builders:
         builder.start()
     for builder in builders:
         builder.join(120)
     assert [builder.exitcode for builder in builders] == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
-    assert read_facts(tmp_path / "key") == {}
-
-
-@pytest.mark.slow
-def test_a_killed_builder_leaves_no_table_and_its_files_go_a_day_later(tmp_path, monkeypatch):
-    context = multiprocessing.get_context("spawn")
-    started = context.Event()
-    builder = context.Process(target=build_slowly, args=(tmp_path, started))
-    builder.start()
-    assert started.wait(120)
-    os.kill(builder.pid, signal.SIGKILL)
-    builder.join()
-    [left] = tmp_path.iterdir()
-    assert left.name.startswith(".dpo-table-")
-
-    build_slowly(tmp_path, started)
-    assert {path.name for path in tmp_path.iterdir()} == {left.name, "key"}
-    monkeypatch.setattr(table, "ABANDONED_SECS", -1)
-    foreign = {".git", ".venv", ".dpo-table-notes", ".dpo-table-link"}
-    for name in foreign - {".dpo-table-link"}:
-        (tmp_path / name).mkdir()
-    (tmp_path / ".dpo-table-link").symlink_to(tmp_path / "key")
-    table.remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"key"} | foreign
+    tables = {*tmp_path.iterdir()} - {left}
+    assert tables
+    assert all(find_table(tmp_path, table.name) == (table, {}) for table in tables)
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):

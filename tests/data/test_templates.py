@@ -187,13 +187,12 @@ def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arr
         (
             LOOKED_UP,
             WITHOUT_TOOLS,
-            "warning: mine: the chat template leaves out or changes text in 2 of 2 conversations, such as 'look'",
+            "warning: mine: the chat template leaves out or changes text, in conversations: 2, such as 'look'",
         ),
         (
             LOOKED_UP,
             AS_JSON.replace("for m in messages", "for m in messages if m.role != 'tool'"),
-            "warning: mine: the chat template leaves out or changes text in 1 of 2 conversations, such as 'A "
-            "clear day'",
+            "warning: mine: the chat template leaves out or changes text, in conversations: 1, such as 'A clear day'",
         ),
         ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
     ],
@@ -242,8 +241,7 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
     row = {**LOOKED_UP, "rejected": [assistant("Green.")]}
     data = get_custom([row, {**row, "prompt": [user("Which?")]}], "mine", tokenizer)
     warnings = [note for note in data.notes if "only the last answer is scored" in note]
-    expected = "warning: mine: in 2 of 4 conversations the chat template renders earlier turns of the response"
-    assert [warning.startswith(expected) for warning in warnings] == [True]
+    assert ["differently once others follow, in conversations: 2, so" in warning for warning in warnings] == [True]
     assert scored(encode(data, tokenizer)[0], tokenizer)[0] == seen
 
 
@@ -355,13 +353,11 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
     [
         (None, {}, "chat_template=.* cannot be read: .*No such file"),
         (" \n", {}, "chat_template=.* is empty: write a template into it"),
-        ("{% for %}", {}, "chat_template=.* is not a template in Jinja's language: "),
         (
             "{{ date_string }}",
             {"date_strin": 1},
             "chat_template_args has date_strin, which the chat template does not re",
         ),
-        ("a", {"messages": 1}, "chat_template_args has messages, which must be a name that the chat template reads"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, chat, tmp_path):
@@ -369,7 +365,7 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
         (tmp_path / "a").write_text(text)
     with pytest.raises(InputError, match=message):
         bind_template(chat(None), ChatPlan(str(tmp_path / "a"), arguments, None))
-    with pytest.raises(InputError, match="has no effect, as the tokenizer has no chat template"):
+    with pytest.raises(InputError, match="has enable_thinking, which the chat template does not read"):
         bind_template(chat(None), ChatPlan(None, {"enable_thinking": True}, None))
 
 

@@ -17,7 +17,6 @@ from dpo.data.examples import encode_examples, list_examples
 from dpo.data.preflight import build_table
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder
-from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
@@ -58,21 +57,26 @@ def chat_row(turns: list[dict], n_words: int = 9) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "responses", "mode", "apart", "expected"),  # to 6 tokens, and 2 of the prompt; 0 is EOS
+    ("prompt", "responses", "mode", "apart", "expected"),  # to 6 tokens, and 2 of the prompt; EOS is one
     [
         # what fits exactly is not cut, even if the prompt exceeds its limit
-        ([1, 2, 3], [[7, 8, 0], [9, 0]], "keep_end", True, ([1, 2, 3], [[7, 8, 0], [9, 0]])),
+        (" a b c", (" d e", " d"), "keep_end", True, (" a b c", " d e.", " d.")),
         # one token too many cuts the prompt to its limit and no less; the longer response decides for both
-        ([1, 2, 3, 4], [[7, 8, 0], [9, 0]], "keep_start", True, ([1, 2], [[7, 8, 0], [9, 0]])),
-        ([1, 2, 3, 4], [[9, 0], [7, 8, 0]], "keep_end", True, ([3, 4], [[9, 0], [7, 8, 0]])),
+        (" a b c d", (" d e", " d"), "keep_start", True, (" a b", " d e.", " d.")),
+        (" a b c d", (" d", " d e"), "keep_end", True, (" c d", " d.", " d e.")),
         # a long response loses its EOS, in the reference code whatever room a short prompt leaves
-        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", True, ([1], [[7, 8, 9, 10], [5, 0]])),
-        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", False, ([1], [[7, 8, 9, 10, 11], [5, 0]])),
+        (" a", (" a b c d e", " d"), "keep_end", True, (" a", " a b c d", " d.")),
+        (" a", (" a b c d e", " d"), "keep_end", False, (" a", " a b c d e", " d.")),
     ],
 )
-def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(prompt, responses, mode, apart, expected):
-    text = Prompt("a", [], [], mode, False, apart=apart)
-    assert truncate_example(text, prompt, responses, None, max_length=6, max_prompt_length=2) == expected
+def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(
+    prompt, responses, mode, apart, expected, tokenizer
+):
+    text = Prompt(prompt, list(responses), [{"chosen": 0, "rejected": 1}], mode, False, apart=apart)
+    limits = {"max_length": 6, "max_prompt_length": 2}
+    [example] = encode_examples(list_examples(text), TextEncoder(tokenizer), **limits)
+    texts = map(tokenizer.decode, (example.prompt, *example.responses))
+    assert tuple(text.replace("<|endoftext|>", ".") for text in texts) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     [warning] = SplitReport(**report).find_warnings("train")
     assert warning.startswith("in 2 of 3 examples (train) the example is longer than max_length and is left out: raise")
-    with pytest.raises(InputError, match="has no examples: 2 are too long: raise max_length"):
+    with pytest.raises(InputError, match="has nothing to train on: 2 are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **values)
 
 

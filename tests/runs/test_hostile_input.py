@@ -280,7 +280,7 @@ def test_a_link_in_place_of_a_directory_is_refused_and_nothing_is_written_where_
         (tmp_path / name).symlink_to(elsewhere)
     logps = ReferenceLogps(1, 1)
     for write_there in (
-        lambda: find_or_build(tmp_path / "dpo-examples", "key", lambda _: pytest.fail("built")),
+        lambda: find_or_build(tmp_path / "dpo-examples", lambda: "key", lambda _: pytest.fail("built")),
         lambda: logps.save(logps.find_path(tmp_path, "digest")),
         lambda: write_report([write_run(tmp_path / "run", [])], tmp_path / "report"),
     ):
