@@ -1,4 +1,4 @@
-"""Entry point: compose and validate the config, then train.
+"""Entry point and recipe: the steps of a run in their order; `dpo/training/parts.py` has those of its trainer.
 
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
@@ -68,7 +68,7 @@ def run_or_exit(plan: Plan) -> None:
 
 
 def run(plan: Plan) -> None:
-    """Run a plan without problems, in as many processes as it says."""
+    """Run a plan in as many processes as it says."""
     is_rank_0 = host.is_rank_0()
     for warning in find_warnings(plan) if is_rank_0 else ():
         print(f"warning: {warning}")
@@ -123,10 +123,7 @@ def dry_run(plan: Plan) -> None:
 
 
 def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None = None, printed: str = "") -> None:
-    """Open the run's directory, then load and train, in one process of `world_size`.
-
-    `models` are the policy and the reference, if they are loaded already. `printed` is for the run's log.
-    """
+    """Open the run's directory, then load and train, in one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
     with ending_on_stop_signals(plan.run.local_run_dir), explaining_full_disk(plan.run.local_run_dir):
@@ -207,9 +204,7 @@ def worker_main(
     rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
 ) -> None:
     """Train loaded models, as `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    starts it in N processes, which meet at `config.fsdp_port`. Missing keys get the defaults of `config/`.
-
-    A process group that exists already is used, and left as it is.
+    starts it in N processes, which meet at `config.fsdp_port`, or use the process group that exists already.
     """
     import torch
 

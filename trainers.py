@@ -37,10 +37,10 @@ from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
-from dpo.training.metrics import REFERENCE, MicrobatchMetrics, measure_speed, peak_memory_gb
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, measure_costs
 from dpo.training.objective import Objective
 from dpo.training.parts import make_parts
-from dpo.training.start import list_first_tasks, list_notes, self_test
+from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
@@ -70,7 +70,7 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """The separate reference model; None if it is the policy itself, or was freed as all examples are cached."""
+        """The separate reference model; None if there is none, or it was freed as all examples are cached."""
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
 
@@ -84,13 +84,12 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due, and after the last update.
 
-        After a stop signal, finishes the update, saves and raises Stopped. Several processes may make one more update
-        first, in which they agree to stop.
+        After a stop signal, it saves and raises Stopped; several processes agree to stop in one more update.
         """
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
         if self.objective.mesh.rank == 0:
-            notes = list_notes(self.plan, self.data, self.evaluator)
-            self.progress.line("\n".join(notes if n_done else [*notes, list_first_tasks(self.plan)]))
+            for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
+                self.progress.line(note)
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
@@ -104,7 +103,6 @@ class Trainer:
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
             self.sample_if_due()
-        self._report_best()
 
     def train_step(self, batch: Batch) -> Update:
         """Make one update on a global batch; all processes get the same, each with its own microbatches."""
@@ -126,13 +124,14 @@ class Trainer:
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
         grad_norm = self.clip_gradient()
-        scalars = {  # summed over the ranks
-            # the norm is the same on all ranks, so the sum takes it from rank 0 alone
-            "grad_norm": grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
-            "n_ranks_to_stop": torch.full_like(grad_norm, float(bool(self.stop.signals))),
-        }
-        # only here does the host wait for the device
-        reduced = objective.reduce(metrics, len(batch.examples), context.rows_to_cache, scalars)
+        reduced = objective.reduce(  # only here does the host wait for the device
+            metrics,
+            len(batch.examples),
+            context.rows_to_cache,
+            # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
+            grad_norm=grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
+            n_ranks_to_stop=torch.full_like(grad_norm, float(bool(self.stop.signals))),
+        )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
         state.count_update(len(batch.examples))  # an update that a callback refuses counts too
@@ -147,9 +146,9 @@ class Trainer:
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.policy.zero_grad()
-        further_means = {"lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
-        speed = measure_speed(batch, time.perf_counter() - start)
-        return update._replace(metrics={**means, **further_means, **speed, "memory/peak_gb": peak_memory_gb()})
+        of_online = {**batch.metrics, **reduced.find_kl(list(batch.drawn))}
+        costs = measure_costs(batch, time.perf_counter() - start)
+        return update._replace(metrics={**means, "lr": lr, **of_online, **costs})
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip the gradient by its global norm; return the norm before clipping."""
@@ -175,11 +174,8 @@ class Trainer:
     def _finishing(self) -> Iterator[None]:
         """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
 
-        - After success, all processes complete the last checkpoint, then "end" is emitted.
-        - After a stop signal or a scorer's failure, an unsaved state is saved, and "end" is emitted.
-        - After a NaN or infinite value nothing is saved, and "abort" and "end" are emitted.
-        - After any other error this process completes its checkpoint. It calls no collective, as the other processes
-          may not have failed.
+        After a stop signal or a scorer's failure an unsaved state is saved; after a NaN or infinite value nothing is.
+        After any other error no collective is called, as the other processes may not have failed.
         """
         with on_stop_signals(self._record_signal):
             try:
@@ -201,7 +197,6 @@ class Trainer:
         self.callbacks.emit("end")
 
     def _record_signal(self, signal_number: int) -> str:
-        """Record a stop signal; return a message about its effect."""
         self.stop.signals.append(signal_number)
         will_save = self.state.example_counter > 0 and not self.plan.run.debug
         return "stopping after saving a checkpoint" if will_save else "stopping"
@@ -209,7 +204,7 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
-        """Evaluate, if due and not done yet, or after the last update; return the mean metrics, if it did."""
+        """Evaluate, if due and not done yet; return the mean metrics, if it did."""
         state, n_examples = self.state, self.state.example_counter
         is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
         is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
@@ -220,8 +215,9 @@ class Trainer:
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
         has_samples, table = self.evaluator.draws_samples(n_examples), evaluated.examples
-        evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, table, has_samples)
-        self.callbacks.emit("evaluation", evaluation)
+        self.callbacks.emit(
+            "evaluation", Evaluation(state.batch_counter, n_examples, metrics, examples, table, has_samples)
+        )
         state.evaluated_at, state.samples_due = n_examples, has_samples
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
@@ -229,44 +225,38 @@ class Trainer:
     def sample_if_due(self) -> None:
         """Draw an evaluation's samples, once its checkpoint is saved; a failure costs a warning.
 
-        Before the first update and after the last one, the policy also answers some prompts, for the verdict on the
-        run. A resumed run draws the samples that are missing.
+        Before the first update and after the last one, the policy also answers prompts, for the verdict on the run.
         """
-        state = self.state
+        state, n_examples, samples = self.state, self.state.example_counter, []
         is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
-        if self.plan.evaluation.sample_during_eval and (is_first or state.samples_due):
-            n_examples, samples = state.example_counter, []
-            try:
-                if is_first or is_last:
-                    self.callbacks.emit("answers", n_examples, self.evaluator.answers())
-                if state.samples_due:
-                    samples = self.evaluator.samples(n_examples=n_examples)
-            except SamplingFailed as error:
-                self.progress.line(
-                    f"warning: no samples after {n_examples:,} examples, as they could not be drawn: {error}; "
-                    f"training goes on (sample_during_eval=false draws none)"
-                )
+        if not (self.plan.evaluation.sample_during_eval and (is_first or state.samples_due)):
+            state.samples_due = False
+            return
+        try:
+            if is_first or is_last:
+                self.callbacks.emit("answers", n_examples, self.evaluator.answers())
             if state.samples_due:
-                self.callbacks.emit("samples", n_examples, samples)
+                samples = self.evaluator.samples(n_examples=n_examples)
+        except SamplingFailed as error:
+            self.progress.line(
+                f"warning: no samples after {n_examples:,} examples, as they could not be drawn: {error}"
+            )
+        if state.samples_due:
+            self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False
 
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
-        """Save a checkpoint with the metrics, if due and not saved yet, or after the last update."""
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
         is_due = is_last or self.state.example_counter % save_every == 0
         if is_due and self._is_unsaved():
             self.save(metrics=metrics)
 
     def _is_unsaved(self) -> bool:
-        """Return whether a checkpoint of the current state is wanted and missing."""
         n_examples = self.state.example_counter
         return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
-        """Save to `output_dir`, or to the run's `step-N`.
-
-        A new `step-N` gets the link LATEST, and BEST if `metrics` are the best yet; `output_dir` gets no link.
-        """
+        """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
         state, (ranking_metric, sign) = self.state, self.plan.best
         if output_dir is None:
             state.saved_at = state.example_counter
@@ -284,22 +274,11 @@ class Trainer:
             elsewhere=output_dir and Path(output_dir),
         )
 
-    def _report_best(self) -> None:
-        """Log which checkpoint BEST names, if it is better than LATEST."""
-        metric, sign = self.plan.best
-        best, latest = self.checkpoints.best, self.checkpoints.latest  # the metric times its sign: higher is better
-        if best > latest:
-            step = self.checkpoints.run_dir / f"step-{self.checkpoints.best_at}"
-            self.progress.line(
-                f"BEST is {step}, with {metric} {sign * best:.4g}; LATEST has {metric} {sign * latest:.4g}"
-            )
-
 
 class BasicTrainer(Trainer):
     """A trainer with the reference code's constructor, attributes and methods (docs/porting.md).
 
-    It makes its own parts, of models, or of functions that load one. Keys missing from `config` get the defaults of
-    `config/`. `run_dir` is created if it does not exist.
+    It makes its own parts, of models or of functions that load one.
     """
 
     def __init__(
@@ -313,7 +292,8 @@ class BasicTrainer(Trainer):
         world_size: int = 1,
     ) -> None:
         self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
-        given: Any = OmegaConf.to_container(OmegaConf.create(store_rows(config)), resolve=False)
+        stored: Any = store_rows(config)
+        given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         plan = resolve(
             {**given, "trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}, world_size=world_size
         )
@@ -350,10 +330,10 @@ class BasicTrainer(Trainer):
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
-        texts: list[list[str]] = []  # by model
-        for model in self.evaluator.sampled_models():
-            texts.append(self.evaluator.continuations(model, batch, n_examples=self.state.example_counter))
-        return texts[0], (texts[1] if len(texts) == 2 else [])
+        n_examples = self.state.example_counter
+        models = self.evaluator.sampled_models()
+        policy, *reference = [self.evaluator.continuations(model, batch, n_examples=n_examples) for model in models]
+        return policy, (reference[0] if reference else [])
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)

@@ -29,10 +29,7 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, by default PATH, unless it exists; return the local path.
-
-    Nothing is copied if HOST is this machine. A failed copy raises CalledProcessError and leaves no file.
-    """
+    """Copy `HOST:PATH` by scp to `local_path`, by default PATH, unless it exists there; return where it is."""
     host, colon, path = remote_path.partition(":")
     if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
         raise InputError(f"remote_path={remote_path} must be HOST:PATH")
@@ -47,7 +44,7 @@ def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
-    """Every rank's `values` concatenated along dimension 0, in rank order; with one process `values` itself."""
+    """Every rank's `values` concatenated along dimension 0, in rank order."""
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
@@ -56,15 +53,10 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, gr
 
 
 def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch, on `device`.
-
-    Raises ValueError if the rows cannot be divided evenly; the reference implementation silently drops the remainder.
-    """
+    """Part `rank` of `world_size` equal parts of a batch, on `device`."""
     n_rows = len(next(iter(batch.values())))
-    if n_rows % world_size:
-        raise ValueError(
-            f"{n_rows} rows cannot be cut into {world_size} equal parts: give a multiple of {world_size} rows"
-        )
+    if n_rows % world_size:  # the reference implementation silently drops the remainder
+        raise ValueError(f"{n_rows} rows cannot be cut into {world_size} equal parts: give a multiple")
     part = slice(rank * n_rows // world_size, (rank + 1) * n_rows // world_size)
     return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
 
@@ -76,9 +68,7 @@ def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
     """Print this process's allocated and peak memory on each visible GPU, or on GPU `rank` alone."""
-    for device in range(torch.cuda.device_count()):
-        if rank is not None and device != rank:
-            continue
+    for device in range(torch.cuda.device_count()) if rank is None else (rank,):
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         print(f"{message} GPU {device}: {now / 2**30:.2f} GiB allocated, {peak / 2**30:.2f} GiB at the peak")
 

@@ -168,26 +168,6 @@ def test_private_names_of_libraries_are_at_most_ten_rows_of_the_table_with_a_tes
     assert {test for _, test in rows} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-IMPORT_ALL = """
-import importlib, random, sys
-import numpy, torch
-def state():
-    flags = torch.backends.cuda.matmul.allow_tf32, torch.get_default_dtype()
-    return flags, torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-before = state()
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-assert state() == before
-"""
-
-
-@pytest.mark.slow
-def test_importing_prints_and_changes_nothing(tmp_path):
-    result = run_python("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_checking_a_config_needs_no_torch():
     loaded = "{'torch', 'transformers', 'datasets'} & sys.modules.keys()"
     result = run_python("-c", f"import sys, dpo.settings.validation; assert not {loaded}", PYTHONPATH=str(ROOT))

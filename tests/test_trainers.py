@@ -172,25 +172,13 @@ def test_metrics_have_the_references_names_and_samples_are_written(loss, sides, 
     assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "announced", "sampled"),
-    [
-        ((), "self-test (self_test), evaluation of up to 4 examples (do_first_eval, n_eval_examples), ", {0, 4}),
-        (
-            ("do_first_eval=false", "cache_reference_logps=all"),
-            "self-test (self_test), the reference scores all examples (cache_reference_logps), ",
-            {4},
-        ),
-    ],
-)
-def test_a_line_says_what_is_done_before_the_first_update(overrides, announced, sampled, make_trainer, capsys):
-    trainer = make_trainer(*DPO, "n_examples=4", "max_length=36", *SAMPLED, *overrides)
+def test_a_line_says_what_is_done_before_the_first_update(make_trainer, capsys):
+    trainer = make_trainer(*DPO, "n_examples=4", "max_length=36", *SAMPLED, "cache_reference_logps=all")
     trainer.train()
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update")]
-    assert lines == [f"before the first update: {announced}answers for comparison at the end (sample_during_eval)"]
-    samples = [json.loads(line) for line in (trainer.run_dir / "samples.jsonl").read_text().splitlines()]
-    assert {sample["examples"] for sample in samples} == sampled
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update: ")]
+    keys = ("self_test", "cache_reference_logps", "do_first_eval, n_eval_examples", "sample_during_eval")
+    assert all(f"({names})" in line for names in keys)
     answers = [json.loads(line) for line in (trainer.run_dir / "answers.jsonl").read_text().splitlines()]
     assert [answer["examples"] for answer in answers] == [0] * 4 + [4] * 4
 

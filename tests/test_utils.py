@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import random
 
 import numpy as np
@@ -11,22 +10,6 @@ import torch
 import torch.distributed as dist
 
 import utils
-from dpo.errors import InputError
-from dpo.system.run_directory import get_cache_dir
-
-
-def test_a_cache_named_by_the_environment_wins_over_local_dirs(monkeypatch, tmp_path):
-    for name in ("XDG_CACHE_HOME", "HF_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert get_cache_dir([str(tmp_path)]) == str(tmp_path / getpass.getuser())
-    monkeypatch.setenv("HF_HOME", "/elsewhere")
-    assert get_cache_dir([str(tmp_path)]) is None
-
-
-def test_a_block_class_is_found_by_name_or_the_candidates_are_listed(tiny_llama):
-    assert utils.get_block_class_from_model(tiny_llama, "LlamaDecoderLayer") is type(tiny_llama.model.layers[0])
-    with pytest.raises(InputError, match=r"block_name=GPT2Block .*LlamaForCausalLM.*\(LlamaDecoderLayer\)"):
-        utils.get_block_class_from_model(tiny_llama, "GPT2Block")
 
 
 def test_pad_to_length_pads_on_the_right_of_one_dimension():

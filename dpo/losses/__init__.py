@@ -13,9 +13,8 @@ from typing import Any, Literal, get_type_hints
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
 
-# kinds of training examples, and the roles of the responses in them. The target of SFT is `chosen`. A labelled example
-# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`. A ranked list has a
-# best and a worst response, and any number of others
+# kinds of training examples, and the roles of their responses. A labelled example has one response, whose role is its
+# label. A ranked list has a best and a worst response, and any number of others
 TRAINS_ON = {
     "pairs": ("chosen", "rejected"),
     "targets": ("chosen",),
@@ -23,24 +22,19 @@ TRAINS_ON = {
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
-# ranks checkpoints for losses of labels, as the AUC does not depend on the weights in such a loss
-AUC = ("rewards_eval/auc", +1)
+AUC = ("rewards_eval/auc", +1)  # ranks checkpoints for losses of labels, on whose weights it does not depend
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Options that losses of pairs share (`config/loss/options/`); without a value, each is off.
-
-    All but `sft_weight` and `offset_by_margin` need a reference. A formula subtracts the margin of `offset_by_margin`
-    itself, as it is in the scores, as `offset`.
-    """
+    """Options that losses of pairs share (`config/loss/options/`); all but the first and last need a reference."""
 
     sft_weight: formulas.Weight = 0.0
     wpo: bool = False
     ld_alpha: formulas.Fraction = 1.0
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     f_alpha: formulas.OpenFraction = 0.5
-    offset_by_margin: bool = False
+    offset_by_margin: bool = False  # a formula subtracts the margin itself, which is `Scores.offset`
 
 
 SHARED = tuple(option.name for option in fields(PairOptions))
@@ -50,12 +44,10 @@ SHARED = tuple(option.name for option in fields(PairOptions))
 class Loss:
     """A loss, and what it needs.
 
-    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those of PairOptions. Without
-    `fn`, the loss is a weighted sum of others, which needs what any of them needs. Its rewards are beta times
-    log-ratios, or beta times mean log-probabilities if none has a reference.
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those of PairOptions.
     """
 
-    fn: Any  # a function of `formulas`; None: a weighted sum
+    fn: Any  # a function of `formulas`; None: a weighted sum of other losses, which needs what any of them needs
     trains_on: str = "pairs"  # a key of TRAINS_ON
     reference: bool = True  # whether it needs the reference's log-probabilities
     # the metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are
@@ -80,9 +72,6 @@ class Loss:
     shared: PairOptions = PairOptions()
     parts: Sequence[tuple[float, Loss]] = ()  # weights and losses of a weighted sum
 
-    def __post_init__(self) -> None:
-        assert not (self.reference and self.trains_on == "targets"), "a loss of targets has no reference"
-
     @property
     def roles(self) -> tuple[str, ...]:
         return TRAINS_ON[self.trains_on]
@@ -95,14 +84,9 @@ class Loss:
 
     @property
     def can_be_mixed(self) -> bool:
-        """Whether `loss=mix` may contain this loss: it trains a policy on pairs, or targets, each by itself."""
-        is_alone = self.fn is not None and self.batch_statistic is None
-        return is_alone and self.trains_on in ("pairs", "targets") and not self.scalar_head
-
-    @property
-    def has_margins(self) -> bool:
-        """Whether each example has a chosen and a rejected response."""
-        return self.trains_on in ("pairs", "lists")
+        """Whether `loss=mix` may contain it: it trains a policy on pairs, or targets, each by itself."""
+        compares_examples, trains_policy = self.batch_statistic is not None, self.fn and not self.scalar_head
+        return bool(trains_policy) and self.trains_on in ("pairs", "targets") and not compares_examples
 
     @property
     def needs_tails(self) -> bool:
@@ -116,16 +100,17 @@ class Loss:
 
     @property
     def needs_margins(self) -> bool:
-        """Whether each pair of the data must have a margin."""
         return self.shared.offset_by_margin
 
     def __call__(self, scores: Scores) -> Losses:
-        """Losses and rewards, with all options."""
+        """Losses and rewards, with all options. A sum's rewards are of log-ratios, or of mean log-probabilities."""
         if self.parts:
             weighted = (weight * part.fn(part.transform(scores), **part.options).losses for weight, part in self.parts)
             u_w, u_l = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
             output = formulas.with_rewards(sum(weighted), u_w, u_l, self.options["beta"])
         else:
+            if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
+                scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
             output = self.fn(self.transform(scores), **self.options)
         if self.trains_on != "pairs":
             return output
@@ -147,8 +132,7 @@ class Loss:
 
     def find_batch_statistic(self, scores: Scores) -> Any:
         """The statistic of a global batch, (B, k)."""
-        assert self.batch_statistic is not None
-        return self.batch_statistic(self.transform(scores), **self.options)
+        return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
@@ -192,6 +176,7 @@ def list_options() -> dict[str, Any]:
     return types
 
 
+OF_LABELS: Any = {"trains_on": "labels", "best": AUC, "margin_only": False}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo, takes_offset=True),
@@ -220,22 +205,9 @@ LOSSES = {
     "aot_unpaired": Loss(
         formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
     ),
-    "kto": Loss(
-        formulas.kto,
-        trains_on="labels",
-        best=AUC,
-        margin_only=False,
-        batch_statistic=formulas.estimate_kl,
-        mismatched=True,
-    ),
-    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, trains_on="labels", best=AUC, margin_only=False),
-    "bco_unpaired": Loss(
-        formulas.bco_unpaired,
-        trains_on="labels",
-        best=AUC,
-        margin_only=False,
-        running_statistic=formulas.mean_reward,
-    ),
+    "kto": Loss(formulas.kto, **OF_LABELS, batch_statistic=formulas.estimate_kl, mismatched=True),
+    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, **OF_LABELS),
+    "bco_unpaired": Loss(formulas.bco_unpaired, **OF_LABELS, running_statistic=formulas.mean_reward),
     "bradley_terry": Loss(
         formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
     ),

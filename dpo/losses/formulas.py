@@ -31,8 +31,7 @@ BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
     """The sums or averages of the log-probabilities of each row's labels, (B,).
 
-    `logits`, (B, T, V), predict the *next* token, so position t is scored against `labels[:, t + 1]`. `labels`, (B, T),
-    are -100 where nothing is scored. DPO is derived for the sum, not the mean.
+    `logits`, (B, T, V), predict the *next* token; `labels`, (B, T), are -100 where nothing is scored.
     """
     assert logits.shape[:-1] == labels.shape
     targets = labels[:, 1:]  # (B, T-1)
@@ -80,10 +79,9 @@ NOT_NEEDED: Any = None  # stands for a tensor that the loss does not need
 class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
-    Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
-    0. An SFT target is `chosen`. A labelled response is `chosen` if it is desirable, else `rejected`. In a ranked list
-    the best response is `chosen`, the worst is `rejected`, and the others are in `between`, (B, len(BETWEEN)). For a
-    loss with a scalar head, `chosen` and `rejected` are rewards.
+    Every tensor is (B,) unless noted, and 0 for a role of which an example has no response. An SFT target is `chosen`.
+    A labelled response is `chosen` if it is desirable, else `rejected`. In a ranked list the best response is `chosen`,
+    the worst `rejected`, and the others are in `between`, (B, len(BETWEEN)). With a scalar head these are rewards.
     """
 
     chosen: Tensor
@@ -132,20 +130,6 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
     return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
 
 
-def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
-    """`preference_loss` of scores; their offset does not change rewards."""
-    losses, _, _ = preference_loss(
-        scores.chosen - scores.offset / beta,  # the offset is in units of rewards, which are beta times log-ratios
-        scores.rejected,
-        scores.reference_chosen,
-        scores.reference_rejected,
-        beta,
-        **options,
-    )
-    u_w, u_l = scores.log_ratios()
-    return with_rewards(losses, u_w, u_l, beta)
-
-
 def _mean_log_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
     """Log-ratios of chosen and rejected responses, as means over tokens."""
     u_w, u_l = scores.log_ratios()
@@ -163,7 +147,10 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 
 
 def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
-    return _preference_loss(scores, beta, label_smoothing=label_smoothing, reference_free=reference_free)
+    chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
+    logps = (chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected)
+    losses, _, _ = preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)
+    return with_rewards(losses, *scores.log_ratios(), beta)
 
 
 def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
@@ -174,9 +161,7 @@ def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
 
 def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
     """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens instead of sums, as the authors did."""
-    if not average:
-        return _preference_loss(scores, beta, ipo=True)
-    u_w, u_l = _mean_log_ratios(scores)
+    u_w, u_l = _mean_log_ratios(scores) if average else scores.log_ratios()
     return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 
 
@@ -313,11 +298,9 @@ def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: F
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
     """beta-DPO (arXiv 2407.08639), without its filter: DPO with a beta that follows the mean gap of the batch."""
-    batch_beta = scores.batch_statistic
-    if batch_beta is None:
-        batch_beta = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l) - scores.offset), u_w, u_l, beta)
+    margin = scores.batch_statistic[:, 0] * (u_w - u_l) - scores.offset
+    return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -326,7 +309,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each value, the entry of `others` of the same rank; all are (B,), the result is detached."""
+    """For each value, the entry of `others` of the same rank, detached; all are (B,)."""
     ranks = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[ranks]
 
@@ -340,8 +323,7 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """AOT for pairs (arXiv 2406.05882): the policy's margins should exceed the reference's, rank by rank."""
-    partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 1)
-    losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
+    losses = _smoothed(beta * (scores.chosen - scores.rejected - scores.batch_statistic[:, 0]), label_smoothing)
     u_w, u_l = scores.log_ratios()
     return with_rewards(losses, u_w, u_l, beta)
 
@@ -356,10 +338,9 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """AOT, unpaired (arXiv 2406.05882): chosen log-ratios should exceed all rejected ones, rank by rank."""
-    partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 2)
     u_w, u_l = scores.log_ratios()
-    chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
-    rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
+    chosen_losses = _smoothed(beta * (u_w - scores.batch_statistic[:, 0]), label_smoothing)
+    rejected_losses = _smoothed(beta * (scores.batch_statistic[:, 1] - u_l), label_smoothing)
     # Partners have no gradient: only the first term moves chosen responses, only the second moves rejected responses.
     # Both terms compare the same ranks and have the same sum over the batch, so the second adds only its gradient.
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
@@ -369,7 +350,7 @@ def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabe
 
 
 def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
-    """The loss of a reward model (arXiv 2203.02155, eq. 1) with the margin of arXiv 2307.09288 (eq. 2), the offset.
+    """The loss of a reward model (arXiv 2203.02155, eq. 1), with the offset as margin (arXiv 2307.09288, eq. 2).
 
     `centering` keeps rewards around 0 (arXiv 2312.09244, eq. 2).
     """
@@ -383,8 +364,7 @@ def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
 
 def estimate_kl(scores: Scores, **_: Any) -> Tensor:
     """An estimate of KL(policy || reference) from mismatched examples, (B, 1) (arXiv 2402.01306, section 4)."""
-    u_w, u_l = scores.log_ratios()
-    log_ratios = u_w + u_l  # one of the two is 0
+    log_ratios = sum(scores.log_ratios())  # one of the two is 0
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
 
 
@@ -396,26 +376,22 @@ def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losse
     return with_rewards(chosen.where(scores.chosen_lengths > 0, rejected), u_w, u_l, beta)
 
 
-def _kto(scores: Scores, z: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
-    """KTO's losses with the reference point z, (B,)."""
+def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
+    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
+    z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     u_w, u_l = scores.log_ratios()
     desirable = desirable_weight * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
     undesirable = undesirable_weight * (beta * (u_l - z)).sigmoid()
     losses = desirable.where(scores.chosen_lengths > 0, undesirable)
-    return with_rewards(losses, u_w, u_l, beta)
-
-
-def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
-    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
-    z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
-    return _kto(scores, z, beta, desirable_weight, undesirable_weight)._replace(metrics={"kto/kl": z})
+    return with_rewards(losses, u_w, u_l, beta)._replace(metrics={"kto/kl": z})
 
 
 def apo_zero_unpaired(
     scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
 ) -> Losses:
-    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples: KTO without a KL."""
-    return _kto(scores, scores.chosen.detach() * 0, beta, desirable_weight, undesirable_weight)
+    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples: KTO with z_0 = 0."""
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return kto(scores._replace(batch_statistic=None), beta=beta, **weights)._replace(metrics={})
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
@@ -424,8 +400,7 @@ def apo_zero_unpaired(
 def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
-    Each response but the worst adds -log P(it is the best among itself and all worse responses). In shapes, K is the
-    number of responses of the longest list.
+    Each response but the worst adds -log P(it is the best among itself and all worse responses). K is the longest list.
     """
     import torch
 
@@ -463,17 +438,14 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant, so that it is 0 where pi = ref.
-
-    For the alpha divergence this is (1 - (pi / ref)^-alpha) / alpha, and forward KL is the case alpha = 1.
-    """
+    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant, so that it is 0 where pi = ref."""
     import torch
     from torch.nn.functional import logsigmoid
 
     if divergence == "js":
         return math.log(2) + logsigmoid(log_ratio)
     if divergence == "forward_kl":
-        alpha = 1
+        alpha = 1  # alpha divergence: (1 - (pi / ref)^-alpha) / alpha
     # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
     # has NaN gradients. The factor 0.9 leaves room for the division by alpha
     largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
@@ -491,8 +463,7 @@ def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
 def find_wpo_weights(scores: Scores) -> Tensor:
     """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
 
-    A weight is exp(m_chosen + m_rejected), where m is the mean over a response's tokens of log pi(token) -
-    log sum_v pi(v)^2: large if the policy is likely to write both responses.
+    Large if the policy is likely to write both responses: of means over tokens of log pi(token) - log sum_v pi(v)^2.
     """
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths

@@ -33,10 +33,7 @@ Result = TypeVar("Result")
 
 
 class Batch(NamedTuple):
-    """B examples of an update or evaluation, and this process's microbatches.
-
-    Everything but the microbatches is the same on every process.
-    """
+    """B examples of an update or evaluation, the same on every process, and this process's microbatches."""
 
     examples: list[Example]
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
@@ -82,9 +79,9 @@ class Batches:
         self.rank, self.size = rank, size
         self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
-        # example of each of these; `first_rows` has the first row of each prompt
+        # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
-        first_rows = np.cumsum(n_examples) - n_examples
+        first_rows = np.cumsum(n_examples) - n_examples  # of each prompt
         self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
         self._first_mismatched_row = int(n_examples.sum())
 
@@ -95,7 +92,7 @@ class Batches:
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make the batch of an update from an item that `train` yields; `OnlineBatches` draws pairs at this point."""
+        """Make an update's batch of an item that `train` yields; `OnlineBatches` draws pairs here."""
         return item
 
     def evaluate(self) -> dict[str, float]:
@@ -109,14 +106,8 @@ class Batches:
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
         plan = self.plan.data
-        batches = iterate_examples(
-            counts,
-            batch_size=plan.batch_size,
-            shuffle=True,
-            n_epochs=plan.n_epochs,
-            n_examples=plan.n_examples,
-            seed=self.seed,
-        )
+        limits = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
+        batches = iterate_examples(counts, shuffle=True, seed=self.seed, **limits)
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.num_workers)
 
     def test(self) -> Iterator[Batch]:
@@ -130,10 +121,8 @@ class Batches:
         return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
-        plan = self.plan.data
-        return encode_examples(
-            texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
-        )
+        limits = {"max_length": self.plan.data.max_length, "max_prompt_length": self.plan.data.max_prompt_length}
+        return encode_examples(texts, self.data.encode, **limits)
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
         """This process's microbatches of a global batch."""

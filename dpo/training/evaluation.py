@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
@@ -25,7 +26,7 @@ N_ASKED, N_ANSWER_TOKENS = 8, 32  # held-out prompts that are answered before an
 
 
 class Interval(NamedTuple):
-    """When a run evaluates, and what it keeps of that."""
+    """When a run evaluates, and what it keeps."""
 
     n_examples: int  # between evaluations, in whole batches
     keep: int | None  # newest checkpoints to keep; None: all
@@ -33,7 +34,6 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, updates: int) -> Interval:
-        """Find the interval of a run of so many updates."""
         batch_size, keep, eval_every = plan.data.batch_size, plan.run.keep_checkpoints, plan.evaluation.eval_every
         if eval_every is not None or updates * batch_size >= FEWEST * EVAL_EVERY:
             wanted = EVAL_EVERY if eval_every is None else eval_every
@@ -45,10 +45,7 @@ class Interval(NamedTuple):
 
 
 class Evaluator:
-    """Metrics of the evaluation batches, and continuations of prompts.
-
-    Methods raise Stopped before a batch or a sampled token if any process was asked to stop.
-    """
+    """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
     def __init__(
         self,
@@ -73,24 +70,19 @@ class Evaluator:
     @cached_property
     def sampling(self) -> Sampling:
         """How samples are drawn, but for their length and seed."""
-        plan = self.plan.evaluation
+        plan, model, tokenizer = self.plan.evaluation, self.objective.policy, self.data.tokenizer
         prompts = [self.data.test[example.id[0]] for examples in self.sampled for example in examples]
-        return choose_sampling(
-            self.objective.policy,
-            self.data.tokenizer,
-            {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k},
-            chat=all(prompt.rendered for prompt in prompts),
-            cache_implementation=self.plan.model.cache_implementation,
-        )
+        wanted = {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k}
+        is_chat, cache = all(prompt.rendered for prompt in prompts), self.plan.model.cache_implementation
+        return choose_sampling(model, tokenizer, wanted, chat=is_chat, cache_implementation=cache)
 
     def draws_samples(self, n_examples: int) -> bool:
-        """Return whether an evaluation after so many examples draws samples."""
         plan, sampled = self.plan.evaluation, self.interval.sampled
         is_wanted = plan.do_first_sampling if n_examples == 0 else sampled is None or n_examples in sampled
         return plan.sample_during_eval and is_wanted
 
     def metrics(self) -> Reduced:
-        """Evaluate the policy on all evaluation batches, if there are any."""
+        """Evaluate the policy on all evaluation batches."""
         if not self.batches:
             return Reduced({}, {})
         objective = self.objective
@@ -98,9 +90,8 @@ class Evaluator:
         mismatched = [batch.mismatched for batch in self.batches if batch.mismatched is not None]
         weights = [weight for batch in self.batches for weight in batch.weights]
         metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched), weights=weights)
-        release_gathered(objective.policy)
-        if objective.reference is not None:
-            release_gathered(objective.reference.model)
+        for model in (objective.policy, objective.reference and objective.reference.model):
+            release_gathered(model)
         return metrics
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
@@ -117,20 +108,14 @@ class Evaluator:
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         with closing(self.sampled_models()) as models:
             by_model = [self._answer(model, self.sampled, sampling) for model in models]
-        examples = [example for examples in self.sampled for example in examples]
-        samples = []
-        for example, policy, *reference in zip(examples, *by_model, strict=True):
+        samples, tokenizer = [], self.data.tokenizer
+        for example, policy, *others in zip(chain.from_iterable(self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
-            fed = show_fed(example, prompt, self.data.tokenizer)
-            sample = Sample(
-                fed,
-                policy.text,
-                reference[0].text if reference else None,
-                policy_ended=policy.ended,
-                reference_ended=reference[0].ended if reference else None,
-                turns=write_turns(prompt, fed, self.data.tokenizer),
+            fed = show_fed(example, prompt, tokenizer)
+            reference, ended = (others[0].text, others[0].ended) if others else (None, None)
+            samples.append(
+                Sample(fed, policy.text, reference, policy.ended, ended, write_turns(prompt, fed, tokenizer))
             )
-            samples.append(sample)
         return samples
 
     def answers(self) -> dict[str, str]:
@@ -155,20 +140,18 @@ class Evaluator:
     def _answer(
         self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling, *, most: int | None = None
     ) -> list[Answer]:
-        """Answer the prompts of all batches on all processes together, each with at most `most` tokens."""
+        """Answer the prompts of all batches on all processes together."""
         self.objective.policy.eval()
         answers: list[Answer] = []
         for examples in batches:
             prompts = [example.prompt for example in examples]
             limit = self._limit_new_tokens(max(map(len, prompts)))
             settings = sampling._replace(max_new_tokens=min(limit, most or limit))
-            numbers = range(len(answers), len(answers) + len(prompts))
-            rows = self.plan.prompts_at_a_time
+            numbers, rows = range(len(answers), len(answers) + len(prompts)), self.plan.prompts_at_a_time
             answers += self.drawing.draw(model, prompts, numbers, settings, rows=rows, may_fail=True)
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
-        """The most tokens that an evaluation samples after a prompt."""
         n_left = self.plan.data.max_length - n_prompt_tokens
         return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
 

@@ -37,13 +37,16 @@ KEPT_SHARE = 0.3  # of what a CPU allocates while training, lost to fragmentatio
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
 MAX_HELD_SHARE = 0.5  # of a GPU's memory, for frozen weights to be whole: the rest is for activations
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
+SAVERS = (  # settings that save memory, in the order in which to try them
+    "a larger gradient_accumulation_steps, activation_checkpointing=true, cache_reference_logps=all, lora=lora, a "
+    "smaller max_length or model, or more processes with trainer=FSDPTrainer"
+)
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     """A process's memory at the peak of its updates, by purpose, and notes on it.
 
-    It is too high under tensor parallelism, as activations of whole layers are counted. Evaluations and sampling with
-    far larger batches than those of the updates may take more.
+    It is too high under tensor parallelism. Evaluations and samples of far larger batches may take more.
     """
     plan = decide_frozen_weights(plan)
     policy = find_policy_structure(plan, plan.model.policy_dtype)
@@ -71,10 +74,10 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
     dims, is_whole, compute_size = plan.dims, plan.fsdp.frozen_weights == "whole", DTYPES[plan.compute_dtype].itemsize
     n_shards = dims.shard_size * dims.tensor_size
     n_frozen_shards = dims.tensor_size if is_whole else n_shards
-    weights, trained = list(policy.parameters()), list(trained_parameters(policy))
-    trained_bytes, frozen_bytes = _count_bytes(trained) // n_shards, _count_bytes(weights) - _count_bytes(trained)
-    if is_whole:  # in the dtype in which they compute; shards are in the dtype in which they were loaded
-        frozen_bytes = (_count_elements(weights) - _count_elements(trained)) * compute_size
+    weights, trained = {*policy.parameters()}, {*trained_parameters(policy)}
+    # whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded
+    frozen_bytes = _count(weights - trained) * compute_size if is_whole else _count_bytes(weights - trained)
+    trained_bytes = _count_bytes(trained) // n_shards
     held = Counter(
         policy=trained_bytes + frozen_bytes // n_frozen_shards + _count_bytes(policy.buffers()),
         gradients=trained_bytes,
@@ -83,34 +86,31 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
         held["update"] = trained_bytes
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
-        n_elements = _count_elements(weights) - _count_elements(adapter_weights(policy, POLICY).values())
+        n_elements = _count(weights) - _count(adapter_weights(policy, POLICY).values())
         held["reference"] = n_elements * DTYPES[plan.reference_dtype].itemsize // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
         held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
         blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
-
-        def count_units(parameters: list[torch.nn.Parameter]) -> list[int]:
-            sizes = [_count_elements(block.intersection(parameters)) for block in blocks]
-            return [_count_elements(parameters) - sum(sizes), *sizes]
-
-        root, *sizes = count_units(trained if is_whole else weights)
+        units = [weights.difference(*blocks), *blocks]  # the root is the first
         # the root stays gathered; of the blocks the running and the next one do, or all
+        root, *sizes = (_count(unit & trained if is_whole else unit) for unit in units)
         n_gathered = root + (2 * max(sizes) if plan.fsdp.reshard_after_forward else sum(sizes))
         held["gathered"] = n_gathered * compute_size // dims.tensor_size
         # gradients of the largest unit, or all until the last backward pass of an update
-        waits = plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1
-        n_reduced = _count_elements(trained) if waits else max(count_units(trained))
+        n_reduced = max(_count(unit & trained) for unit in units)
+        if plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:
+            n_reduced = _count(trained)
         held["reduced"] = n_reduced * DTYPES[plan.fsdp.reduce_dtype].itemsize // dims.tensor_size
     return held
 
 
+def _count(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _count_elements(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
@@ -193,7 +193,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.autocast and function in (*PRODUCTS, F.scaled_dot_product_attention):
-            args, kwargs = [self._cast(arg) for arg in args], {name: self._cast(arg) for name, arg in kwargs.items()}
+            args, kwargs = [*map(self._cast, args)], {name: self._cast(arg) for name, arg in kwargs.items()}
         if function is F.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3], *(args[3:4] or [kwargs.get("attn_mask")]))
         return function(*args, **kwargs)
@@ -221,36 +221,21 @@ def decide_frozen_weights(plan: Plan) -> Plan:
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return sharded
     held = count_held(whole, find_policy_structure(plan, plan.model.policy_dtype)).total()
-    available = _find_available(plan)
-    return whole if held <= MAX_HELD_SHARE * available else sharded
-
-
-def suggest_settings(plan: Plan) -> str:
-    """Settings that save memory and that the run does not have, in the order in which to try them."""
-    suggestions = {
-        f"gradient_accumulation_steps={2 * plan.data.gradient_accumulation_steps}": True,
-        "activation_checkpointing=true": not plan.training.activation_checkpointing,
-        "cache_reference_logps=all": plan.reference == "model" and not plan.caches_reference_first and not plan.online,
-        "lora=lora": plan.lora is None,
-        f"max_length={plan.data.max_length // 2}": True,
-    }
-    wanted = ", ".join(setting for setting, is_possible in suggestions.items() if is_possible)
-    return f"{wanted}, a smaller model, or more processes with trainer=FSDPTrainer"
-
-
-def _find_available(plan: Plan) -> float:
-    return find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
+    return whole if held <= MAX_HELD_SHARE * _find_available(plan) else sharded
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    (memory, notes), available = predict(plan, data), _find_available(plan)
+    memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
-    total = f"{memory.total() / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB"
-    print(f"{'total':>12} {total}", *notes, sep="\n")
-    if memory.total() > available:
-        print(f"won't fit: try {suggest_settings(plan)}")
+    needed, available = memory.total(), _find_available(plan)
+    print(f"{'total':>12} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB")
+    print(*notes, *([f"won't fit: try {SAVERS}"] if needed > available else []), sep="\n")
+
+
+def _find_available(plan: Plan) -> float:
+    return find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
 
 
 @contextmanager
@@ -268,5 +253,5 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
         needed, available = predict(plan, data)[0].total(), _find_available(plan)
         raise RunError(
             f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {suggest_settings(plan)} ({one_sentence(error)[:200]})"
+            f"try {SAVERS} ({one_sentence(error)[:200]})"
         ) from error

@@ -28,22 +28,21 @@ def scale_weights(weights: Sequence[float]) -> list[float]:
 
 
 class Reduced(NamedTuple):
-    """The metrics of a global batch over all processes, on the host."""
+    """The metrics of a global batch, on the host."""
 
     examples: dict[str, torch.Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """The weighted mean of each metric. If all weights are 0 (every pair is a tie), every example counts alike.
+        """The weighted mean of each metric; if all weights are 0 (every pair is a tie), every example counts alike.
 
         Given `examples`, a metric whose name ends in a role, such as `logps_train/rejected`, is a mean over the
-        examples with a response of that role, and is missing without such examples.
+        examples with such a response, and is missing without any.
         """
         if not self.examples:
             return {}
-        n_examples = len(next(iter(self.examples.values())))
-        relative_weights = scale_weights(weights) if any(weights) else [1.0] * n_examples
-        all_weights = torch.tensor(relative_weights, dtype=torch.float64)  # (B,)
+        alike = [1.0] * len(next(iter(self.examples.values())))
+        all_weights = torch.tensor(scale_weights(weights) if any(weights) else alike, dtype=torch.float64)  # (B,)
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
@@ -60,12 +59,11 @@ class Reduced(NamedTuple):
         """`online/kl` (docs/metrics.md): KL(policy || reference) on responses of the examples at `indices`, if any."""
         if not indices or f"{REFERENCE}chosen" not in self.examples:
             return {}
-        log_ratios = [
-            self.examples[f"logps_train/{role}"] - self.examples[f"{REFERENCE}{role}"]
-            for role in ("chosen", "rejected")
-        ]
-        by_role = torch.stack(log_ratios).double()  # (2, B)
-        return {"online/kl": by_role[:, indices].mean().item()}
+        policy, reference = (
+            torch.stack([self.examples[f"{prefix}{role}"] for role in ("chosen", "rejected")]).double()  # (2, B)
+            for prefix in ("logps_train/", REFERENCE)
+        )
+        return {"online/kl": (policy - reference)[:, indices].mean().item()}
 
 
 def reduce_metrics(
@@ -78,12 +76,10 @@ def reduce_metrics(
 ) -> Reduced:
     """Combine the metrics of all microbatches and processes, by one collective and one copy, for which the host waits.
 
-    Each process fills the rows of its own examples in a table of zeros, and `add` sums the tables and `scalars` over
-    the processes. Where several processes see the same examples, `counts` is true on one process only, so that each
-    example counts once.
+    Each process fills the rows of its own examples in a table of zeros, and `add` sums tables and `scalars` over the
+    processes. Of processes that see the same examples, one alone `counts`.
     """
-    _, first_columns = metrics[0]
-    names = list(first_columns)
+    names = list(metrics[0][1])
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
@@ -98,12 +94,13 @@ def reduce_metrics(
     )
 
 
-def measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
-    """Metrics of the time that an update took, sampling and scoring included."""
+def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of the time that an update took, sampling and scoring included, and of memory."""
     seconds = step_seconds + sum(batch.seconds.values())
     metrics = {
         "examples_per_second": len(batch.examples) / seconds,
         "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        "memory/peak_gb": peak_memory_gb(),
         **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
     }
     if batch.drawn:

@@ -36,10 +36,9 @@ def make_scores(columns: NamedTensors, **more: Any) -> Scores:
 
 
 def find_shares_ranked_right(rewards: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """For each labelled example, the share by weight of opposite labels ranked right; all are (B,).
+    """For each labelled example, the share by weight of opposite labels that it is ranked right against, (B,).
 
-    It is right that a chosen response has the higher reward; equal rewards count half. The shares' weighted mean is the
-    area under the ROC curve.
+    Equal rewards count half. The weighted mean of the shares is the area under the ROC curve.
     """
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
@@ -61,14 +60,7 @@ class BatchContext(NamedTuple):
 
 
 class Objective:
-    """The loss of a policy, whose gradient an update follows; a part of checkpoints.
-
-    - `autocast`: the dtype in which float32 weights are multiplied; None: their own.
-    - `models_are_equal`: policy and reference have the same weights. Their rewards differ only by rounding, so
-      accuracies are 0.
-    - `follow_every`: the number of updates after which the reference becomes a copy of the policy. If it is set, no
-      accuracies are logged while the models are equal.
-    """
+    """The loss of a policy, whose gradient an update follows; a part of checkpoints."""
 
     def __init__(
         self,
@@ -78,9 +70,9 @@ class Objective:
         mesh: Mesh,
         loss: Loss,
         *,
-        autocast: torch.dtype | None = None,
-        models_are_equal: bool = False,
-        follow_every: int | None = None,
+        autocast: torch.dtype | None = None,  # in which float32 weights are multiplied; None: their own
+        models_are_equal: bool = False,  # policy and reference have the same weights
+        follow_every: int | None = None,  # updates after which the reference becomes a copy of the policy
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
         self.average = 0.0  # of `Loss.running_statistic`, over updates with the same reference
@@ -121,7 +113,7 @@ class Objective:
     def forward_tokens(
         self, model: torch.nn.Module, layout: Layout, inputs: Any, *, with_squares: bool = False
     ) -> TokenLogps:
-        """Run a model on inputs of a layout, under the run's autocast."""
+        """Log-probabilities of a layout's inputs, under the run's autocast."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return layout.forward(model, inputs, with_squares=with_squares)
 
@@ -134,10 +126,7 @@ class Objective:
     def score(
         self, microbatch: Microbatch, cached_reference: torch.Tensor | None = None, *, with_reference: bool
     ) -> NamedTensors:
-        """Score a microbatch on the device with policy and reference.
-
-        `cached_reference` has the reference's log-probabilities of the global batch, if known.
-        """
+        """Score a microbatch with the policy and, unless the global batch's are cached, with the reference."""
         reference: NamedTensors = {}
         if with_reference and cached_reference is not None:
             logps = cached_reference[microbatch.indices].unbind(1)
@@ -158,11 +147,7 @@ class Objective:
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
-        """Compute the values that the microbatches of a global batch share.
-
-        A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
-        If it covers the microbatches, it also computes what the reference's cache lacks.
-        """
+        """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
         relative_weights = scale_weights(batch.weights)
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
         reference, statistic = self.cached_reference(batch), None
@@ -178,10 +163,7 @@ class Objective:
         return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
 
     def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> torch.Tensor | None:
-        """The loss's statistic of a global batch, (B, k) on the device; None if all examples are ties.
-
-        Examples of weight 0 (ties) do not count, as in the loss; their rows are zeros.
-        """
+        """The loss's statistic of a global batch, (B, k), zeros for ties, which do not count; None if all are ties."""
         if not any(weights):
             return None
         has_weight = torch.tensor([weight > 0 for weight in weights])
@@ -194,10 +176,7 @@ class Objective:
     def losses(
         self, microbatch: Microbatch, context: BatchContext | None = None, *, split: str, loss: Loss | None = None
     ) -> tuple[torch.Tensor, NamedTensors]:
-        """The losses of a microbatch on the device, (B,), and detached metrics.
-
-        `loss` replaces the run's loss. The metrics include the reference's log-probabilities.
-        """
+        """Losses of a microbatch on the device, (B,), by the run's loss or another, and detached metrics."""
         loss = loss or self.loss
         columns = self.score(microbatch, context and context.reference, with_reference=loss.reference)
         statistic = None
@@ -219,9 +198,9 @@ class Objective:
         return weighted_sum * self.mesh.data_size / context.total_weight  # data_size undoes FSDP's averaging
 
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
-        """Metrics per example, detached, with the reference's log-probabilities among them."""
+        """Metrics per example, and the reference's log-probabilities."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
-        if output.rewards and self.loss.has_margins:
+        if output.rewards and self.loss.trains_on in ("pairs", "lists"):
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if not self.models_are_equal:
                 is_right = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
@@ -238,23 +217,16 @@ class Objective:
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
-        self,
-        metrics: MicrobatchMetrics,
-        n_examples: int,
-        rows_to_cache: Sequence[int],
-        scalars: Mapping[str, torch.Tensor] | None = None,
+        self, metrics: MicrobatchMetrics, n_examples: int, rows_to_cache: Sequence[int] = (), **scalars: torch.Tensor
     ) -> Reduced:
-        """Gather metrics of all examples and sum `scalars`, on every process.
-
-        The reference's log-probabilities go to `rows_to_cache`, if there are any.
-        """
-        reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
+        """Gather metrics of all examples, sum scalars, and cache the reference's log-probabilities in these rows."""
+        reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars)
         if rows_to_cache:
             self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
         return reduced
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Update running values after a step of the optimizer, by means over the global batch."""
+        """Update running values by means over the global batch."""
         self.models_are_equal = False
         chosen, rejected = metrics.get("rewards_train/chosen"), metrics.get("rewards_train/rejected")
         # a batch whose labels are all alike has no statistic
@@ -264,7 +236,7 @@ class Objective:
             self.average = momentum * self.average + (1 - momentum) * value
 
     def sync_if_due(self, update: int) -> None:
-        """Copy the policy to the reference if due after this update, which a callback may have refused."""
+        """Copy the policy to the reference if due after this update."""
         if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
@@ -276,8 +248,8 @@ class Objective:
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
         """Evaluate all examples of the batches, of these weights, as one batch.
 
-        A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
-        examples. With `loss.momentum=1` the average is disabled and stays 0.
+        Its statistic replaces a running average, so the loss depends only on the model and the examples. With
+        `loss.momentum=1` the average is disabled and stays 0.
         """
         columns = self._score_all(batches)
         scores = make_scores(columns)
@@ -308,10 +280,7 @@ class Objective:
         return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
     def _score_all(self, batches: Iterable[Batch]) -> NamedTensors:
-        """Score all examples of the batches, in float64 on the host of every process.
-
-        The reference's log-probabilities are also cached.
-        """
+        """Score all examples of the batches, in float64 on the host of every process; cache what is unknown."""
         microbatch_columns, cache_rows, n_examples, needs_caching = [], [], 0, False
         for batch in batches:
             cached = self.cached_reference(batch)
@@ -332,7 +301,7 @@ class Objective:
         for microbatch in batch.microbatches:
             microbatch = microbatch.to(self.device)
             logps.append((microbatch.indices, self.reference_forward(microbatch)))
-        return self._stack_reference(self.reduce(logps, len(batch.examples), ()).examples)
+        return self._stack_reference(self.reduce(logps, len(batch.examples)).examples)
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
@@ -358,25 +327,20 @@ def make_objective(
     longest_example = max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length)
     batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
     longest = Longest.of(longest_example, batch_size, max_length, n_responses=len(plan.loss.roles))
-    models = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # it may not support the policy's layout
-        models.append((reference.model, plan.reference_dtype))
-    layout: Any = None
-    for model, compute_dtype in models:
-        device_type = next(model.parameters()).device.type
-        with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
-            layout, fallback_reason = choose_layout(
-                plan.data.layout,
-                model,
-                max_length=max_length,
-                compute_dtype=autocast or DTYPES[compute_dtype],
-                longest=longest,
-                on_any_process=mesh.any,
-            )
-        release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass
-        if fallback_reason:
-            log(fallback_reason)
-            break
+    # a given reference of another class may not support the policy's layout
+    is_one_class = reference is None or type(reference.model) is type(policy)
+    with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
+        layout, fallback_reason = choose_layout(
+            plan.data.layout if is_one_class else "padded",
+            policy,
+            max_length=max_length,
+            compute_dtype=autocast or DTYPES[plan.compute_dtype],
+            longest=longest,
+            on_any_process=mesh.any,
+        )
+    release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
+    if fallback_reason:
+        log(fallback_reason)
     models_are_equal = False
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches

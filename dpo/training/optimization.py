@@ -31,10 +31,8 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Make the plan's optimizer; raise InputError for arguments that its class does not take."""
     optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args
-    if "lr" in arguments:
-        raise InputError(f"optimizer_args has lr={arguments['lr']}: give lr={arguments['lr']}")
     try:
-        return optimizer_class(parameters, **{"lr": training.lr, **arguments})
+        return optimizer_class(parameters, lr=training.lr, **arguments)
     except Exception as error:  # of torch, for the user's arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
@@ -57,34 +55,28 @@ def count_states(training: TrainingPlan) -> int:
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 
-    The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
-    stopped. If the length of the run was changed, the rate continues on the curve of the new length. The base rate
-    and the warm-up stay those that the run began with, even if `lr_scaling` gives another rate for the present number
-    of processes.
+    It depends only on how many updates were applied, so a resumed run has the rates of one that was never stopped. If
+    the length of the run was changed, it continues on the curve of the new length, with the base rate and the warm-up
+    that the run began with.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
+        self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int
     ) -> None:
-        self.warmup_steps = warmup_steps  # saved in checkpoints
+        decay, min_ratio = SCHEDULES[training.schedule], training.min_lr_ratio
+        # saved in checkpoints
+        self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
+        for group in optimizer.param_groups:
+            group["lr"] *= LR_SCALINGS[training.lr_scaling](data_size)
 
         def factor(update: int) -> float:
             warmup_steps = self.warmup_steps
             if update <= warmup_steps:  # as in the reference code: the first update, 0, has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
             done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
-            return min_ratio + (1.0 - min_ratio) * SCHEDULES[kind](done)
+            return min_ratio + (1.0 - min_ratio) * decay(done)
 
         super().__init__(optimizer, factor)
-
-    @classmethod
-    def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
-        """Scale the optimizer's rate for `size` processes, and make the schedule of a run of so many updates."""
-        for group in optimizer.param_groups:
-            group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
-        warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
-        kind, min_ratio = training.schedule, training.min_lr_ratio
-        return cls(optimizer, warmup_steps=warmup_steps, updates=updates, kind=kind, min_ratio=min_ratio)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved base rates, on the curve of this run's length."""

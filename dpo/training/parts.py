@@ -54,7 +54,7 @@ def make_parts(
     reference = make_reference(plan, reference, policy, frozen_digest, data, mesh)
     objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
     optimizer = make_optimizer(plan.training, optimized(trained_parameters(policy)))
-    scheduler = Schedule.of(plan.training, optimizer, updates=data.report.updates, size=mesh.data_size)
+    scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
     evaluator = Evaluator(plan, data, objective, batches, progress, stop)

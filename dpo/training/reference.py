@@ -89,15 +89,13 @@ class ReferenceLogps:
     ) -> str:
         """Cache all examples of the batches, and save them at `path`; return a message.
 
-        Examples that an earlier run saved there are read, all others scored. Stored values are compared with the scores
-        of batches that the file has in part, and of the first one that it has completely. Raises InputError if they
-        differ.
+        Examples that an earlier run saved there are read, all others scored. Raises InputError if the scores of the
+        first batch that the file has, or of one that it has in part, differ.
         """
         stored = from_rank_0(read_logps(path, self._table.shape) if is_rank_0 and path.exists() else None)
-        n_scored, n_stored, is_checked = 0, 0, stored is None
+        is_checked, n_scored = stored is None, 0
         if stored is not None:
             self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
-            n_stored = int((~np.isnan(stored).any(axis=1)).sum())
         for batch in batches:
             rows = batch.cache_rows
             is_known = self.find(rows) is not None
@@ -105,38 +103,28 @@ class ReferenceLogps:
                 continue
             logps = score(batch)
             if not logps.isfinite().all():
-                raise RunError(
-                    "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot cache "
-                    "them: set model.reference_dtype=bfloat16 or float32"
-                )
+                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
             expected = logps.double().numpy()
             errors = np.nan_to_num(np.abs(self._table[rows] - expected))
             if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
                 raise InputError(
                     f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
-                    f"run's reference (other weights, dtype or number of processes): remove this file, and they are "
-                    f"computed again"
+                    f"run's reference (other weights, dtype or number of processes): remove this file"
                 )
             is_checked |= is_known
             if not is_known:
                 self.store(rows, logps)
                 n_scored += len(rows)
-        message = f"{count(n_scored, 'example')} scored by the reference"
-        if n_stored:
-            message += f", {count(n_stored, 'example')} read from {path}"
         if is_rank_0:
-            try:
-                self.save(path)
-            except OSError as error:  # this run has the scores all the same
-                message += f"; warning: they are not saved for other runs ({one_sentence(error)})"
-        return message
+            self.save(path)
+        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
 
 
 class Reference:
-    """The frozen reference: a model and its cached log-probabilities.
+    """The frozen reference: a model, None once it was freed as all examples are cached, and its log-probabilities.
 
-    `model` may be the policy's own module, which then computes as the reference only inside `in_use()`, with another
-    adapter or none. It is None once a separate model was freed, when all pairs of the run are cached.
+    The model may be the policy's own module, which computes as the reference only inside `in_use()`, with another
+    adapter or none.
     """
 
     def __init__(
@@ -148,8 +136,7 @@ class Reference:
     ) -> None:
         self.model: torch.nn.Module | None = model
         self.digest = digest  # see `model_digest`; on rank 0 only
-        self.in_use = in_use
-        self.logps = logps
+        self.in_use, self.logps = in_use, logps
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:

@@ -25,7 +25,6 @@ from support.runs import (
     assert_alike,
     find_differences,
     read_log,
-    read_metrics,
     train_here,
     write_chats,
     write_lists,
@@ -257,14 +256,6 @@ def test_how_a_run_is_computed_changes_nothing(feature, way, settings_of, whole,
         assert_identical(expected, found)
     else:
         assert_same(expected, found)
-
-
-@pytest.mark.parametrize(
-    "option", [pytest.param(name, marks=[] if name == "all options" else pytest.mark.slow) for name in BY_OPTION]
-)
-def test_an_option_changes_what_is_trained(option, whole):
-    plain, other = (read_metrics(whole(f"{ROUNDED} {FEATURES[name]}"), "train") for name in ("dpo", option))
-    assert other[1]["loss/train"] != pytest.approx(plain[1]["loss/train"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from dpo.errors import InputError
 from dpo.settings.files import flatten, load_defaults
 from dpo.settings.keys import KEYS
 from dpo.system.launching import get_open_port
-from preference_datasets import get_batch_iterator, get_collate_fn
+from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
 from utils import get_remote_file
 
@@ -93,23 +93,14 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
 # --- tokenizers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def bare_tokenizer():
+def test_a_tokenizer_without_a_pad_token_pads_with_eos():
     tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
     tokenizer.pad_token = None
-    assert tokenizer.pad_token_id is None
-    return tokenizer
-
-
-def test_a_tokenizer_without_a_pad_token_pads_with_eos(bare_tokenizer):
-    batches = get_batch_iterator(["demo"], bare_tokenizer, batch_size=4, n_epochs=1, max_length=96, silent=True)
-    batch = next(batches)
+    batch = next(get_batch_iterator(["demo"], tokenizer, batch_size=4, n_epochs=1, max_length=96, silent=True))
     ids, mask = batch["chosen_input_ids"], batch["chosen_attention_mask"]
     assert (ids.dtype, ids.shape[0]) == (torch.int64, 4)
-    assert (ids[mask == 0] == bare_tokenizer.eos_token_id).all()
     assert (mask == 0).any()
-    row = {"prompt": "a", "prompt_input_ids": [1], "prompt_attention_mask": [1]}
-    assert get_collate_fn(bare_tokenizer)([row])["prompt_input_ids"].tolist() == [[1]]
+    assert (ids[mask == 0] == tokenizer.eos_token_id).all()
 
 
 # --- files of another machine --------------------------------------------------------------------------------------
@@ -133,9 +124,8 @@ def test_a_file_of_another_machine_is_copied_once_or_not_at_all_and_no_shell_see
     assert get_remote_file(f"{socket.gethostname()}:/here") == "/here"
     with pytest.raises(subprocess.CalledProcessError):
         get_remote_file("far:none", str(tmp_path / "deep" / "none"))
-    for odd in ("-oProxyCommand=x:y", "no-colon"):
-        with pytest.raises(InputError, match="must be HOST:PATH"):
-            get_remote_file(odd)
+    with pytest.raises(InputError, match="must be HOST:PATH"):
+        get_remote_file("-oProxyCommand=x:y")
     assert os.listdir(tmp_path / "deep") == ["weights"]
     assert not (tmp_path / "proof").exists()
 
@@ -179,7 +169,7 @@ def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypa
     assert find_differences(run_dir, tmp_path / "whole") == []
 
 
-def test_worker_main_refuses_what_cannot_run(tiny_llama, tmp_path):
+def test_worker_main_refuses_what_cannot_run(tiny_llama):
     config = OmegaConf.create(reference_config(lr=-1, optimizer="AdmW"))
     with pytest.raises(InputError, match=r"lr=-1 must be a number above 0; optimizer=AdmW must be one of"):
         train.worker_main(0, 1, config, tiny_llama, tiny_llama)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,14 +80,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
 @pytest.fixture(scope="module")
 def expected(folder):
     """The evaluation of n rows under a loss: one row at a time, padded, in one process."""
-    known = {}
-
-    def find(loss: str, n: int) -> dict:
-        if (loss, n) not in known:
-            known[loss, n] = evaluate(make_trainer(folder, n, loss, *ONE_BY_ONE))
-        return known[loss, n]
-
-    return find
+    return cache(lambda loss, n: evaluate(make_trainer(folder, n, loss, *ONE_BY_ONE)))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=", ".join)
@@ -129,9 +122,7 @@ def test_processes_may_be_more_than_there_are_examples(folder, expected):
     ("updates", "settings", "every", "keep", "sampled"),
     [
         (40_000, {}, 20_000, None, None),  # 160,000 examples in batches of 4
-        (800, {}, 400, 2, {0, 400, 1600, 3200}),
         (13, {}, 8, 2, {0, 8, 24, 52}),  # 6 evaluations after 8, 16, ..., and one at the end
-        (3, {}, 4, 2, {0, 4, 8, 12}),
         (800, {"keep_checkpoints": 5}, 400, 5, {0, 400, 1600, 3200}),
         (800, {"save_every": 8}, 400, None, {0, 400, 1600, 3200}),
         (800, {"eval_every": 1001}, 1000, None, None),
@@ -144,29 +135,23 @@ def test_without_an_interval_a_short_run_has_about_eight_evaluations(updates, se
 # --- losses that compare examples, or keep an average -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kto", "bco", "bco_unpaired", "aot", "aot_unpaired", "beta_dpo"])
+@pytest.mark.parametrize(
+    "name", ["bco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot", "aot_unpaired", "beta_dpo"))]
+)
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
-    settings = {
-        "kto": ("loss.beta=0.005", "unpair=true"),
-        "bco_unpaired": ("loss.beta=0.5", "unpair=true"),
-    }.get(name, ("loss.beta=0.5",))
-    command = (f"loss={name}", "n_eval_examples=32", *settings)
-    trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
+    settings = (f"loss={name}", "n_eval_examples=32", "loss.beta=0.5")
+    trained = trainers.make(trainers.compose(tmp_path, "trained", *settings))
     trainers.updates(trained)
     torch.manual_seed(0)
     for parameter in trained.policy.parameters():  # so that pairs are in another order than by the reference
         parameter.data += 0.3 * torch.randn_like(parameter)
     expected = trained.evaluator.metrics().means()
-    for size in (2, 8, 32):
-        other = trainers.make(trainers.compose(tmp_path, f"in {size}", *command, f"eval_batch_size={size}"))
+    for size in (2, 32):
+        other = trainers.make(trainers.compose(tmp_path, f"in {size}", *settings, f"eval_batch_size={size}"))
         other.policy.load_state_dict(trained.policy.state_dict())
         other.objective.models_are_equal = False
-        found = other.evaluator.metrics().means()
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    at_equal_models = {"bco": 2 * math.log(2), "kto": 0.5}.get(name, math.log(2))
-    assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
+        assert other.evaluator.metrics().means() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_batch(tmp_path):
@@ -197,13 +182,8 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
 def test_labelled_responses_are_ranked_against_all_of_the_other_kind():
     is_chosen = torch.tensor([True, True, False, True, False])
     rewards = torch.tensor([3.0, 1.0, 1.0, -2.0, -1.0])
-    shares = find_shares_ranked_right(rewards, is_chosen, torch.ones(5))
-    assert shares.tolist() == pytest.approx([1, 0.75, 0.5, 0, 2 / 3])  # 1.0 ties with 1.0, which counts half
-    assert shares[is_chosen].mean().item() == pytest.approx(3.5 / 6)
-    assert shares[~is_chosen].mean().item() == pytest.approx(3.5 / 6)
-
     weights = torch.tensor([4.0, 2.0, 3.0, 1.0, 1.0])
     shares = find_shares_ranked_right(rewards, is_chosen, weights)
-    assert shares.tolist() == pytest.approx([1, 2.5 / 4, 5 / 7, 0, 6 / 7])
+    assert shares.tolist() == pytest.approx([1, 2.5 / 4, 5 / 7, 0, 6 / 7])  # 1.0 ties with 1.0, which counts half
     assert (shares * weights)[is_chosen].sum().item() == pytest.approx(7 * 21 / 28)
     assert (shares * weights)[~is_chosen].sum().item() == pytest.approx(4 * 21 / 28)

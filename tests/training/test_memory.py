@@ -34,6 +34,7 @@ BLOCK = (PARAMETERS - ROOT_UNIT) // 3
 # of its adapter of rank 4: 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176
 ADAPTER = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 176))
 FSDP = "trainer=FSDPTrainer eval_batch_size=8 batch_size=8 gradient_accumulation_steps=2 model.fsdp_policy_mp=bfloat16"
+SLOW = pytest.mark.slow
 ONLINE = "online=online max_length=48 max_prompt_length=8 online.max_new_tokens=40 online.scorer=shorter"
 
 
@@ -90,9 +91,8 @@ class Tracker(TorchDispatchMode):
         "optimizer=AdamW",
         "lora=lora lora.r=4",
         "cache_reference_logps=all",
-        pytest.param("layout=padded model.attn_implementation=eager", marks=pytest.mark.slow),
-        pytest.param("model.autocast=bfloat16 gradient_accumulation_steps=1", marks=pytest.mark.slow),
-        pytest.param("activation_checkpointing=true optimizer=SGD", marks=pytest.mark.slow),
+        pytest.param("layout=padded model.attn_implementation=eager activation_checkpointing=true", marks=SLOW),
+        pytest.param("model.autocast=bfloat16 gradient_accumulation_steps=1", marks=SLOW),
     ],
 )
 def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows, tmp_path):
@@ -166,8 +166,8 @@ def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of
 
 def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_of, monkeypatch):
     plan = plan_of("gradient_accumulation_steps=2")
-    data = load_data(plan, silent=True)
-    counted, find_structure = predict(plan, data)[0]["activations"], memory.find_policy_structure
+    data, find_structure = load_data(plan, silent=True), memory.find_policy_structure
+    counted = predict(plan, data)[0]["activations"]
 
     def find_curious(*arguments: Any) -> Any:
         policy = find_structure(*arguments)
@@ -220,14 +220,13 @@ def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(comman
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, rows, tmp_path):
+def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, tmp_path):
     run("run", "n_examples=8")
     torch.save({"state": {"transformer.wte.weight": torch.zeros(2, 2)}}, tmp_path / "policy.pt")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for name, override, message in (
         ("run", "seed=0", "already holds a run"),
         ("new", "resume=/nowhere", "resume=/nowhere finds no complete checkpoint"),
-        ("new", "model.block_name=Nope", "model.block_name=Nope is not a module class of LlamaForCausalLM"),
         ("new", f"model.archive={tmp_path}/policy.pt", "policy.pt.*transformer.wte.weight"),
     ):
         with pytest.raises(InputError, match=message):
@@ -242,5 +241,4 @@ def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp
     assert run.wait() == 1
     said = run.text.splitlines()[-1]
     assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
-    assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()

@@ -16,8 +16,12 @@ from dpo.training.objective import Objective
 from dpo.training.optimization import Schedule, check_optimizer, make_optimizer
 
 
-def optimizer_of(lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+def make_schedule(kind: str, *, updates: int, warmup_steps: int | None = 0, min_ratio: float = 0.0) -> Schedule:
+    """The schedule of an optimizer with a rate of 1."""
+    keys = {"schedule": kind, "warmup_steps": warmup_steps, "min_lr_ratio": min_ratio, "lr_scaling": "none"}
+    training = make_plan(keys | {"lr": 1.0}).training
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return Schedule(training, optimizer, updates=updates, data_size=1)
 
 
 def rates(schedule: Schedule, updates: int) -> list[float]:
@@ -32,10 +36,6 @@ def rates(schedule: Schedule, updates: int) -> list[float]:
     return found
 
 
-def schedule_of(kind: str, *, updates: int, warmup_steps: int = 0, min_ratio: float = 0.0) -> Schedule:
-    return Schedule(optimizer_of(), warmup_steps=warmup_steps, updates=updates, kind=kind, min_ratio=min_ratio)
-
-
 HALF = math.sqrt(0.5)  # cos(pi / 4)
 
 
@@ -43,32 +43,26 @@ HALF = math.sqrt(0.5)  # cos(pi / 4)
     ("kind", "settings", "expected"),
     [
         ("constant", {"updates": 6, "warmup_steps": 3}, [1 / 4, 2 / 4, 3 / 4, 1, 1, 1]),
-        ("linear", {"updates": 4}, [1, 3 / 4, 2 / 4, 1 / 4]),
         ("linear", {"updates": 6, "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
         ("linear", {"updates": 4, "min_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
-        ("linear", {"updates": 3, "min_ratio": 1.0}, [1, 1, 1]),
-        ("cosine", {"updates": 4}, [1, (1 + HALF) / 2, 1 / 2, (1 - HALF) / 2]),
         ("cosine", {"updates": 5, "warmup_steps": 1}, [1 / 2, 1, (1 + HALF) / 2, 1 / 2, (1 - HALF) / 2]),
         ("cosine", {"updates": 4, "min_ratio": 0.1}, [1, 0.1 + 0.9 * (1 + HALF) / 2, 0.55, 0.1 + 0.9 * (1 - HALF) / 2]),
         ("cosine", {"updates": 1}, [1]),
-        ("cosine", {"updates": 3, "warmup_steps": 3}, [1 / 4, 2 / 4, 3 / 4]),
         ("linear", {"updates": 2, "warmup_steps": 9}, [1 / 10, 2 / 10]),
     ],
 )
 def test_the_rate_rises_over_the_warmup_and_then_falls_to_the_least_at_the_end(kind, settings, expected):
-    schedule = schedule_of(kind, **settings)
+    schedule = make_schedule(kind, **settings)
     assert rates(schedule, len(expected)) == pytest.approx(expected, rel=1e-12)
     if kind != "constant" and settings.get("warmup_steps", 0) < len(expected):  # what one more update would have
         assert schedule.get_last_lr() == pytest.approx([settings.get("min_ratio", 0.0)], abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("updates", [3, 6, 20])
-def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(kind, updates):
-    first = schedule_of(kind, updates=6, warmup_steps=1, min_ratio=0.1)
+def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(updates):
+    first = make_schedule("cosine", updates=6, warmup_steps=1, min_ratio=0.1)
     rates(first, 2)
-    whole = schedule_of(kind, updates=updates, warmup_steps=1, min_ratio=0.1)
-    again = schedule_of(kind, updates=updates, warmup_steps=1, min_ratio=0.1)
+    whole, again = (make_schedule("cosine", updates=updates, warmup_steps=1, min_ratio=0.1) for _ in range(2))
     again.optimizer.load_state_dict(first.optimizer.state_dict())
     again.load_state_dict(first.state_dict())
 
@@ -76,34 +70,20 @@ def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(kind
     assert again.state_dict() == whole.state_dict()
 
 
+@pytest.mark.parametrize(("updates", "warmup"), [(9, 0), (78, 7), (100_000, 150)])
+def test_without_a_warmup_it_is_a_tenth_of_the_run_and_stays_when_the_run_becomes_longer(updates, warmup):
+    schedule, longer = (make_schedule("constant", updates=n, warmup_steps=None) for n in (updates, 10 * updates))
+    longer.load_state_dict(schedule.state_dict())
+    expected = [min(1.0, (update + 1) / (warmup + 1)) for update in range(200)]
+    assert rates(schedule, 200) == pytest.approx(expected)
+    assert rates(longer, 200) == pytest.approx(expected)
+
+
 # --- runs ----------------------------------------------------------------------------------------------------------
 
 
 def lrs(run_dir) -> list[float]:
     return [line["lr"] for line in read_metrics(run_dir, "train")]
-
-
-def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run(run, tmp_path):
-    settings = ("schedule=linear", "warmup_steps=1", "do_first_eval=false", "eval_every=40")
-    run("whole", *settings, "n_examples=40")
-    run("run", *settings, "n_examples=16")
-    run("run", *settings, "n_examples=40", "resume=auto")
-
-    ours, whole = lrs(tmp_path / "run"), lrs(tmp_path / "whole")
-    assert ours[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 * 1 / 3])
-    assert whole[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 8 / 9, 1e-3 * 7 / 9])
-    assert ours[4:] == whole[4:]
-
-
-@pytest.mark.parametrize(("updates", "warmup"), [(9, 0), (78, 7), (1499, 149), (100_000, 150)])
-def test_without_a_warmup_it_is_a_tenth_of_the_run_and_stays_when_the_run_becomes_longer(updates, warmup):
-    training = make_plan({"lr": 1.0, "lr_scaling": "none", "schedule": "constant", "min_lr_ratio": 0.0}).training
-    schedule = Schedule.of(training, optimizer_of(), updates=updates, size=1)
-    longer = Schedule.of(training, optimizer_of(), updates=10 * updates, size=1)
-    longer.load_state_dict(schedule.state_dict())
-    expected = [min(1.0, (update + 1) / (warmup + 1)) for update in range(200)]
-    assert rates(schedule, 200) == pytest.approx(expected)
-    assert rates(longer, 200) == pytest.approx(expected)
 
 
 def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, monkeypatch):
@@ -119,14 +99,10 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, 
     assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 6 for n in (6, 5, 4, 4, 3, 2)])
 
 
-# --- scaling -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
-    shared = ("trainer=FSDPTrainer", "world_size=2", "n_examples=8")
-    result = train(*command("run", *settings, *shared))
+    result = train(*command("run", *settings, "trainer=FSDPTrainer", "world_size=2", "n_examples=8"))
     assert result.returncode == 0, result.stderr
     assert lrs(tmp_path / "run") == [0.002] * 2
 
@@ -137,27 +113,25 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
     assert [group["lr"] for group in groups] == [0.002]
 
 
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "complaint"),
     [
         ("AdamW", {"weight_decay": 0.25, "betas": (0.5, 0.75), "eps": 1e-6}, ""),
         ("SGD", {"momentum": 0.5, "nesterov": True}, ""),
         ("RMSprop", {"betas": [0.9, 0.95]}, "'betas'"),
-        ("Adam", {"betas": [0.9]}, "index out of range"),
         ("Adam", {"betas": [0.9, 2]}, "Invalid beta parameter"),
-        ("SGD", {"nesterov": True}, "Nesterov momentum requires"),
         ("SGD", {"weight_decay": "much"}, "'<"),
-        ("AdamW", {"lr": 1.0}, "give lr=1.0"),
+        ("AdamW", {"lr": 1.0}, "multiple values for keyword argument 'lr'"),
     ],
 )
 def test_the_optimizers_arguments_reach_it_or_are_refused_with_those_it_takes(optimizer, arguments, complaint):
     training = replace(make_plan({}).training, optimizer=optimizer, optimizer_args=arguments, lr=1e-3)
-    if not complaint:
-        check_optimizer(training)
+    if complaint:
+        with pytest.raises(InputError, match=f"optimizer={optimizer}, which takes .*weight_decay.*{complaint}"):
+            check_optimizer(training)
+    else:
         [group] = make_optimizer(training, [torch.nn.Parameter(torch.zeros(2))]).param_groups
         assert {name: group[name] for name in ("lr", *arguments)} == {"lr": 1e-3, **arguments}
-        return
-    with pytest.raises(InputError, match=complaint) as refused:
-        check_optimizer(training)
-    assert "lr" in arguments or f"optimizer={optimizer}, which takes " in str(refused.value)
-    assert "lr" in arguments or "weight_decay" in str(refused.value)

@@ -1,9 +1,8 @@
-"""Each example is scored by the reference once, in a run and with a file; a wrong file is noticed."""
+"""What the reference's cache keeps, and which files it takes; `test_trainers.py` has its runs."""
 
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +13,6 @@ from dpo.models.weights import model_digest
 from dpo.training.reference import ReferenceLogps, read_logps
 
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
-UNKNOWN = [float("nan")] * 2
-
-
-def batch(*rows: int) -> SimpleNamespace:
-    return SimpleNamespace(cache_rows=list(rows))
 
 
 @pytest.mark.parametrize(
@@ -34,33 +28,6 @@ def test_a_file_of_anything_else_is_refused(content, tmp_path):
         np.savez(path, logps=content)
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
         read_logps(path, (2, 2))
-
-
-def fill(path, stored: list[list[float]], batches: list) -> tuple[ReferenceLogps, list]:
-    """A cache that is filled with a file of these values; and the rows that were scored."""
-    np.savez(path, logps=np.array(stored))
-    known, scored = ReferenceLogps(2, 2), []
-
-    def score(batch) -> torch.Tensor:
-        scored.append(batch.cache_rows)
-        return LOGPS[batch.cache_rows]
-
-    known.fill(batches, score, path=path, is_rank_0=True)
-    return known, scored
-
-
-def test_what_is_missing_is_scored_once_and_the_first_stored_batch_again(tmp_path):
-    stored = [LOGPS[0].tolist(), UNKNOWN]
-    known, scored = fill(tmp_path / "file.npz", stored, [batch(0), batch(0), batch(1), batch(1)])
-    assert scored == [[0], [1]]
-    assert torch.equal(known.find([0, 1]), LOGPS.double())
-    assert read_logps(tmp_path / "file.npz", (2, 2)).tolist() == LOGPS.tolist()
-
-
-@pytest.mark.parametrize("batches", [[batch(0)], [batch(0, 1)]])
-def test_a_file_of_other_values_is_refused_also_for_a_part_of_a_batch(batches, tmp_path):
-    with pytest.raises(InputError, match=r"file.npz: stored .* differ by up to 0\.25 .*: remove this file"):
-        fill(tmp_path / "file.npz", [[-1.5, -2.5], UNKNOWN], batches)
 
 
 def test_a_checkpoint_has_what_was_known_of_the_same_data():
