@@ -2,8 +2,8 @@
 
     python -m scripts.demo
 
-Writes `.cache/demo/{sft,dpo}` and a page about the latter, `.cache/demo/report/report.html`. A completed stage is not
-run again; `make clean-demo` removes all.
+Writes `.cache/demo/{sft,dpo}` and a page about the latter, `.cache/demo/report/report.html`. An interrupted demo goes
+on; `make clean-demo` removes all.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dpo.data.demo import judge
+from dpo.analysis.page import write_report
+from dpo.data.demo import COURTEOUS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / ".cache" / "demo"
-# samples before training are what the page compares with; `resume=auto` goes on with an interrupted demo
+# samples before training are what the page compares with
 COMMON = (
     *("model=demo", "datasets=[demo]", "max_length=96", "max_prompt_length=72", "batch_size=32", "eval_batch_size=64"),
     *("n_eval_examples=256", "do_first_sampling=true", "schedule=cosine", "wandb.enabled=false", "resume=auto"),
@@ -36,41 +37,20 @@ STAGES = {
 }
 
 
-def run_stage(name: str) -> None:
-    run_dir = DEMO / name
-    if (run_dir / "LATEST").exists():
-        print(f"{os.path.relpath(run_dir)} already exists; `make clean-demo` removes it")
-        return
-    command = [*STAGES[name], *COMMON, f"exp_name=demo_{name}", f"local_run_dir={run_dir}"]
-    if name == "dpo":
-        command.append(f"model.archive={DEMO / 'sft' / 'LATEST'}")
-    print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
-    if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
-        sys.exit(f"the {name} stage failed; see its output above")
-
-
-def read_samples(stage: str, evaluation: int) -> list[tuple[str, str]]:
-    """Read prompts and responses of the first (0) or last (-1) evaluation."""
-    samples = [json.loads(line) for line in (DEMO / stage / "samples.jsonl").read_text("utf-8").splitlines()]
-    n_examples = sorted({sample["examples"] for sample in samples})[evaluation]
-    return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == n_examples]
-
-
 def main() -> int:
-    for stage in STAGES:
-        run_stage(stage)
-    print("answers to held-out prompts   courteous     curt   broken   another thing")
-    for name, stage, evaluation in (("untrained", "sft", 0), ("after SFT", "dpo", 0), ("after DPO", "dpo", -1)):
-        shares = judge(read_samples(stage, evaluation))
-        print(
-            f"{name:<27} {shares.courteous:>11.1%} {shares.curt:>8.1%} {shares.broken:>8.1%} {shares.mistaken:>15.1%}"
-        )
-    print("\nBroken: a sentence that cannot be in the data. Another thing: a sentence about something not asked for.")
-    from dpo.analysis.page import write_report  # matplotlib takes a second to import
-
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
+    for name, stage in STAGES.items():
+        start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
+        command = [*stage, *COMMON, *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
+        print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
+        if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
+            sys.exit(f"the {name} stage failed; see its output above")
+    samples = [json.loads(line) for line in (DEMO / "dpo" / "samples.jsonl").read_text("utf-8").splitlines()]
+    for n_examples in (0, samples[-1]["examples"]):
+        answers = [sample["policy"].strip() for sample in samples if sample["examples"] == n_examples]
+        share = sum(answer.startswith(COURTEOUS) for answer in answers) / len(answers)
+        print(f"courteous answers to held-out prompts after {n_examples} examples of DPO: {share:.1%}")
     page = write_report([DEMO / "dpo"], DEMO / "report")
-    print(f"Checkpoints, metrics.jsonl and samples.txt of the runs are in {os.path.relpath(DEMO)}.")
     print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
     return 0
 

@@ -30,57 +30,43 @@ def list_problems() -> list[str]:
     problems, installed = [], []
     for name, tested in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text("utf-8"), re.M):
         try:
-            version = importlib.metadata.version(name)
+            installed.append(f"{name} {importlib.metadata.version(name)} (tested {tested})")
         except importlib.metadata.PackageNotFoundError:
             if name not in OPTIONAL:
                 problems.append(f"{name} is not installed: pip install -r requirements.txt")
-            continue
-        other = version.split(".")[0] != tested.split(".")[0]
-        installed.append(f"{name} {version}{f' (the tests ran with {tested})' if other else ''}")
     print(f"python {platform.python_version()}, {', '.join(installed)}")
-
     total, available = host_memory()
     free, cores = shutil.disk_usage(ROOT).free, len(os.sched_getaffinity(0))
-    memory, disk = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory", f"{free / 1e9:.1f} GB of disk"
-    print(f"{cores} CPU cores, {memory} and {disk} available", flush=True)
+    memory = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory"
+    print(f"{cores} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available", flush=True)
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
-
-    for name in ("describe_gpus", "sum_over_processes"):
-        command = [sys.executable, "-c", f"from scripts import doctor; doctor.{name}()"]
-        try:
-            child = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
-        except subprocess.TimeoutExpired:
-            problems.append(f"{name}: no answer within {LIMIT_SECS} s")
-            continue
+    command = [sys.executable, "-c", "from scripts import doctor; doctor.check_devices()"]
+    try:
+        child = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
         if child.returncode:
             last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
-            problems.append(f"{name}: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
+            problems.append(f"devices: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
+    except subprocess.TimeoutExpired:
+        problems.append(f"devices: no answer within {LIMIT_SECS} s")
     return problems
 
 
-def describe_gpus() -> None:
+def check_devices() -> None:
+    """Multiply on each GPU, and sum a tensor over them, or over two processes."""
     import torch
 
-    if not torch.cuda.is_available():
-        print(f"no GPU (torch is built for {torch.version.cuda or 'the CPU'})")
-    for i in range(torch.cuda.device_count()):
+    n_gpus = torch.cuda.device_count()
+    for i in range(n_gpus):
         free, total = torch.cuda.mem_get_info(i)
         ones = torch.ones(512, 512, device=f"cuda:{i}")
         assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
         dtypes = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16"
         print(f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {dtypes}")
-
-
-def sum_over_processes() -> None:
-    """Sum a tensor over the GPUs, or over two processes."""
-    import torch
-
-    n_gpus = torch.cuda.device_count()
     backend, size = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sum, (backend, size, folder), nprocs=size)
-    print(f"{backend} over {size} processes: the sum is right")
+    print(f"{n_gpus} GPUs (torch for CUDA {torch.version.cuda}); {backend} over {size} processes: the sum is right")
 
 
 def _sum(rank: int, backend: str, size: int, folder: str) -> None:

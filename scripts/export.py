@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import get_args
+
+import transformers
 
 from dpo.errors import InputError, RunError
-from dpo.settings.keys import Dtype
+from dpo.models.export import export
+from dpo.models.pretrained import DTYPES
 from scripts import add_trust_option
 
 
@@ -25,15 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")
-    parser.add_argument("--dtype", choices=get_args(Dtype), help="dtype of the exported weights (default: unchanged)")
+    parser.add_argument("--dtype", choices=[*DTYPES], help="dtype of the exported weights (default: unchanged)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of the run's own")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
-
-    import transformers  # here, so that --help need not wait for torch
-
-    from dpo.models.export import export
-
     transformers.utils.logging.disable_progress_bar()
     try:
         print(f"exported {export(**vars(options))}")

@@ -15,14 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpo.analysis.page import write_report
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
-
-
-def list_runs(path: Path) -> list[Path]:
-    """List a run's directory, or those of the runs in it."""
-    runs = sorted(file.parent for file in path.glob("*/config.yaml"))
-    return runs if runs and not (path / "metrics.jsonl").exists() else [path]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     options = parser.parse_args(arguments)
-
-    from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
-
-    runs = [run for path in options.runs for run in list_runs(path)]
+    runs: list[Path] = []
+    for path in options.runs:
+        inside = sorted(file.parent for file in path.glob("*/config.yaml"))
+        runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside
     default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     try:
         print(f"report: {write_report(runs, options.out or default_out)}")

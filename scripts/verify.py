@@ -2,9 +2,8 @@
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...]
 
-A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 if all are
-intact, 1 if one is damaged, 2 if a path is neither a run nor a checkpoint. Changes nothing. A resumed run verifies its
-checkpoint in the same way.
+A run's directory means all of its `step-N`, newest first. Exit status: 0 if all are intact, 1 if one is damaged, 2 if a
+path is neither a run nor a checkpoint. A resumed run verifies its checkpoint in the same way.
 """
 
 from __future__ import annotations

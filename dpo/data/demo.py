@@ -7,11 +7,7 @@ the courteous answer in two of five dialogues: so SFT teaches both manners, and 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import random
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from dpo.data.schema import PreferenceData
 
@@ -64,30 +60,3 @@ def get_demo(split: str) -> PreferenceData:
             entry = data[name].add_pair(prompt, *answers)
             entry["sft_target"] = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
     return data[split]
-
-
-@functools.cache
-def all_answers() -> dict[str, tuple[bool, str]]:
-    """All responses that the data may contain: whether each is courteous, and of which thing."""
-    return {
-        f" {opening} {body.format(thing=thing, place=place)}": (opening in COURTEOUS, thing)
-        for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
-    }
-
-
-class Shares(NamedTuple):
-    """Fractions of responses; courteous, curt and broken add up to 1."""
-
-    courteous: float
-    curt: float
-    broken: float  # not among `all_answers`
-    mistaken: float  # about another thing than the prompt; these are courteous or curt too
-
-
-def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
-    """Judge the responses of (prompt, response) dialogues."""
-    judged = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
-    manners = [answer and answer[0] for _, answer in judged]
-    mistaken = [answer is not None and answer[1] not in prompt for prompt, answer in judged]
-    n = len(dialogues)
-    return Shares(manners.count(True) / n, manners.count(False) / n, manners.count(None) / n, sum(mistaken) / n)

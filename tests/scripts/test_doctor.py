@@ -37,4 +37,4 @@ def test_packages_that_are_missing_or_of_another_major_version_are_named(tmp_pat
 
     assert "no_such_package is not installed: pip install -r requirements.txt" in doctor.list_problems()
 
-    assert "(the tests ran with 1.0)" in capsys.readouterr().out
+    assert "(tested 1.0)" in capsys.readouterr().out

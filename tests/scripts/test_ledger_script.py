@@ -72,7 +72,7 @@ def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
 def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     mine = run_dir.parent / "mine"
     for split in ("train", "test"):
-        write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
+        write_rows(mine / f"{split}.jsonl", [*RIGHT, {**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
     assert capsys.readouterr().out.endswith("\nThe run's datasets have changed, and lack some of these pairs.\n")
 
@@ -80,21 +80,3 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     assert main([str(run_dir)]) == 0
     note = capsys.readouterr().out.splitlines()[-1]
     assert note.startswith(f"Texts are not shown: dataset source {mine} does not exist")
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ("a: [", " cannot be read: "),
-        ("local_dirs:\ndataset_sources:\nmodel:", "local_dirs=null must be a list of paths"),
-        ("loss: []", " is not the config of a run: "),
-    ],
-)
-def test_a_config_that_names_no_data_is_one_line(run_dir, config, why, capsys):
-    (run_dir / "config.yaml").write_text(config)
-
-    assert main([str(run_dir)]) == 0
-
-    note = capsys.readouterr().out.splitlines()[-1]
-    assert note.startswith("Texts are not shown: config.yaml")
-    assert why in note
