@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,11 +35,11 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.rows import store_rows
 from dpo.settings.validation import find_value_problems, raise_problems
+from dpo.system.host import list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
-from dpo.training.metrics import REFERENCE, MicrobatchMetrics, measure_costs
-from dpo.training.objective import Objective
+from dpo.training.objective import REFERENCE, MicrobatchMetrics, Objective
 from dpo.training.parts import make_parts
 from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
@@ -275,6 +276,30 @@ class Trainer:
         )
 
 
+def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of the time that an update took, sampling and scoring included, and of memory."""
+    seconds = step_seconds + sum(batch.seconds.values())
+    metrics = {
+        "examples_per_second": len(batch.examples) / seconds,
+        "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        "memory/peak_gb": peak_memory_gb(),
+        **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+    }
+    if batch.drawn:
+        n_tokens = sum(len(answer.tokens) for drawn in batch.drawn.values() for answer in drawn.answers)
+        metrics["online/seconds_per_token"] = batch.seconds["sampling"] / n_tokens
+    return metrics
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process in GB (1e9 bytes): of its GPUs if there are any, else resident."""
+    if torch.cuda.is_available():
+        gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 class BasicTrainer(Trainer):
     """A trainer with the reference code's constructor, attributes and methods (docs/porting.md).
 
@@ -341,12 +366,8 @@ class BasicTrainer(Trainer):
 
 
 class FSDPTrainer(BasicTrainer):
-    """A `BasicTrainer` whose parameters, gradients and optimizer state are sharded, for policy and reference alike."""
-
-    name = "FSDPTrainer"
+    name = "FSDPTrainer"  # parameters, gradients and optimizer state are sharded, for policy and reference alike
 
 
 class TensorParallelTrainer(BasicTrainer):
-    """A `BasicTrainer` whose layers are cut, over processes or, with the package `tensor_parallel`, over devices."""
-
-    name = "TensorParallelTrainer"
+    name = "TensorParallelTrainer"  # layers are cut, over processes or, by the package `tensor_parallel`, over devices

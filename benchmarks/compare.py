@@ -38,8 +38,8 @@ from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
 from dpo.settings.plan import resolve
 from dpo.system.host import resident_memory
-from dpo.training.metrics import peak_memory_gb
 from preference_datasets import load_data
+from trainers import peak_memory_gb
 
 EAGER = ("model.attn_implementation=eager",)  # as in the reference code
 SDPA = ("model.attn_implementation=sdpa",)

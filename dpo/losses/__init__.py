@@ -103,15 +103,16 @@ class Loss:
         return self.shared.offset_by_margin
 
     def __call__(self, scores: Scores) -> Losses:
-        """Losses and rewards, with all options. A sum's rewards are of log-ratios, or of mean log-probabilities."""
+        """Losses and rewards, with all options."""
+        if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
+            scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
+        transformed = self.transform(scores)
         if self.parts:
             weighted = (weight * part.fn(part.transform(scores), **part.options).losses for weight, part in self.parts)
-            u_w, u_l = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
-            output = formulas.with_rewards(sum(weighted), u_w, u_l, self.options["beta"])
+            output = Losses(sum(weighted))  # type: ignore[arg-type]
         else:
-            if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
-                scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
-            output = self.fn(self.transform(scores), **self.options)
+            output = self.fn(transformed, **self.options)
+        output = output._replace(rewards=self._find_rewards(transformed))
         if self.trains_on != "pairs":
             return output
         losses = output.losses
@@ -120,6 +121,17 @@ class Loss:
         if self.shared.sft_weight:
             losses = losses - self.shared.sft_weight * scores.chosen / scores.chosen_lengths
         return output._replace(losses=losses)
+
+    def _find_rewards(self, scores: Scores) -> dict[str, Any]:
+        """Detached rewards, (B,), by role: beta times log-ratios, or log-probabilities without a reference."""
+        if self.trains_on == "targets":
+            return {}
+        beta, rewards = self.options.get("beta", 1.0), (scores.chosen, scores.rejected)  # a scalar head's are rewards
+        if self.reference:
+            rewards = scores.mean_log_ratios() if self.per_token else scores.log_ratios()
+        elif self.per_token:
+            rewards = scores.mean_logps()
+        return {role: (beta * values).detach() for role, values in zip(("chosen", "rejected"), rewards, strict=True)}
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""

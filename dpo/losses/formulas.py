@@ -107,33 +107,27 @@ class Scores(NamedTuple):
         """Log-ratios log pi - log ref of chosen and rejected responses."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
+    def mean_log_ratios(self) -> tuple[Tensor, Tensor]:
+        """Log-ratios of chosen and rejected responses, as means over tokens."""
+        u_w, u_l = self.log_ratios()
+        return u_w / self.chosen_lengths, u_l / self.rejected_lengths
+
     def mean_logps(self) -> tuple[Tensor, Tensor]:
         """Mean log-probabilities per token of chosen and rejected responses."""
         return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
 
 
 class Losses(NamedTuple):
-    """Output of a loss; each tensor is (B,), and all but the losses are detached. A loss of targets has no rewards."""
+    """Output of a loss; each tensor is (B,), and all but the losses are detached."""
 
     losses: Tensor
-    rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
+    rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role; set by `dpo.losses.Loss`
     metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
     accuracies: Tensor | None = None  # None: 1 if the chosen reward is above the rejected one, else 0
 
 
 # --- the losses. As in papers, w is the chosen ("winning") response and l the rejected ("losing") one; u_w and u_l are
 # --- their log-ratios log pi - log ref, and h = u_w - u_l
-
-
-def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
-    """Losses, with the rewards beta * u_w and beta * u_l."""
-    return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
-
-
-def _mean_log_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
-    """Log-ratios of chosen and rejected responses, as means over tokens."""
-    u_w, u_l = scores.log_ratios()
-    return u_w / scores.chosen_lengths, u_l / scores.rejected_lengths
 
 
 def _minus_log_sigmoid(x: Tensor) -> Tensor:
@@ -150,25 +144,25 @@ def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, refer
     chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
     logps = (chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected)
     losses, _, _ = preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)
-    return with_rewards(losses, *scores.log_ratios(), beta)
+    return Losses(losses)
 
 
 def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
-    u_w, u_l = _mean_log_ratios(scores)
-    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset), u_w, u_l, beta)
+    u_w, u_l = scores.mean_log_ratios()
+    return Losses(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset))
 
 
 def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
     """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens instead of sums, as the authors did."""
-    u_w, u_l = _mean_log_ratios(scores) if average else scores.log_ratios()
-    return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
+    u_w, u_l = scores.mean_log_ratios() if average else scores.log_ratios()
+    return Losses((u_w - u_l - 1 / (2 * beta)) ** 2)
 
 
 def hinge(scores: Scores, *, beta: Positive) -> Losses:
     """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; the margin is 1 / beta."""
     u_w, u_l = scores.log_ratios()
-    return with_rewards((1 - beta * (u_w - u_l)).relu(), u_w, u_l, beta)
+    return Losses((1 - beta * (u_w - u_l)).relu())
 
 
 def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
@@ -176,7 +170,7 @@ def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) ->
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l) - scores.offset
     losses = (1 - label_smoothing) * _minus_log_sigmoid(margin) - label_smoothing * _minus_log_sigmoid(-margin)
-    return with_rewards(losses / (1 - 2 * label_smoothing), u_w, u_l, beta)
+    return Losses(losses / (1 - 2 * label_smoothing))
 
 
 def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
@@ -187,7 +181,7 @@ def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Lo
     margin = beta * (u_w - u_l)
     chosen_term = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-label_smoothing))
     rejected_term = (-margin).sigmoid() * (logsigmoid(-margin) - math.log(label_smoothing))
-    return with_rewards(chosen_term + rejected_term, u_w, u_l, beta)
+    return Losses(chosen_term + rejected_term)
 
 
 def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
@@ -199,14 +193,13 @@ def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
     # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
     exponential = (logsigmoid(margin / tau) - margin).exp()
-    return with_rewards(logistic + exponential, u_w, u_l, beta)
+    return Losses(logistic + exponential)
 
 
 def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
     chosen, rejected = scores.mean_logps()
-    losses = _minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset)
-    return with_rewards(losses, chosen, rejected, beta)
+    return Losses(_minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset))
 
 
 def orpo(scores: Scores, *, beta: Positive) -> Losses:
@@ -215,7 +208,7 @@ def orpo(scores: Scores, *, beta: Positive) -> Losses:
     """
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    return with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds_ratio), chosen, rejected, beta)
+    return Losses(-chosen + beta * _minus_log_sigmoid(log_odds_ratio))
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -230,13 +223,13 @@ def _log1mexp(x: Tensor) -> Tensor:
 def apo_zero(scores: Scores, *, beta: Positive) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7): chosen up, rejected down."""
     u_w, u_l = scores.log_ratios()
-    return with_rewards((-beta * u_w).sigmoid() + (beta * u_l).sigmoid(), u_w, u_l, beta)
+    return Losses((-beta * u_w).sigmoid() + (beta * u_l).sigmoid())
 
 
 def apo_down(scores: Scores, *, beta: Positive) -> Losses:
     """APO-down (arXiv 2408.06266, eq. 8): chosen down, rejected further down."""
     u_w, u_l = scores.log_ratios()
-    return with_rewards((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid(), u_w, u_l, beta)
+    return Losses((beta * u_w).sigmoid() + (-beta * (u_w - u_l)).sigmoid())
 
 
 def nca(scores: Scores, *, beta: Positive) -> Losses:
@@ -244,34 +237,34 @@ def nca(scores: Scores, *, beta: Positive) -> Losses:
     u_w, u_l = scores.log_ratios()
     raising_chosen = _minus_log_sigmoid(beta * u_w)
     lowering_both = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
-    return with_rewards(raising_chosen + lowering_both, u_w, u_l, beta)
+    return Losses(raising_chosen + lowering_both)
 
 
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio. The reward shift is `scores.average`."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
-    return with_rewards(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected), u_w, u_l, beta)
+    return Losses(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected))
 
 
 def sppo(scores: Scores, *, beta: Positive) -> Losses:
     """SPPO (arXiv 2405.00675, eq. 4.7), if the chosen response always wins; 1 / beta is the paper's eta."""
     u_w, u_l = scores.log_ratios()
-    return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
+    return Losses((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2)
 
 
 def dpop(scores: Scores, *, beta: Positive, penalty: Weight) -> Losses:
     """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty`, the paper's lambda, is for chosen responses that fell."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
-    return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
+    return Losses(_minus_log_sigmoid(margin))
 
 
 def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
     """Cal-DPO (arXiv 2412.14516, algorithm 1), without beta in the sigmoid."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
-    return with_rewards(_minus_log_sigmoid(u_w - u_l) + calibration, u_w, u_l, beta)
+    return Losses(_minus_log_sigmoid(u_w - u_l) + calibration)
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
@@ -300,7 +293,7 @@ def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction
     """beta-DPO (arXiv 2407.08639), without its filter: DPO with a beta that follows the mean gap of the batch."""
     u_w, u_l = scores.log_ratios()
     margin = scores.batch_statistic[:, 0] * (u_w - u_l) - scores.offset
-    return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
+    return Losses(_minus_log_sigmoid(margin))
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -323,9 +316,8 @@ def aot_partners(scores: Scores, **_: Any) -> Tensor:
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """AOT for pairs (arXiv 2406.05882): the policy's margins should exceed the reference's, rank by rank."""
-    losses = _smoothed(beta * (scores.chosen - scores.rejected - scores.batch_statistic[:, 0]), label_smoothing)
-    u_w, u_l = scores.log_ratios()
-    return with_rewards(losses, u_w, u_l, beta)
+    margin = beta * (scores.chosen - scores.rejected - scores.batch_statistic[:, 0])
+    return Losses(_smoothed(margin, label_smoothing))
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
@@ -343,7 +335,7 @@ def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabe
     rejected_losses = _smoothed(beta * (scores.batch_statistic[:, 1] - u_l), label_smoothing)
     # Partners have no gradient: only the first term moves chosen responses, only the second moves rejected responses.
     # Both terms compare the same ranks and have the same sum over the batch, so the second adds only its gradient.
-    return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
+    return Losses(chosen_losses + rejected_losses - rejected_losses.detach())
 
 
 # --- the loss of a reward model, whose scores are rewards ------------------------------------------------------------
@@ -355,8 +347,7 @@ def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
     `centering` keeps rewards around 0 (arXiv 2312.09244, eq. 2).
     """
     ranking = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
-    losses = ranking + centering * (scores.chosen + scores.rejected) ** 2
-    return with_rewards(losses, scores.chosen, scores.rejected, 1.0)
+    return Losses(ranking + centering * (scores.chosen + scores.rejected) ** 2)
 
 
 # --- losses of labelled examples, which have one response each. u is its log-ratio ------------------------------------
@@ -373,7 +364,7 @@ def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losse
     u_w, u_l = scores.log_ratios()
     chosen = _minus_log_sigmoid(beta * u_w - scores.average)
     rejected = _minus_log_sigmoid(scores.average - beta * u_l)
-    return with_rewards(chosen.where(scores.chosen_lengths > 0, rejected), u_w, u_l, beta)
+    return Losses(chosen.where(scores.chosen_lengths > 0, rejected))
 
 
 def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
@@ -382,8 +373,7 @@ def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable
     u_w, u_l = scores.log_ratios()
     desirable = desirable_weight * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
     undesirable = undesirable_weight * (beta * (u_l - z)).sigmoid()
-    losses = desirable.where(scores.chosen_lengths > 0, undesirable)
-    return with_rewards(losses, u_w, u_l, beta)._replace(metrics={"kto/kl": z})
+    return Losses(desirable.where(scores.chosen_lengths > 0, undesirable), metrics={"kto/kl": z})
 
 
 def apo_zero_unpaired(
@@ -423,8 +413,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     rewards = beta * (policy - reference).detach()  # (B, K)
     is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair  # (B, K, K)
     accuracies = (is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses)  # (B,)
-    u_w, u_l = scores.log_ratios()
-    return with_rewards(losses, u_w, u_l, beta)._replace(accuracies=accuracies)
+    return Losses(losses, accuracies=accuracies)
 
 
 # --- options that losses of pairs share ------------------------------------------------------------------------------

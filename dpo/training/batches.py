@@ -81,15 +81,13 @@ class Batches:
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
-        first_rows = np.cumsum(n_examples) - n_examples  # of each prompt
-        self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
+        train_rows, test_rows = np.split(np.cumsum(n_examples) - n_examples, [len(data.train.counts)])
+        self._first_rows = {"train": train_rows, "test": test_rows}  # of each prompt
         self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Training batches in the reference code's order, but for the first `skip`."""
-        n_microbatches = self.plan.data.gradient_accumulation_steps
-        prepare = partial(self._prepare, self.data.train, self._first_train_rows, n_microbatches=n_microbatches)
-        return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
+        return self._iterate_train(partial(self._prepare, "train"), self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
         """Make an update's batch of an item that `train` yields; `OnlineBatches` draws pairs here."""
@@ -114,8 +112,7 @@ class Batches:
         """Evaluation batches of one microbatch per process; each example comes once."""
         plan, counts = self.plan.data, self.data.test.counts.tolist()
         batches = iterate_once(counts, batch_size=plan.eval_batch_size, n_examples=plan.n_eval_examples, seed=self.seed)
-        prepare = partial(self._prepare, self.data.test, self._first_test_rows, n_microbatches=1)
-        return prefetch(batches, prepare, workers=plan.num_workers)
+        return prefetch(batches, partial(self._prepare, "test"), workers=plan.num_workers)
 
     def read_prompts(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
         return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
@@ -131,15 +128,10 @@ class Batches:
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
-    def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        first_rows: np.ndarray,
-        example_ids: Sequence[tuple[int, int]],
-        *,
-        n_microbatches: int,
-    ) -> Batch:
+    def _prepare(self, split: str, example_ids: Sequence[tuple[int, int]]) -> Batch:
         """Make a batch, and with it the mismatched one that the loss may need."""
+        prompts, first_rows = {"train": self.data.train, "test": self.data.test}[split], self._first_rows[split]
+        n_microbatches = self.plan.data.gradient_accumulation_steps if split == "train" else 1
 
         def make(texts: Sequence[TextExample], cache_rows: Sequence[int]) -> Batch:
             examples = self.encode(texts)

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
-from dpo.data.preflight import TrainingData
 from dpo.models.answers import Answer, Sampling, choose_sampling, show_fed, write_turns
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
@@ -17,8 +16,7 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
 from dpo.training.drawing import Drawing, group
-from dpo.training.metrics import Reduced
-from dpo.training.objective import Objective
+from dpo.training.objective import Objective, Reduced
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
@@ -47,25 +45,17 @@ class Interval(NamedTuple):
 class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        objective: Objective,
-        batches: Batches,
-        progress: Progress,
-        stop: StopRequest,
-    ) -> None:
-        self.plan, self.data, self.objective, self.mesh = plan, data, objective, objective.mesh
+    def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest) -> None:
+        self.plan, self.data, self.objective, self.mesh = batches.plan, batches.data, objective, objective.mesh
         self.progress, self.stop = progress, stop
-        self.interval = Interval.of(plan, data.report.updates)
+        self.interval = Interval.of(self.plan, self.data.report.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
         # an online run may have no evaluation batches: samples are then of held-out prompts
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
-        n_sampled_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
+        n_sampled_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         self.sampled = self.prompts[:n_sampled_batches]  # prompts of samples, in whole batches
-        self.drawing = Drawing(data.tokenizer, objective, progress, stop)
+        self.drawing = Drawing(self.data.tokenizer, objective, progress, stop)
 
     @cached_property
     def sampling(self) -> Sampling:

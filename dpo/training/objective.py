@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.losses import BETWEEN, Loss, Losses, Scores
+from dpo.losses import BETWEEN, ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
@@ -18,11 +19,86 @@ from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
-from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics, scale_weights
 from dpo.training.reference import Reference
 
+REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
+
+# per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
+MicrobatchMetrics = list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 # values of B examples, (B,) each, by the names of `Scores`; a column for each role of `BETWEEN` in place of `between`
 NamedTensors = dict[str, torch.Tensor]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def scale_weights(weights: Sequence[float]) -> list[float]:
+    """Divide by the largest, as float32 may not hold the weights."""
+    largest = max(weights) or 1.0
+    return [weight / largest for weight in weights]
+
+
+class Reduced(NamedTuple):
+    """The metrics of a global batch, on the host."""
+
+    examples: dict[str, torch.Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
+    scalars: dict[str, float]
+
+    def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
+        """The weighted mean of each metric; if all weights are 0 (every pair is a tie), every example counts alike.
+
+        Given `examples`, a metric whose name ends in a role, such as `logps_train/rejected`, is a mean over the
+        examples with such a response, and is missing without any.
+        """
+        if not self.examples:
+            return {}
+        alike = [1.0] * len(next(iter(self.examples.values())))
+        all_weights = torch.tensor(scale_weights(weights) if any(weights) else alike, dtype=torch.float64)  # (B,)
+        means = {}
+        for name, values in self.examples.items():
+            if name.startswith(REFERENCE):
+                continue
+            metric_weights, role = all_weights, name.rpartition("/")[2]
+            if examples and role in ROLES:
+                metric_weights = all_weights * torch.tensor([role in example.roles for example in examples])
+            if metric_weights.any():
+                counted = values.double().where(metric_weights > 0, 0)  # the loss of a tie may be infinite
+                means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
+        return means
+
+    def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
+        """`online/kl` (docs/metrics.md): KL(policy || reference) on responses of the examples at `indices`, if any."""
+        if not indices or f"{REFERENCE}chosen" not in self.examples:
+            return {}
+        policy, reference = (
+            torch.stack([self.examples[f"{prefix}{role}"] for role in ("chosen", "rejected")]).double()  # (2, B)
+            for prefix in ("logps_train/", REFERENCE)
+        )
+        return {"online/kl": (policy - reference)[:, indices].mean().item()}
+
+
+def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: torch.Tensor) -> Reduced:
+    """Combine the metrics of all microbatches and processes, by one collective and one copy, for which the host waits.
+
+    Each process fills the rows of its own examples in a table of zeros, and the tables and the scalars are summed. Of
+    processes that see the same examples, one alone counts.
+    """
+    names = list(metrics[0][1])
+    indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
+    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
+    table = values.new_zeros(n_examples, len(names))  # (B, names)
+    if mesh.counts:
+        table.index_copy_(0, indices, values)
+    # one tensor for table and scalars, so that one collective and one copy suffice
+    flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
+    sums = mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
+    table_sums, scalar_sums = sums[: table.numel()].view_as(table), sums[table.numel() :]
+    return Reduced(
+        dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums.tolist(), strict=True))
+    )
+
+
+# --- the objective ---------------------------------------------------------------------------------------------------
 
 
 def make_scores(columns: NamedTensors, **more: Any) -> Scores:
@@ -52,8 +128,7 @@ def find_shares_ranked_right(rewards: torch.Tensor, is_chosen: torch.Tensor, wei
 class BatchContext(NamedTuple):
     """Values on the device that the microbatches of a global batch of B examples share."""
 
-    weights: torch.Tensor  # (B,), `Batch.weights` divided by the largest
-    total_weight: float  # the sum of `weights`, or 1 if all are 0
+    weights: torch.Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
     reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
     rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
@@ -71,12 +146,12 @@ class Objective:
         loss: Loss,
         *,
         autocast: torch.dtype | None = None,  # in which float32 weights are multiplied; None: their own
-        models_are_equal: bool = False,  # policy and reference have the same weights
         follow_every: int | None = None,  # updates after which the reference becomes a copy of the policy
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
         self.average = 0.0  # of `Loss.running_statistic`, over updates with the same reference
-        self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
+        self.models_are_equal = False  # policy and reference have the same weights
+        self.autocast, self.follow_every = autocast, follow_every
         self.device = next(policy.parameters()).device
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,10 +163,9 @@ class Objective:
 
     # --- scores ------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False, prefix: str = ""
-    ) -> NamedTensors:
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
         """Run a model on a microbatch on the device; sum its log-probabilities over each response's tokens."""
+        with_squares = self.loss.needs_squares and not prefix  # of the policy alone
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
@@ -110,9 +184,7 @@ class Objective:
             for role, values in microbatch.by_role(by_side, self.loss.roles).items()
         }
 
-    def forward_tokens(
-        self, model: torch.nn.Module, layout: Layout, inputs: Any, *, with_squares: bool = False
-    ) -> TokenLogps:
+    def forward_tokens(self, model: Any, layout: Layout, inputs: Any, *, with_squares: bool = False) -> TokenLogps:
         """Log-probabilities of a layout's inputs, under the run's autocast."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return layout.forward(model, inputs, with_squares=with_squares)
@@ -133,7 +205,7 @@ class Objective:
             reference = dict(zip(self.loss.reference_columns, logps, strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay in memory
             reference = self.reference_forward(microbatch)
-        columns = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
+        columns = self.forward(self.policy, microbatch)
         columns |= {name: values.to(columns["chosen"]) for name, values in reference.items()}  # device and dtype
         return columns | self.given_columns(microbatch)
 
@@ -148,8 +220,8 @@ class Objective:
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
-        relative_weights = scale_weights(batch.weights)
-        weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
+        weights = torch.tensor(scale_weights(batch.weights))
+        weights = self._to_device(weights / (weights.sum() or 1.0))
         reference, statistic = self.cached_reference(batch), None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
@@ -160,7 +232,7 @@ class Objective:
             statistic = self._find_statistic(columns, batch.weights)
             reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
         rows_to_cache = batch.cache_rows if self.loss.reference and reference is None else ()
-        return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
+        return BatchContext(weights, reference, statistic, rows_to_cache)
 
     def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> torch.Tensor | None:
         """The loss's statistic of a global batch, (B, k), zeros for ties, which do not count; None if all are ties."""
@@ -181,8 +253,7 @@ class Objective:
         columns = self.score(microbatch, context and context.reference, with_reference=loss.reference)
         statistic = None
         if context is not None:
-            # examples of weight 0, such as an online run's ties, are detached, as 0 times the gradient of an infinite
-            # loss would be NaN
+            # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
             has_weight = context.weights[microbatch.indices] > 0
             with_gradient = {name: values for name, values in columns.items() if values.requires_grad}
             columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
@@ -194,8 +265,8 @@ class Objective:
     def weigh(self, losses: torch.Tensor, microbatch: Microbatch, context: BatchContext) -> torch.Tensor:
         """A microbatch's part of the weighted mean over the global batch."""
         weights = context.weights[microbatch.indices]  # (B,)
-        weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
-        return weighted_sum * self.mesh.data_size / context.total_weight  # data_size undoes FSDP's averaging
+        weighted = losses.where(weights > 0, 0) * weights  # the loss of a tie may be infinite
+        return weighted.sum() * self.mesh.data_size  # data_size undoes FSDP's averaging
 
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, and the reference's log-probabilities."""
@@ -220,7 +291,7 @@ class Objective:
         self, metrics: MicrobatchMetrics, n_examples: int, rows_to_cache: Sequence[int] = (), **scalars: torch.Tensor
     ) -> Reduced:
         """Gather metrics of all examples, sum scalars, and cache the reference's log-probabilities in these rows."""
-        reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars)
+        reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
         if rows_to_cache:
             self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
         return reduced
@@ -341,19 +412,10 @@ def make_objective(
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
     if fallback_reason:
         log(fallback_reason)
-    models_are_equal = False
+    objective = Objective(policy, reference, layout, mesh, plan.loss, autocast=autocast, follow_every=plan.follow_every)
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)
         with reference.in_use():
-            models_are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
-    return Objective(
-        policy,
-        reference,
-        layout,
-        mesh,
-        plan.loss,
-        autocast=autocast,
-        models_are_equal=models_are_equal,
-        follow_every=plan.follow_every,
-    )
+            objective.models_are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
+    return objective

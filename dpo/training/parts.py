@@ -14,7 +14,7 @@ from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, Ra
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import REFERENCE, policy_part, switch, trained_parameters
-from dpo.models.loading import FOLLOWING, find_following_reference, load_policy, load_reference, model_loaders
+from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -49,7 +49,14 @@ def make_parts(
     if fsdp != plan.fsdp:
         progress.line(f"frozen weights are {fsdp.frozen_weights} on every process (fsdp_frozen_weights)")
         plan = replace(plan, fsdp=fsdp)
-    policy, reference = find_models(plan, models, rank=rank, resume_from=resume_from)
+    if models is None:
+        progress.line(f"loading the weights of {plan.model.name_or_path}")
+    policy, reference = models or model_loaders(plan, rank=rank, resume_from=resume_from)
+    if models and resume_from is not None:  # which loaders read themselves
+        if plan.lora is None:  # `make_policy` loads an adapter
+            load_archive(policy, resume_from)
+        if reference is not None and plan.follow_every:
+            load_archive(reference, resume_from / f"{FOLLOWING}.pt")
     policy, frozen_digest = make_policy(plan, policy, data, mesh, resume_from=resume_from)
     reference = make_reference(plan, reference, policy, frozen_digest, data, mesh)
     objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
@@ -57,7 +64,7 @@ def make_parts(
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
-    evaluator = Evaluator(plan, data, objective, batches, progress, stop)
+    evaluator = Evaluator(objective, batches, progress, stop)
     run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
     checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
     context = RunContext(plan, run_dir, rank, data, progress.line, policy)
@@ -71,20 +78,6 @@ def make_parts(
     facts = {"config": record_config(plan), **record_inputs(data, policy.config)}
     made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
     return (*made, state, saved, facts, progress, stop)
-
-
-def find_models(plan: Plan, given: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None) -> tuple[Any, Any]:
-    """Policy and reference, neither quantized nor with adapters, or functions that load them."""
-    if given is None:
-        if rank == 0:
-            print(f"loading the weights of {plan.model.name_or_path}", flush=True)
-        return model_loaders(plan, rank=rank, resume_from=resume_from)
-    policy, reference = given
-    if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
-        load_archive(policy, resume_from)
-    if reference is not None and (following := find_following_reference(plan, resume_from)):
-        load_archive(reference, following)
-    return policy, reference
 
 
 def make_policy(
@@ -113,9 +106,9 @@ def make_reference(
     if plan.reference in ("base", "adapter"):
         adapter = REFERENCE if plan.reference == "adapter" else None
         return Reference(policy, frozen_digest, logps, switch(policy, adapter))
+    if reference is None and plan.reference == "model":
+        raise InputError(f"loss={plan.loss.name} needs a reference model")
     if reference is None:
-        if plan.reference == "model":
-            raise InputError(f"loss={plan.loss.name} needs a reference model")
         return None
     model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
     return Reference(place(plan, model, mesh, compute_dtype=DTYPES[plan.reference_dtype]), digest, logps)

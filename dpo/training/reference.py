@@ -48,76 +48,40 @@ class ReferenceLogps:
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
-        self._table, self.identity = np.full((n_examples, n_columns), np.nan), identity
+        self.table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
     def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
         """Add log-probabilities, (B, columns) on the host; those that are not finite stay unknown."""
         values = logps.double().numpy()
-        self._table[rows] = np.where(np.isfinite(values), values, np.nan)
+        self.table[rows] = np.where(np.isfinite(values), values, np.nan)
 
     def find(self, rows: Sequence[int]) -> torch.Tensor | None:
         """The values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
-        values = self._table[rows] if len(rows) else np.array(np.nan)
+        values = self.table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
 
     def clear(self) -> None:
-        self._table.fill(np.nan)
+        self.table.fill(np.nan)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"logps": torch.from_numpy(self._table.copy()), "identity": self.identity}
+        return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`, unless its data or lengths differ, as with another test split."""
         logps = state["logps"].numpy()
-        if state["identity"] == self.identity and logps.shape == self._table.shape:
-            self._table = logps.astype(np.float64)
+        if state["identity"] == self.identity and logps.shape == self.table.shape:
+            self.table = logps.astype(np.float64)
 
     def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
-        """The file for these examples and this reference."""
-        name = hashlib.sha256(repr((reference_digest, self.identity, self._table.shape)).encode()).hexdigest()
+        name = hashlib.sha256(repr((reference_digest, self.identity, self.table.shape)).encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def save(self, path: Path) -> None:
         make_directory(path.parent)
         with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, logps=self._table)
+            np.savez(file, logps=self.table)
             file.flush()
             os.fsync(file.fileno())
-
-    def fill(
-        self, batches: Iterable[Batch], score: Callable[[Batch], torch.Tensor], *, path: Path, is_rank_0: bool
-    ) -> str:
-        """Cache all examples of the batches, and save them at `path`; return a message.
-
-        Examples that an earlier run saved there are read, all others scored. Raises InputError if the scores of the
-        first batch that the file has, or of one that it has in part, differ.
-        """
-        stored = from_rank_0(read_logps(path, self._table.shape) if is_rank_0 and path.exists() else None)
-        is_checked, n_scored = stored is None, 0
-        if stored is not None:
-            self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
-        for batch in batches:
-            rows = batch.cache_rows
-            is_known = self.find(rows) is not None
-            if is_known and is_checked:
-                continue
-            logps = score(batch)
-            if not logps.isfinite().all():
-                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
-            expected = logps.double().numpy()
-            errors = np.nan_to_num(np.abs(self._table[rows] - expected))
-            if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
-                raise InputError(
-                    f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
-                    f"run's reference (other weights, dtype or number of processes): remove this file"
-                )
-            is_checked |= is_known
-            if not is_known:
-                self.store(rows, logps)
-                n_scored += len(rows)
-        if is_rank_0:
-            self.save(path)
-        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
 
 
 class Reference:
@@ -150,12 +114,39 @@ class Reference:
     def score_all(
         self, batches: Iterable[Batch], score: Callable[[Batch], torch.Tensor], *, folder: str, mesh: Mesh
     ) -> str:
-        """Cache the log-probabilities of all examples, and free the model unless it is the policy; return a message."""
-        path = self.logps.find_path(folder, self.digest)
-        all_batches = (one for batch in batches for one in (batch, batch.mismatched) if one is not None)
-        message = self.logps.fill(all_batches, score, path=path, is_rank_0=mesh.rank == 0)
+        """Cache the log-probabilities of all examples, and free the model unless it is the policy; return a message.
+
+        Examples that an earlier run saved are read, all others scored. Raises InputError if the scores of the first
+        batch that the file has, or of one that it has in part, differ.
+        """
+        logps, path, n_scored = self.logps, self.logps.find_path(folder, self.digest), 0
+        stored = from_rank_0(read_logps(path, logps.table.shape) if mesh.rank == 0 and path.exists() else None)
+        is_checked = stored is None
+        if stored is not None:
+            logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
+        with_mismatched = (part for whole in batches for part in (whole, whole.mismatched) if part is not None)
+        for batch in with_mismatched:
+            is_known = logps.find(batch.cache_rows) is not None
+            if is_known and is_checked:
+                continue
+            scores = score(batch)
+            if not scores.isfinite().all():
+                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
+            expected = scores.double().numpy()
+            errors = np.nan_to_num(np.abs(logps.table[batch.cache_rows] - expected))
+            if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
+                raise InputError(
+                    f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
+                    f"run's reference (other weights, dtype or number of processes): remove this file"
+                )
+            is_checked |= is_known
+            if not is_known:
+                logps.store(batch.cache_rows, scores)
+                n_scored += len(batch.cache_rows)
+        if mesh.rank == 0:
+            logps.save(path)
         if self.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
             self.model = None
             gc.collect()  # a sharded model is part of reference cycles
             torch.cuda.empty_cache()
-        return message
+        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"

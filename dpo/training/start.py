@@ -28,7 +28,7 @@ MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
-    """Notes on the model, the samples and the disk that the run needs; a run that is continued is not `is_first`."""
+    """Notes on the model, the samples, and the disk that the run needs; a continued run is not `is_first`."""
     policy = evaluator.objective.policy
     notes = [*remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)]
     if plan.evaluation.sample_during_eval:
@@ -43,8 +43,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
         free = shutil.disk_usage(plan.run.local_run_dir).free
         notes.append(
             f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
-            f"{free / 1e9:.3g} GB are free: {count(n_kept, 'checkpoint')} (keep_checkpoints)"
-            f"{' and LATEST/hf (export)' * plan.run.export}"
+            f"{free / 1e9:.3g} GB are free: {count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
         )
     return notes + ([list_first_tasks(plan)] if is_first else [])
 
@@ -76,11 +75,11 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
 
-    of_eval_mode = objective.forward(policy.eval(), microbatch, with_squares=loss.needs_squares)
+    of_eval_mode = objective.forward(policy.eval(), microbatch)
     policy.train()
     for dropout in list_dropouts(policy):  # random on purpose
         dropout.eval()
-    of_policy = objective.forward(policy, microbatch, with_squares=loss.needs_squares)
+    of_policy = objective.forward(policy, microbatch)
     of_reference = objective.reference_forward(microbatch) if loss.reference else {}
     for model, logps in (("policy", of_policy), ("reference", of_reference)):
         if not all(values.isfinite().all() for values in logps.values()):

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from support.models import make_weights
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import make_plan
-from dpo.training.metrics import reduce_metrics
+from dpo.training.objective import reduce_metrics
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
@@ -32,7 +32,7 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
         values[2:4] += torch.tensor([4.0, 1.0])  # another process has example 1
         return values
 
-    reduced = reduce_metrics(ours, 5, add, scalars={"grad_norm": torch.tensor(7.0)})
+    reduced = reduce_metrics(ours, 5, SimpleNamespace(add=add, counts=True), grad_norm=torch.tensor(7.0))
     assert reduced.examples["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
     assert reduced.examples["accuracy"].tolist() == [0, 1, 1, 0, 1]
     means = reduced.means()
@@ -46,7 +46,8 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
 
 def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_are_summed():
     part = [(torch.tensor([0]), {"loss": torch.tensor([3.0])})]
-    peer = reduce_metrics(part, 1, lambda values: values, counts=False, scalars={"stop": torch.tensor(1.0)})
+    mesh = SimpleNamespace(add=lambda values: values, counts=False)
+    peer = reduce_metrics(part, 1, mesh, stop=torch.tensor(1.0))
     assert peer.examples["loss"].tolist() == [0]
     assert peer.scalars == {"stop": 1}
 

@@ -107,17 +107,12 @@ FEATURES = {
 RESUMED_ONLY = {
     "much at once": (
         "datasets=[hh,more] gradient_accumulation_steps=2 sample_during_eval=true model.autocast=bfloat16 "
-        "cache_reference_logps=all"
+        "cache_reference_logps=all schedule=cosine warmup_steps=1"
     ),
-    "autocast": "model.autocast=bfloat16",
-    "lora, half precision": f"{LORA} model.policy_dtype=bfloat16",
-    "lora in some layers": f"{LORA} lora.target_modules=[q_proj,v_proj]",
-    "padded": "layout=padded",
-    "references first": "cache_reference_logps=all",
+    "lora in half precision": f"{LORA} model.policy_dtype=bfloat16 lora.target_modules=[q_proj,v_proj]",
     "references first, lora": f"cache_reference_logps=all {LORA}",
     "online, padded, in parts": f"{ONLINE} layout=padded gradient_accumulation_steps=2",
-    "random weights": "model.random_init=true seed=3",
-    "cosine": "schedule=cosine warmup_steps=1",
+    "random weights": "model.random_init=true seed=3 layout=padded",
 }
 
 # --- how it is computed --------------------------------------------------------------------------------------------
@@ -157,13 +152,8 @@ WAYS = {
     "in the package's threads": Way(PACKAGE),
     "resumed": Way(first=""),
     "killed, resumed": Way(first="", killed=True),
-    "one shard, resumed": Way(ONE_SHARD, first=ONE_SHARD),
     "sharded, resumed": Way(SHARDED, first=SHARDED),
-    "frozen weights whole, resumed": Way(
-        f"{SHARDED} {FROZEN_WHOLE} gradient_accumulation_steps=2",
-        first=f"{SHARDED} {FROZEN_WHOLE} gradient_accumulation_steps=2",
-    ),
-    "cut, resumed": Way(CUT, first=CUT),
+    "frozen weights whole, resumed": Way(f"{SHARDED} {FROZEN_WHOLE}", first=f"{SHARDED} {FROZEN_WHOLE}"),
     "cut and sharded, resumed": Way(BOTH, first=BOTH),
     "hybrid, resumed": Way(HYBRID, first=HYBRID),
     "in the package's threads, resumed": Way(PACKAGE, first=PACKAGE),
