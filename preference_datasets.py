@@ -17,8 +17,8 @@ import tqdm
 from dpo.data import preflight
 from dpo.data.collation import (
     PaddedBatch,
-    get_collate_fn,
-    make_rows,
+    get_collate_fn,  # noqa: F401  (the reference code has it here)
+    padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
 from dpo.data.columns import N_INSPECTED, recognize
@@ -31,9 +31,8 @@ from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
-from dpo.settings.places import Source
+from dpo.settings.places import Source, store_rows
 from dpo.settings.plan import Plan
-from dpo.settings.rows import store_rows
 from dpo.system.pool import map_chunks
 
 ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it takes to start a worker
@@ -297,9 +296,9 @@ def get_batch_iterator(
         raise InputError(
             f"the {split} split has {sum(counts)} examples, too few for one batch of batch_size={batch_size}"
         )
-    encode, collate = TextEncoder(tokenizer), get_collate_fn(tokenizer)
+    encode = TextEncoder(tokenizer)
     for example_ids in iterate_examples(
         counts, batch_size=batch_size, shuffle=shuffle, n_epochs=n_epochs, n_examples=n_examples, seed=seed
     ):
         examples = read_examples(prompts, example_ids)
-        yield collate(make_rows(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length))
+        yield padded_batch(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)

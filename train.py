@@ -31,8 +31,8 @@ from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_on, place_job
+from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
-from dpo.settings.rows import store_rows
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system.launching import get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, explaining_full_disk, read_record

@@ -32,8 +32,8 @@ from dpo.parallel.sharding import accumulate, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
+from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.rows import store_rows
 from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.host import list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 import trainers
 from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
-from dpo.settings.files import CONFIG_DIR
+from dpo.settings.keys import CONFIG_DIR
 from dpo.settings.plan import resolve
 from dpo.system.host import set_allocators
 from dpo.system.launching import launch

@@ -12,7 +12,7 @@ from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, SHARED, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
 from dpo.losses.formulas import bradley_terry
-from dpo.settings.files import load_defaults
+from dpo.settings.keys import load_defaults
 from dpo.training.objective import make_scores
 
 DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}

@@ -32,7 +32,7 @@ from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, duration, figure, percent, shortened, signed
-from dpo.settings.files import dotted, load_defaults
+from dpo.settings.keys import dotted, load_defaults
 from dpo.system.plain_files import make_directory, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT

@@ -26,8 +26,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.files import dotted
-from dpo.settings.keys import KEYS, REMOVED, Resume
+from dpo.settings.keys import KEYS, REMOVED, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
@@ -251,9 +250,9 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
     """The facts that `check_inputs` compares, for a manifest."""
-    train, test = data.report.train, data.report.test
+    tokens = data.report.train.token_digest
     model = find_model_facts(model_config)
-    return {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "model": model}
+    return {"data": data.digest, "test_data": data.test_digest, "tokens": tokens, "model": model}
 
 
 def find_model_facts(model_config: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, Row, is_message
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import (
+from dpo.settings.places import (
     FIELDS,
     FORMS,
     LABEL_FIELDS,

@@ -31,7 +31,7 @@ from dpo.data.tokenization import refuse_eos, remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
-from dpo.settings.choices import NUMBER_FIELDS, SYSTEM, TOOLS
+from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.system.pool import map_chunks
 
 N_DECIDING = 100  # first records, which decide whether texts are rendered

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 from dpo.data.schema import Row, is_message
 from dpo.errors import InputError, one_sentence
-from dpo.settings.choices import TOOLS
-from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_readable
 
 HUB_IDS = {

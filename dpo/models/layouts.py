@@ -30,7 +30,7 @@ from dpo.models.logprobs import (
 from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
 from dpo.models.scalar_head import find_scalar_head
 from dpo.parallel.sharding import run_as_forward
-from dpo.settings.choices import VARLEN
+from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
 
 

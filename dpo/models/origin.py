@@ -8,8 +8,8 @@ from typing import NamedTuple
 from dpo.errors import InputError
 from dpo.models.weights import Weights, locate_weights
 from dpo.settings.places import HUB_ID
-from dpo.settings.plan import Plan
-from dpo.settings.recorded import plan_model, read_plan
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
@@ -56,7 +56,8 @@ def find_origin(
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
+        plan = resolve({"model": {"name_or_path": str(path)}})
+        return Origin(plan.change("model.trust_remote_code", trust_remote_code))
     weights = locate_weights(path, key="").resolve()
     adapter = weights.adapter
     if model is not None and adapter:
@@ -70,7 +71,7 @@ def find_origin(
     base = model or weights.base or (run_plan.model.name_or_path if run_plan else None)
     if base is None:
         raise InputError(f"{path} names no base model, and there is no {CONFIG} of its run beside it: give --model")
-    plan = (run_plan or plan_model(base)).change("model.name_or_path", base)
+    plan = (run_plan or resolve({"model": {"name_or_path": base}})).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if adapter and model:  # it has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)

@@ -22,8 +22,7 @@ from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.text_part import find_integer_weights, is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
-from dpo.settings.choices import VARLEN
-from dpo.settings.keys import Dtype
+from dpo.settings.keys import VARLEN, Dtype
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dpo.errors import InputError
 from dpo.models.packing import Segments
-from dpo.settings.choices import VARLEN
+from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
 
 # torch 2.11 does not have this option, and groups heads without it

@@ -33,7 +33,7 @@ class Ledger(Appender):
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.plan.logging.ledger
+        return super().is_wanted(context) and context.plan.run.ledger
 
     def find_end(self, path: Path, size: int) -> int:
         return find_end(path, size)

@@ -27,7 +27,7 @@ class ReportWriter(Callback):
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.plan.logging.report
+        return super().is_wanted(context) and context.plan.run.report
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not evaluation.samples_follow:

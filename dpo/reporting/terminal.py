@@ -48,7 +48,7 @@ class Progress(Callback):
 
     @classmethod
     def of(cls, plan: Plan, *, silent: bool) -> Progress:
-        interval, batch_size = plan.logging.minimum_log_interval_secs, plan.data.batch_size
+        interval, batch_size = plan.run.minimum_log_interval_secs, plan.data.batch_size
         return cls(interval=interval, silent=silent, batch_size=batch_size)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:

@@ -139,7 +139,7 @@ class WandbLogger(Callback):
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
-        if now - self._last_train_time >= self.context.plan.logging.minimum_log_interval_secs:
+        if now - self._last_train_time >= self.context.plan.run.minimum_log_interval_secs:
             self._last_train_time = now
             self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
 

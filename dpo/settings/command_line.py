@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 import sys
 from pathlib import Path
 from textwrap import fill
@@ -20,55 +19,45 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, one_sentence
-from dpo.settings.files import CONFIG_DIR, OPEN_MAPPINGS, dotted
-from dpo.settings.keys import KEYS
+from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, suggest
+from dpo.settings.validation import explain_unknown_key, find_problems, suggest
 from dpo.system.host import is_rank_0
 from dpo.system.redaction import redact, secrets_in
 
-MULTIRUN = ("-m", "--multirun")
-FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
+MULTIRUN, HELP = ("-m", "--multirun"), ("-h", "--help")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING_CONFIG = ("-c", "--cfg")
-WITH_VALUE = (*SHOWING_CONFIG, *CONFIG_DIR_OPTIONS, "-p", "--package", "-i", "--info", "-sc", "--shell-completion")
-SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # with these Hydra runs nothing
-
-# Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
-ALLOWED_HYDRA_KEYS = (
-    "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose", "hydra/launcher", "hydra/sweeper",
+FLAGS = (*MULTIRUN, *HELP, "--hydra-help", "--version", "--resolve")
+WITH_VALUE = (
+    "-c", "--cfg", *CONFIG_DIR_OPTIONS, "-p", "--package", "-i", "--info", "-sc", "--shell-completion",
 )  # fmt: skip
-# where Hydra records how it composed a config, and where it reads which overrides are the same in all jobs
+# Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
+ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[./](launcher|sweeper).*")
+# where Hydra records how it composed a config
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
-FIXED_KEYS = "hydra.job.config.override_dirname.exclude_keys"
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
-PATH_KEYS = {"model": "model.name_or_path", "lora": "lora=lora model.archive"}  # for a path in place of an option
-LONGEST_NAME = 100  # characters of a job's directory; file systems allow 255, but other programs append some
-LONGEST_GROUP = 128  # characters of a group's name that W&B allows
 
 
 class CommandLine(NamedTuple):
     """A parsed command line."""
 
-    options: list[str]  # of Hydra, without --config-dir
+    options: list[str]  # of Hydra, with their values, without --config-dir
     overrides: list[str]  # as Hydra wants them, with `++` before keys
     config_dir: str | None  # the value of --config-dir
 
-    def has_option(self, *names: str) -> bool:
-        return any(option.split("=")[0] in names for option in self.options)
-
     @property
     def is_sweep(self) -> bool:
-        return self.has_option(*MULTIRUN)
+        return not {*MULTIRUN}.isdisjoint(self.options)
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether Hydra shows something in place of running."""
+        return not {*self.options} <= {*MULTIRUN}
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments for Hydra; those of a sweep also list the keys that are the same in all jobs."""
-        arguments = [*self.options, *self.overrides, *self.search_path]
-        if self.is_sweep:
-            fixed_keys = [parse_key(override) for override in self.overrides if not split_sweep(override)]
-            arguments.append(f"{FIXED_KEYS}={fixed_keys!r}".replace(" ", ""))
-        return arguments
+        """Arguments for Hydra."""
+        return [*self.options, *self.overrides, *self.search_path]
 
     @property
     def search_path(self) -> list[str]:
@@ -78,12 +67,10 @@ class CommandLine(NamedTuple):
         path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
         return [f"hydra.searchpath=['file://{path}']"]
 
-    def list_options(self, group: str) -> list[str] | None:
-        """List the options of a group, with the user's; None if it is no group."""
+    def list_options(self, group: str) -> list[str]:
+        """List the options of a group, with the user's; none if it is no group."""
         folders = [Path(directory, group) for directory in (CONFIG_DIR, self.config_dir) if directory is not None]
-        if not any(folder.is_dir() for folder in folders):
-            return None
-        return sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
+        return sorted(file.stem for folder in folders for file in folder.glob("*.yaml") if group)
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
@@ -94,8 +81,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     line, plan = CommandLine([], [], None), None
     try:
         line = parse(arguments)
-        if line.has_option("-h", "--help"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # with `--help | head`, printing ends without a traceback
+        if not {*HELP}.isdisjoint(line.options):
             print(help_text())
             sys.exit(0)
         plan, problems = check_line(line)
@@ -110,11 +96,10 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 def exit_on(problems: list[str]) -> None:
     """Print problems, if any, and exit with status 2."""
-    if not problems:
-        return
-    if is_rank_0():
+    if problems and is_rank_0():
         print("\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr)
-    sys.exit(2)
+    if problems:
+        sys.exit(2)
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -125,22 +110,21 @@ def parse(arguments: list[str]) -> CommandLine:
     options, overrides, config_dir = [], [], None
     remaining = iter(arguments)
     for argument in remaining:
+        name, equals, value = argument.partition("=")
         if not argument.startswith("-"):
             overrides.append(argument)
-            continue
-        name, equals, value = argument.partition("=")
-        if name not in (*FLAGS, *WITH_VALUE):
-            raise InputError(f"{name} is not an option here; the options are {', '.join((*FLAGS, *WITH_VALUE))}")
-        words = [argument]
-        if name in WITH_VALUE and not equals:  # the value is the next argument
-            value = next(remaining, "")
-            words.append(value)
-        if name in CONFIG_DIR_OPTIONS:
-            if not Path(value).is_dir() or not value:
+        elif name in FLAGS:
+            options.append(name)
+        elif name in WITH_VALUE:
+            value = value if equals else next(remaining, "")
+            if name not in CONFIG_DIR_OPTIONS:
+                options += [name, value]
+            elif Path(value).is_dir() and value:
+                config_dir = value
+            else:
                 raise InputError(f"{name}={value} is not a directory")
-            config_dir = value
         else:
-            options += words
+            raise InputError(f"{name} is not an option here; the options are {', '.join((*FLAGS, *WITH_VALUE))}")
     line = CommandLine(options, overrides, config_dir)
     return line._replace(overrides=[_sign(override, line) for override in overrides])
 
@@ -169,7 +153,7 @@ def _sign(override: str, line: CommandLine) -> str:
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
-    if line.list_options(key.partition("@")[0]) is not None:
+    if line.list_options(key.partition("@")[0]):
         return f"+{override}" if override.startswith("experiment=") else override  # none is chosen by default
     has_other_keys = any(parse_key(other).startswith(f"{key}.") for other in line.overrides)
     if key.startswith("dataset_sources.") and has_other_keys:
@@ -191,13 +175,9 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     variables of a launcher.
     """
     found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
-    refused = {key: sentence for key, sentence in found.items() if sentence}
-    problems = list(refused.values())
-    if line.has_option(*SHOWING):
-        return None, problems
-
+    problems = [sentence for sentence in found.values() if sentence]
     # what depends on a refused override is not known
-    unknown = tuple(f"{key}." for key in refused)
+    unknown = tuple(f"{key}." for key, sentence in found.items() if sentence)
     accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
     plan = None
     for job in itertools.product(*(split_sweep(override) or [override] for override in accepted)):
@@ -206,7 +186,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
         except Exception as error:  # a user's files may contain anything
             return None, problems or [f"the config cannot be composed: {one_sentence(error)}"]
         problems += _find_code_in_files(config, line)
-        if not line.has_option(*SHOWING_CONFIG):
+        if not line.is_shown:
             plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
             problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
     return None if line.is_sweep else plan, list(dict.fromkeys(problems))
@@ -223,34 +203,32 @@ def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     What Hydra makes of all files is compared with what it makes without those of the user, so it does not matter what
     they contain and how they are chosen.
     """
+
+    def find_code(config: DictConfig) -> dict[str, Any]:
+        values: Any = OmegaConf.to_container(config, resolve=False)
+        hydra_values = {f"hydra.{key}": value for key, value in dotted(values.pop("hydra"))}
+        ours = {key: value for key, value in dotted(values) if key in OUR_CODE_KEYS and value}
+        return ours | {key: hydra_values[key] for key in hydra_values if not key.startswith(COMPOSITION_RECORDS)}
+
     if line.config_dir is None:
         return []
     keys = [parse_key(override) for override in line.overrides]
-    without_files = _find_code_values(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
+    without_files = find_code(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
     return [
         f"--config-dir: {key} may not be set in a config file, as it can name code to run; give it on the command line"
-        for key, value in _find_code_values(config).items()
+        for key, value in find_code(config).items()
         if (key not in without_files or value != without_files[key]) and key not in keys
     ]
 
 
-def _find_code_values(config: DictConfig) -> dict[str, Any]:
-    """The values of the keys by which a config can run code."""
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    hydra_values = dict(dotted(values["hydra"], "hydra."))
-    code_values = {key: value for key, value in hydra_values.items() if not key.startswith(COMPOSITION_RECORDS)}
-    return code_values | {key: value for key, value in dotted(values) if key in OUR_CODE_KEYS and value}
-
-
 def _explain_override(override: str, line: CommandLine) -> str | None:
     """Explain why an override is refused, if it is."""
-    key, equals, value = override.lstrip("+~").partition("=")
-    if override.startswith("~"):
-        return f"{override} would remove a key from the config: give {key}=VALUE instead"
-    if not equals or not key:
+    key, equals, value = override.lstrip("+").partition("=")
+    if key.startswith("~") or not equals or not key:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
-    if refusal := refuse_hydra_key(override):
-        return refusal
+    is_hydra_key = _is_hydra_key(key)
+    if is_hydra_key and (not ALLOWED_HYDRA_KEYS.fullmatch(key) or "_target_" in override):
+        return f"{key} may not be set: Hydra's own keys can name code to run, but those of directories and launchers"
     if line.is_sweep and (secrets_in([override]) or redact(override) != override):
         return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
     try:
@@ -259,73 +237,41 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
         return f"{key}={value} cannot be read: write '{key}=\"VALUE\"' around spaces, commas, brackets and the like"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
         return f"{key}={value} has several values: give one, write [A,B] for a list, or -m A,B to run each in turn"
-    if _is_hydra_key(key):
-        return None
     group = key.partition("@")[0]
-    options = line.list_options(group)
-    if options is not None:
-        chosen = [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]
-        return next(filter(None, (_explain_option(group, option, options) for option in chosen)), None)
-    is_known = key in KEYS or key.startswith(WEIGHTS) or key.split(".")[0] in OPEN_MAPPINGS
+    if options := line.list_options(group):
+        for option in [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]:
+            if options.count(option) > 1:
+                return f"{group}={option}: a file of --config-dir has the name of one of ours: rename it"
+            if option not in options:
+                return f"{group}={option} is not one of {', '.join(options)}{suggest(option, options)}"
+        return None
     is_section = any(known.startswith(f"{key}.") for known in KEYS)
-    return None if is_known or is_section else explain_unknown_key(key)
+    is_known = is_hydra_key or is_section or key in KEYS or key.split(".")[0] in OPEN_MAPPINGS
+    return None if is_known else explain_unknown_key(key)
 
 
-def refuse_hydra_key(override: str) -> str | None:
-    """Explain why an override of Hydra's own keys is refused, if it is."""
-    key = parse_key(override)
-    is_allowed = key in ALLOWED_HYDRA_KEYS or key.startswith(("hydra.launcher.", "hydra.sweeper."))
-    if not _is_hydra_key(key) or (is_allowed and "_target_" not in override):
-        return None
-    return (
-        f"{key} may not be set, as Hydra's own keys can name code to run: the only ones that may be set are "
-        f"{', '.join(ALLOWED_HYDRA_KEYS)}"
-    )
-
-
-def _explain_option(group: str, option: str, options: list[str]) -> str | None:
-    """Explain why a group's option cannot be chosen, if it cannot."""
-    if options.count(option) > 1:
-        return f"{group}={option}: a file of --config-dir has the name of one of ours, and would not be used: rename it"
-    if option in options:
-        return None
-    if "/" in option and group in PATH_KEYS:
-        return f"{group}={option}: for a directory or Hub id give {PATH_KEYS[group]}={option}"
-    similar = suggest(option, options)
-    return f"{group}={option} is not one of {', '.join(options)}{f': did you mean {similar}?' if similar else ''}"
-
-
-# --- the jobs of a sweep ----------------------------------------------------------------------------------------------
+# --- the jobs of a sweep, and help ------------------------------------------------------------------------------------
 
 
 def place_job(plan: Plan, hydra_config: Any) -> Plan:
-    """Give a sweep's job a directory named after its number and its swept overrides, and its sweep's W&B group.
-
-    If the command line has `local_run_dir`, the job's directory is inside that directory.
-    """
-    swept = re.sub(r"(^|,)\++", r"\1", hydra_config.job.override_dirname)  # without the signs before keys
-    name = redact(f"{hydra_config.job.num}_{swept}")
-    name = re.sub(r"[^\w.=,+-]+", "_", name, flags=re.ASCII)[:LONGEST_NAME].rstrip("_.")
-    run_dir = Path(plan.run.local_run_dir)
-    sweep = hydra_config.sweep.dir if plan.has_new_run_dir else run_dir
-    job_dir = f"{run_dir}_{name}" if plan.has_new_run_dir else str(run_dir / name)
-    group = plan.wandb.group or redact(Path(sweep).name)[-LONGEST_GROUP:]
+    """Give a sweep's job a directory of its own, `local_run_dir` with its number, and its sweep's W&B group."""
+    job_dir = f"{plan.run.local_run_dir}_{hydra_config.job.num}"
+    group = plan.wandb.group or Path(hydra_config.sweep.dir).name
     return plan.change("local_run_dir", job_dir).change("wandb.group", group)
 
 
-# --- help -------------------------------------------------------------------------------------------------------------
-
-
 def help_text() -> str:
-    """The text of `--help`: the options of each group, and the keys with their defaults and comments."""
+    """The text of `--help`: the options of each group, and all keys with their defaults and comments."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
     lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]
-    keys = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
-    return "\n\n".join([HELP, *lists, keys, END])
+    names = ("config.yaml", "model/blank_model.yaml", "lora/lora.yaml", "online/online.yaml", "loss/**/*.yaml")
+    files = [file for name in names for file in sorted(CONFIG_DIR.glob(name))]
+    keys = [f"# {file.relative_to(CONFIG_DIR.parent)}\n{file.read_text(encoding='utf-8')}" for file in files]
+    return "\n\n".join([USAGE, *lists, *(text.split("\ndefaults:")[0] for text in keys), END])
 
 
-HELP = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
+USAGE = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
 
 python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
 python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
@@ -333,6 +279,5 @@ python train.py experiment=hh_pythia28_sft ...
 python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
 
 Config groups (choose with group=option):"""
-END = """More keys: config/model/blank_model.yaml, config/loss/NAME.yaml, config/{lora,online}/NAME.yaml
-Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
 Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""

@@ -1,4 +1,4 @@
-"""The keys of the config, each declared once.
+"""The keys of the config, each declared once, their defaults, and the names that they accept.
 
 A key is a field of a section below, under the section's prefix in SECTIONS, or an option of a loss, which is a
 parameter of its formula. The type has the key's bounds and choices, and says whether a resume may change it. Default
@@ -8,15 +8,19 @@ and meaning are in `config/`, conditions on several keys in `dpo/settings/valida
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from omegaconf import OmegaConf
+
 from dpo.losses import LOSSES, list_options
 from dpo.losses.formulas import Weight
-from dpo.system.run_directory import get_cache_dir, get_local_dir
+from dpo.system.run_directory import get_cache_dir, get_local_dir, get_local_run_dir
 
 
 class Resume(Enum):
@@ -29,24 +33,9 @@ class Resume(Enum):
 
 KEEP, CHANGE, PER_RUN = Resume
 
-
-class Key(NamedTuple):
-    """The values that a key may have, and whether a resume may change them."""
-
-    holds: Callable[[Any], bool]
-    wanted: str  # completes "must be"
-    resume: Resume = KEEP
-
-
-class Problem(NamedTuple):
-    """A problem of a config."""
-
-    key: str  # whose value is the problem; "" for a condition on several keys
-    sentence: str
-
+# --- names, whose code is in tables beside it -------------------------------------------------------------------------
 
 TrainerName = Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"]
-Backend = Literal["dtensor", "tensor_parallel"]
 Optimizer = Literal[  # a class of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
 ]  # fmt: skip
@@ -54,8 +43,25 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
 LRScaling = Literal["none", "linear", "sqrt"]
 Layout = Literal["padded", "shared_prefix"]
-Scorer = Literal["reward_model", "function", "keyword", "shorter"]
+VARLEN = "varlen"
+NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
+STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
+HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 
+
+class TrainerSpec(NamedTuple):
+    """A trainer and its abilities; `trainers.py` has the class of that name."""
+
+    name: str
+    multi_process: bool = False  # whether it runs in several processes, which form a process group
+    cuts_layers: bool = False  # whether tensor_parallel_size and tensor_parallel.backend apply
+
+
+BASIC = TrainerSpec("BasicTrainer")
+FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
+TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
+PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True)  # tensor_parallel.backend=tensor_parallel
+TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 
 # --- sections ---------------------------------------------------------------------------------------------------------
 
@@ -79,6 +85,9 @@ class RunPlan:
     fsdp_shard_size: Annotated[int | None, ">= 1", CHANGE]
     tensor_parallel_size: Annotated[int | None, ">= 1", CHANGE]
     collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGE]
+    minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
+    ledger: Annotated[bool, CHANGE]
+    report: Annotated[bool, CHANGE]
 
     @property
     def local_dir(self) -> str:
@@ -89,11 +98,6 @@ class RunPlan:
     def cache_dir(self) -> str | None:
         """The directory of downloaded models and datasets; None: the libraries' default."""
         return get_cache_dir(self.local_dirs)
-
-
-@dataclass(frozen=True)
-class TensorParallelPlan:
-    backend: Annotated[Backend, CHANGE]
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class AdapterPlan:
 class OnlinePlan:
     name: Literal["none", "online"]
     n_samples: Annotated[int, "[2, 1024]"]
-    scorer: Scorer
+    scorer: Literal["reward_model", "function", "keyword", "shorter"]
     reward_model: str | None
     reward_format: Literal["chat", "pair", "text"] | None
     function: str | None
@@ -215,15 +219,6 @@ class EvaluationPlan:
 
 
 @dataclass(frozen=True)
-class LoggingPlan:
-    """The logs that a run writes beside `metrics.jsonl`."""
-
-    minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
-    ledger: Annotated[bool, CHANGE]
-    report: Annotated[bool, CHANGE]
-
-
-@dataclass(frozen=True)
 class WandbPlan:
     enabled: Annotated[bool, CHANGE]
     entity: Annotated[str | None, CHANGE]
@@ -234,38 +229,43 @@ class WandbPlan:
     artifacts: Annotated[bool, CHANGE]
 
 
-@dataclass(frozen=True)
-class TensorBoardPlan:
-    enabled: Annotated[bool, CHANGE]
-
-
-SECTIONS: dict[type, str] = {  # each with the prefix of its keys
-    RunPlan: "",
-    DataPlan: "",
-    TrainingPlan: "",
-    EvaluationPlan: "",
-    LoggingPlan: "",
-    FSDPPlan: "fsdp_",
-    TensorParallelPlan: "tensor_parallel.",
-    ChatPlan: "chat_",
-    WandbPlan: "wandb.",
-    TensorBoardPlan: "tensorboard.",
-    ModelPlan: "model.",
-    AdapterPlan: "lora.",
-    OnlinePlan: "online.",
+SECTIONS: dict[str, tuple[Any, str]] = {  # by their names in a Plan, with the prefix of their keys
+    "run": (RunPlan, ""),
+    "data": (DataPlan, ""),
+    "training": (TrainingPlan, ""),
+    "evaluation": (EvaluationPlan, ""),
+    "fsdp": (FSDPPlan, "fsdp_"),
+    "chat": (ChatPlan, "chat_"),
+    "wandb": (WandbPlan, "wandb."),
+    "model": (ModelPlan, "model."),
+    "lora": (AdapterPlan, "lora."),
+    "online": (OnlinePlan, "online."),
+}
+WITHOUT_SECTION: dict[str, Any] = {  # keys that stand alone, and those of losses
+    "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
+    "tensorboard.enabled": Annotated[bool, CHANGE],
+    "loss.name": Literal[tuple(LOSSES)],
+    **{f"loss.{name}": annotation for name, annotation in list_options().items()},
+    **{f"loss.weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed},
 }
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """The values that a key may have, and whether a resume may change them."""
+
+    holds: Callable[[Any], bool]
+    wanted: str  # completes "must be"
+    resume: Resume
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a text that is not blank."""
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and bool(value.strip())  # not blank
 
 
 def are_names(value: Any) -> bool:
-    """Return whether a value is a list of different texts."""
     return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
@@ -290,44 +290,40 @@ TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def read_key(annotation: Any) -> Key:
     """Read a type, such as `Annotated[int | None, ">= 1", CHANGE]`, whose marks are bounds and a Resume."""
     plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    bounds = next((mark for mark in marks if isinstance(mark, str)), "")
+    resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
     may_be_null = NoneType in get_args(plain)
     if may_be_null:
         plain = get_args(plain)[0]
     choices = get_args(plain) if get_origin(plain) is Literal else ()
     has_type, wanted = TYPES.get(plain, (lambda v: v in choices, f"one of {', '.join(choices)}"))
-    [bounds] = [mark for mark in marks if isinstance(mark, str)] or [""]
-    [resume] = [mark for mark in marks if isinstance(mark, Resume)] or [KEEP]
+    if bounds:
+        wanted += f" in {bounds}" if "," in bounds else f" {bounds}".replace(" > ", " above ")
 
     def holds(value: Any) -> bool:
         if value is None:
             return may_be_null
-        return bool(has_type(value)) and (not is_number(value) or _is_within(value, bounds))
+        return bool(has_type(value)) and (not is_number(value) or is_within(value, bounds))
 
-    if bounds:
-        wanted += f" {bounds}".replace(" > ", " above ") if bounds.startswith(">") else f" in {bounds}"
     return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume)
 
 
-def _is_within(value: float, bounds: str) -> bool:
+def is_within(value: float, bounds: str) -> bool:
     """Return whether a number is within bounds such as `> 0`, `>= 1` or `[0, 1)`; without any, it must be finite."""
-    if not bounds:
-        return -math.inf < value < math.inf
-    if bounds.startswith(">"):
-        sign, low = bounds.split()
-        return (value >= float(low) if sign == ">=" else value > float(low)) and value < math.inf
-    low, high = map(float, bounds[1:-1].split(", "))
-    return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")
+    if "," in bounds:
+        low, high = map(float, bounds[1:-1].split(","))
+        return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")
+    low = float(bounds.lstrip(">= ") or -math.inf)
+    return low < value < math.inf or (value == low and bounds.startswith(">="))
 
 
 def _list_keys() -> dict[str, Key]:
-    keys = {}
-    for section, prefix in SECTIONS.items():
+    annotations: dict[str, Any] = {}
+    for section, prefix in SECTIONS.values():
         types = get_type_hints(section, include_extras=True)
-        names = [field.name for field in fields(section) if field.name != "dataset_sources"]
-        keys |= {f"{prefix}{name}": read_key(types[name]) for name in names}
-    options = {"name": Literal[tuple(LOSSES)], **list_options()}
-    options |= {f"weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed}
-    return keys | {f"loss.{name}": read_key(annotation) for name, annotation in options.items()}
+        annotations |= {f"{prefix}{field.name}": types[field.name] for field in fields(section)}
+    del annotations["dataset_sources"]  # `places.py` reads it
+    return {key: read_key(annotation) for key, annotation in (annotations | WITHOUT_SECTION).items()}
 
 
 KEYS = _list_keys()
@@ -337,3 +333,53 @@ REMOVED = {  # keys that went: the last commit that had it, and what to use
         "dataset_sources.NAME.columns"
     ),
 }
+
+# --- defaults, from `config/` without Hydra ---------------------------------------------------------------------------
+
+CONFIG_DIR = Path(__file__).parents[2] / "config"
+GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
+OPEN_MAPPINGS = ("dataset_sources", "optimizer_args", "chat_template_args")  # mappings whose keys the user chooses
+MISSING = "???"  # the value of a key that has no default
+
+OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("project_dir", lambda: str(CONFIG_DIR.resolve().parent), replace=True)
+
+
+def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; a mapping that is empty or one of OPEN_MAPPINGS is a value."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in OPEN_MAPPINGS:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def options_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Find which option of each group of GROUPS is chosen by values of dotted keys."""
+    return {group: values.get(f"{group}.name") for group in GROUPS}
+
+
+def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
+    """Load the defaults, with these options of GROUPS.
+
+    For an option that is None or unknown there is its group's `none.yaml`, and without a loss its name is MISSING.
+    """
+    defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
+    for group, option in (("loss", loss), ("lora", lora), ("online", online)):
+        files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
+        file = files.get(str(option), files.get("none"))
+        defaults[group] = load_file(file) if file else {"name": MISSING}
+    return defaults
+
+
+@cache  # the files do not change while a process runs
+def load_file(file: Path) -> dict[str, Any]:
+    """Load the keys that a file and its defaults list set; later entries of the list override earlier ones."""
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    own_keys = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
+    values: dict[str, Any] = {}
+    for entry in content.get("defaults", ["_self_"]):
+        if isinstance(entry, str):  # {loss: sft} and the like choose options, which `load_defaults` loads
+            name = entry.partition("@")[0]
+            values |= own_keys if name == "_self_" else load_file(file.parent / f"{name}.yaml")
+    return values

@@ -1,26 +1,74 @@
-"""Where datasets are: local paths and Hub ids. Opens no file."""
+"""Where the records of datasets are: local paths, Hub ids, and rows in memory, which are written to files.
+
+So processes, tables and a resumed run find all data alike.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dpo.errors import InputError
-from dpo.settings.choices import BUILT_IN, FIELDS, OPTIONAL_FIELDS
-from dpo.settings.keys import REMOVED, Problem, are_names, is_text
+from omegaconf import DictConfig, OmegaConf
 
+from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.settings.keys import REMOVED, are_names, is_text, load_defaults
+from dpo.system.plain_files import make_directory, replacing
+from dpo.system.run_directory import get_local_dir
+
+BUILT_IN = ("hh", "shp", "se", "demo")  # datasets that preference_datasets.py loads
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
-SOURCE_FORMAT = "dataset_sources.NAME.format"  # a key that went
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
+ROWS_FOLDER = "dpo-rows"  # in the local directory
+
+# the forms of custom data: each is the fields of one record
+PAIR_FIELDS = ("prompt", "chosen", "rejected")
+WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
+TARGET_FIELDS = ("prompt", "completion")
+CHAT_FIELDS = ("messages",)
+PROMPT_FIELDS = ("prompt",)
+LABEL_FIELDS = ("prompt", "completion", "label")
+LABELLED_CHAT_FIELDS = ("messages", "label")
+SCORED_FIELDS = ("prompt", "responses", "scores")
+RANKED_FIELDS = ("prompt", "responses")
+PAIRS, LISTS = (PAIR_FIELDS, WHOLE_PAIR_FIELDS), (SCORED_FIELDS, RANKED_FIELDS)
+# the forms of records from which examples can be made, by what a loss trains on; "prompts" are for online runs
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "pairs": (*PAIRS, *LISTS),
+    "prompts": (*PAIRS, *LISTS, PROMPT_FIELDS),
+    "targets": (*PAIRS, *LISTS, TARGET_FIELDS, CHAT_FIELDS),
+    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, *PAIRS),  # pairs with `unpair`
+    "lists": (*LISTS, *PAIRS),
+}
+# optional fields of records of any form; the config may say that such a field has no column
+SYSTEM = "system"  # a system turn
+TOOLS = "tools"  # the tools that a chat may call
+NUMBER_FIELDS = ("weight", "margin")
+OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
+FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
+PROMPT_PARTS = ("input", "history")  # parts of a prompt in Alpaca's data, beside the instruction
+
+
+class Problem(NamedTuple):
+    """A problem of a config."""
+
+    key: str  # whose value is the problem; "" for a condition on several keys
+    sentence: str
+
+
+# --- paths and Hub ids ------------------------------------------------------------------------------------------------
 
 
 def find_suffix(name: str) -> str:
@@ -39,34 +87,33 @@ class Source:
 
     path: str
     revision: str | None = None  # of a Hub id: a branch, tag or commit
-    # maps fields of choices.FIELDS to the source's columns, and those without a column to None
-    columns: Mapping[str, str | None] = field(default_factory=dict)
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # by fields of FIELDS; None: it has no column
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
-        """Parse the value of `dataset_sources.NAME`.
-
-        It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
-        """
+        """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
         key, source = f"dataset_sources.{name}", value if isinstance(value, Mapping) else {"path": value}
         if "format" in source:
-            raise InputError(f"{key}.format was removed after {REMOVED[SOURCE_FORMAT]}")
-        if not is_text(source.get("path")) or set(source) - {"path", "revision", "columns"}:
+            raise InputError(f"{key}.format was removed after {REMOVED['dataset_sources.NAME.format']}")
+        if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns"}:
             raise InputError(
                 f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
                 f"...}}"
             )
         columns = source.get("columns") or {}
-        if columns and name in BUILT_IN:
-            raise InputError(f"{key}.columns: {name} is built in, with fixed columns: choose another name")
-        are_mapped = isinstance(columns, Mapping) and all(
-            own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
-            for own, column in columns.items()
-        )
-        if not are_mapped:
+        are_fixed = columns and name in BUILT_IN
+        if (
+            are_fixed
+            or not isinstance(columns, Mapping)
+            or not all(
+                own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
+                for own, column in columns.items()
+            )
+        ):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
-                f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null"
+                f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
+                f"{', '.join(BUILT_IN)} are fixed"
             )
         return cls(source["path"], source.get("revision"), columns)
 
@@ -97,14 +144,21 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     if not (are_names(datasets) and isinstance(given, Mapping)):
         return placed
     names, sources = [], dict(given)
-    for value in datasets:
-        name = value
-        if not _is_placed(value, sources) and not _find_problem(value, sources):
-            name = _make_name(value)
-            settings = sources.get(name)  # the dataset's columns or revision, if set
-            sources[name] = {**settings, "path": value} if isinstance(settings, Mapping) else value
+    for name in datasets:
+        path, last_part = Source(name).local, os.path.basename(os.path.abspath(os.path.expanduser(name)))
+        new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
+        is_there = path.exists() if path else HUB_ID.fullmatch(name)
+        if is_there and not has_source(name, sources) and not has_source(new_name, sources):
+            sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
+            name = new_name
         names.append(name)
     return placed | {"datasets": names, "dataset_sources": sources}
+
+
+def has_source(name: str, sources: Mapping[str, Any]) -> bool:
+    """Return whether it is known where a dataset of this name is."""
+    source = sources.get(name)
+    return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
 
 
 def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem]:
@@ -112,8 +166,15 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
     if not isinstance(sources, Mapping):
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
         return [Problem("dataset_sources", sentence)]
-    left = [value for value in datasets if not _is_placed(value, sources)]
-    problems = [Problem("datasets", _find_problem(value, sources)) for value in left]
+    problems = [
+        Problem(
+            "datasets",
+            f"datasets names {name!r}, which is none of {', '.join(BUILT_IN)}, no file or directory in {Path.cwd()}, "
+            "no Hub id, or named like another dataset: say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID",
+        )
+        for name in datasets
+        if not has_source(name, sources)
+    ]
     for name, value in sources.items():
         try:
             if value is not None:
@@ -123,28 +184,49 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
     return problems
 
 
-def _is_placed(name: str, sources: Mapping[str, Any]) -> bool:
-    """Return whether it is known where a dataset of this name is."""
-    source = sources.get(name)
-    return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
+# --- rows in memory ---------------------------------------------------------------------------------------------------
 
 
-def _find_problem(value: str, sources: Mapping[str, Any]) -> str:
-    """Explain why a value of `datasets` that names no source is no path or Hub id either; "" if it is one."""
-    path, name = Source(value).local, _make_name(value)
-    if path is None and not HUB_ID.fullmatch(value):
-        return (
-            f"datasets names {value!r}, which is none of {', '.join(BUILT_IN)}, and no file or directory: give its "
-            f"path or Hub id, or say where it is with dataset_sources.{value}=DIR_FILE_OR_HUB_ID"
-        )
-    if path is not None and not path.exists():
-        return f"datasets names {value}, and there is no such file or directory{seen_from(path)}"
-    if _is_placed(name, sources):
-        return f"datasets has {value}, and another one called {name}: give OTHER, and dataset_sources.OTHER={value}"
-    return ""
+def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
+    """Replace rows in `datasets`, which are called `rows`, or in `dataset_sources` by the paths of files.
+
+    Rows are a list of mappings or a `datasets.Dataset`. Raises InputError for rows that cannot be written.
+    """
+    values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
+    given, changed = values.get("dataset_sources"), {}
+    sources = dict(given) if isinstance(given, Mapping) else {}
+    if _are_rows(values.get("datasets")):
+        sources["rows"], changed["datasets"] = values["datasets"], ["rows"]
+    local_dir = get_local_dir(values.get("local_dirs") or load_defaults()["local_dirs"])
+    stored = {name: _store(rows, name, local_dir) for name, rows in sources.items() if _are_rows(rows)}
+    return {**values, **changed, "dataset_sources": sources | stored} if stored else config
 
 
-def _make_name(path: str) -> str:
-    """Make a dataset's name: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
-    name = os.path.basename(os.path.abspath(os.path.expanduser(path)))
-    return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
+def _are_rows(value: Any) -> bool:
+    return _is_dataset(value) or (isinstance(value, list) and any(isinstance(row, Mapping) for row in value))
+
+
+def _is_dataset(value: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported it
+    return datasets is not None and isinstance(value, datasets.Dataset)
+
+
+def _store(rows: Any, name: str, local_dir: str) -> str:
+    """Write rows to a file that is named after its content; return its path."""
+    problem = f"dataset_sources.{name}: its rows cannot be written"
+    with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
+        if _is_dataset(rows):  # Parquet keeps the names of classes
+            rows.to_parquet(buffer := io.BytesIO())
+            content, suffix = buffer.getvalue(), ".parquet"
+        else:
+            lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
+            content, suffix = "".join(f"{line}\n" for line in lines).encode(), ".jsonl"
+    folder = Path(local_dir, ROWS_FOLDER).absolute()
+    make_directory(folder)
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
+    if not file.exists():
+        with replacing(file) as temporary:
+            temporary.write_bytes(content)
+    elif file.read_bytes() != content:
+        raise InputError(f"dataset_sources.{name}: {file} does not hold the rows that were written: move it away")
+    return str(file)

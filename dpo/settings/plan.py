@@ -9,36 +9,36 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.settings.choices import (
-    ADAPTED,
-    HELD_OUT_SCORE,
-    QUANTIZED,
-    TENSOR_PARALLEL,
-    TENSOR_PARALLEL_BACKENDS,
-    TRAINERS,
-    TrainerSpec,
-)
-from dpo.settings.files import GROUPS, dotted, fill, flatten, load_defaults, options_in
 from dpo.settings.keys import (
+    GROUPS,
+    HELD_OUT_SCORE,
     KEYS,
+    OPEN_MAPPINGS,
+    PACKAGE,
     SECTIONS,
+    TRAINERS,
     AdapterPlan,
     ChatPlan,
     DataPlan,
     EvaluationPlan,
     FSDPPlan,
-    LoggingPlan,
     ModelPlan,
     OnlinePlan,
     RunPlan,
+    TrainerSpec,
     TrainingPlan,
     WandbPlan,
+    dotted,
+    load_defaults,
+    options_in,
 )
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
@@ -80,43 +80,34 @@ class Plan:
     loss: Loss
     # source of the reference's log-probabilities, a choice of `lora.reference`; None: the loss has no reference
     reference: str | None
-    launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # number of this machine's GPUs
+    tensorboard: bool
+    has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
+    values: Mapping[str, Any]  # of all keys, by dotted key
+    # --- the keys by section
     run: RunPlan
-    fsdp: FSDPPlan
-    model: ModelPlan
-    lora: AdapterPlan | None  # None: all weights are trained
-    online: OnlinePlan | None  # None: the pairs are those of the data
-    chat: ChatPlan
     data: DataPlan
     training: TrainingPlan
     evaluation: EvaluationPlan
-    logging: LoggingPlan
+    fsdp: FSDPPlan
+    chat: ChatPlan
     wandb: WandbPlan
-    tensorboard: bool
-    values: Mapping[str, Any]  # of all keys, by dotted key
-    has_new_run_dir: bool = False  # whether local_run_dir is the default, a directory that no other run has
+    model: ModelPlan
+    lora: AdapterPlan | None  # None: all weights are trained
+    online: OnlinePlan | None  # None: the pairs are those of the data
 
     @property
     def quantized(self) -> bool:
         """Return whether the base of the adapter is stored in 4 bits."""
-        return self.lora is not None and self.lora.name in QUANTIZED
-
-    @property
-    def has_frozen_weights(self) -> bool:
-        """Return whether there is a separate reference, or an adapter's base."""
-        return self.reference == "model" or self.lora is not None
+        return self.lora is not None and self.lora.name == "qlora"
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Return whether `fsdp_frozen_weights=whole` keeps base and reference equal.
+        """Return whether `fsdp_frozen_weights=whole` keeps an adapter's base equal to a second model as reference.
 
-        Held whole, an adapter's base is rounded to the dtype in which it computes. A reference that is a second model
-        still equals the base if the base had this dtype before, or if the reference has this dtype too.
+        Held whole, the base is rounded to the dtype in which it computes.
         """
-        if self.lora is None or self.reference != "model":
-            return True
-        return self.compute_dtype in (self.model.policy_dtype, self.reference_dtype)
+        return self.lora is None or self.reference != "model"
 
     @property
     def best(self) -> tuple[str, int]:
@@ -152,48 +143,61 @@ class Plan:
     def change(self, key: str, value: Any) -> Plan:
         """Make the plan with another value of one key, or with another option of a group, such as `lora`."""
         values = {**self.values, f"{key}.name" if key in GROUPS else key: value}
-        plan = make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
-        return replace(plan, has_new_run_dir=self.has_new_run_dir)
+        return make_plan(values, world_size=self.dims.world_size, has_new_run_dir=self.has_new_run_dir)
 
 
-def resolve(
-    config: DictConfig | Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None
-) -> Plan:
+def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = None) -> Plan:
     """Make the plan of a config; keys that it lacks get their defaults, and `find_problems` reports what is wrong.
 
     A process makes it once, and hands it on. Paths in `datasets` become names that `dataset_sources` explains.
-    `trainer` and `world_size` follow from the config and the machine, unless they are given.
+    `world_size` follows from the config and the machine, unless it is given.
     """
-    filled = fill(config)
+    nested: Any = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
+    filled: Any = OmegaConf.merge(load_defaults(**options), nested)
     values = place_datasets(flatten(filled))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
-    plan = make_plan(values, trainer=trainer, world_size=world_size)
-    default = "get_local_run_dir" in str(OmegaConf.to_container(filled, resolve=False))
-    return replace(plan, has_new_run_dir=default)
+    has_new_run_dir = "get_local_run_dir" in str(OmegaConf.to_container(filled, resolve=False))
+    return make_plan(values, world_size=world_size, has_new_run_dir=has_new_run_dir)
 
 
-def make_plan(given: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
+def flatten(config: DictConfig) -> dict[str, Any]:
+    """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
+    nested: Any = OmegaConf.to_container(config, resolve=False)
+    values = {key: value for key, value in dotted(nested) if value != {} or key in OPEN_MAPPINGS}
+    for key, value in values.items():
+        if "${" in str(value):
+            with suppress(OmegaConfBaseException):
+                value = OmegaConf.select(config, key)
+                values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return values
+
+
+def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
     """Make the plan of values by dotted key; a wrong or missing value counts as its default."""
     defaults = dict(dotted(load_defaults(**options_in(given))))
-    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
-    values = defaults | right
+    values = defaults | {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     rank_env, gpus = find_rank_env(), count_gpus()
-    if trainer is None:
-        trainer = TRAINERS[values["trainer"]]
-        if trainer is TENSOR_PARALLEL:
-            trainer = TENSOR_PARALLEL_BACKENDS[values["tensor_parallel.backend"]]
+    trainer = TRAINERS[values["trainer"]]
+    if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
+        trainer = PACKAGE
     if world_size is None:
         wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
         world_size = rank_env.world_size if rank_env else wanted
     cuts_layers = trainer.cuts_layers and trainer.multi_process
     tensor_size = (values["tensor_parallel_size"] or world_size) if cuts_layers else 1
-    fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
-    compute_dtype = fsdp_dtype or values["model.policy_dtype"]
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
-    has_adapter = values["lora.name"] in ADAPTED
+    sections: dict[str, Any] = {
+        name: section(**{field.name: values[prefix + field.name] for field in fields(section)})
+        for name, (section, prefix) in SECTIONS.items()
+        if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
+    }
+    has_adapter = "lora" in sections
+    fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
+    compute_dtype = fsdp_dtype or values["model.policy_dtype"]
     reference = None
     if loss.reference:
         reference = values["lora.reference"] if has_adapter else "model"
@@ -206,30 +210,12 @@ def make_plan(given: Mapping[str, Any], *, trainer: TrainerSpec | None = None, w
         reference_dtype=reference_dtype or compute_dtype,
         loss=loss,
         reference=reference,
-        launched=rank_env is not None,
         gpus=gpus,
-        run=_read(RunPlan, values),
-        fsdp=_read(FSDPPlan, values),
-        model=_read(ModelPlan, values),
-        lora=_read(AdapterPlan, values) if has_adapter else None,
-        online=_read(OnlinePlan, values) if values["online.name"] == "online" else None,
-        chat=_read(ChatPlan, values),
-        data=_read(DataPlan, values),
-        training=_read(TrainingPlan, values),
-        evaluation=_read(EvaluationPlan, values),
-        logging=_read(LoggingPlan, values),
-        wandb=_read(WandbPlan, values),
         tensorboard=values["tensorboard.enabled"],
+        has_new_run_dir=has_new_run_dir,
         values=given,
+        **{"lora": None, "online": None, **sections},
     )
-
-
-Section = TypeVar("Section")
-
-
-def _read(section: type[Section], values: Mapping[str, Any]) -> Section:
-    prefix = SECTIONS[section]
-    return section(**{field.name: values[prefix + field.name] for field in fields(section)})  # type: ignore[arg-type]
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,11 +231,6 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(plan: Plan) -> str:
     """The settings that differ from the defaults, as text to print."""
-    values, options = redact(dict(plan.values)), options_in(plan.values)
-    run_dir = values.pop("local_run_dir")
-    defaults = dict(dotted(load_defaults(**options)))
-    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
-    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
-    changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
-    settings = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
-    return "\n".join([title, *(f"  {setting}" for setting in settings)])
+    defaults, values = dict(dotted(load_defaults())), redact(dict(plan.values))
+    changed = [f"  {key}={json.dumps(value)}" for key, value in values.items() if value != defaults.get(key)]
+    return "\n".join(["settings that differ from the defaults:", *changed])

@@ -8,179 +8,169 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.losses import LOSSES, Loss
-from dpo.settings.choices import BASIC, NEED_WHOLE_TENSORS, PACKAGE, STEPS_OF_LR, TENSOR_PARALLEL, VARLEN
-from dpo.settings.files import CONFIG_DIR, MISSING, dotted, load_defaults, load_file, options_in
-from dpo.settings.keys import KEYS, REMOVED, Problem
-from dpo.settings.places import Source, find_dataset_problems
-from dpo.settings.plan import Plan
+from dpo.settings.keys import (
+    BASIC,
+    CONFIG_DIR,
+    KEYS,
+    MISSING,
+    NEED_WHOLE_TENSORS,
+    PACKAGE,
+    REMOVED,
+    STEPS_OF_LR,
+    TENSOR_PARALLEL,
+    dotted,
+    load_defaults,
+    load_file,
+    options_in,
+)
+from dpo.settings.places import Problem, find_dataset_problems
+from dpo.settings.plan import Plan, resolve
+from dpo.system.plain_files import read_yaml
 
-Values = Mapping[str, Any]  # by dotted key
 WEIGHTS = "loss.weights."
-HOW_TO_SET = {
-    "model.name_or_path": "choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
-    "model.archive": "give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path",
-}
 
 
-class Check(NamedTuple):
-    """A condition under which a config is refused, or warned about.
-
-    A check that reads a key with a wrong value is skipped, as that value is reported. In a sentence, `{lr}` is the
-    value of `lr`, and `{processes}` and the like are the facts of `_run_checks`.
-    """
-
-    is_broken: Callable[[Values, Plan], Any]
-    sentence: str
-    keys: str = ""  # if any, it is reported once for each of them that is set: neither null nor at its default
-
-
-def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any]) -> Check:
-    """Make the check of what keys, separated by spaces, need to have an effect."""
-    return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} needs {what}", keys)
-
-
-def _list_losses(is_listed: Callable[[Loss], Any]) -> str:
+def list_losses(is_listed: Callable[[Loss], Any]) -> str:
     return f"loss={', '.join(name for name, loss in LOSSES.items() if is_listed(loss))}"
 
 
-def _has_reference_and_pairs(loss: Loss) -> bool:
-    return loss.trains_on == "pairs" and loss.reference
+def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
+    """The conditions under which a plan is refused, and what is then said."""
+    run, data, training, loss, several = p.run, p.data, p.training, p.loss, p.trainer.multi_process
+    processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
+    weights = {key: value for key, value in p.values.items() if key.startswith(WEIGHTS) and key != f"{WEIGHTS}sft"}
+    # fmt: off
+    conflicts: list[tuple[Any, str]] = [
+        # --- processes
+        ((processes > 1 or run.world_size not in (None, 1)) and not several,
+         f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
+        (several and p.dims.replicate_size * p.dims.shard_size * p.dims.tensor_size != processes,
+         f"fsdp_shard_size={run.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not divide "
+         f"the {processes} processes"),
+        (data.batch_size % max(1, accumulation * data_processes),
+         f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
+         f"{accumulation} * {data_processes}"),
+        # --- trainers
+        (several and training.optimizer in NEED_WHOLE_TENSORS,
+         f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
+        (p.trainer == PACKAGE and (p.evaluation.sample_during_eval or p.online or p.model.autocast or p.lora
+                                   or loss.scalar_head or training.optimizer == "Adafactor"),
+         "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
+         "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
+        (p.quantized and (p.trainer == TENSOR_PARALLEL or (p.gpus > 1 and not several)),
+         f"lora=qlora does not work with trainer={run.trainer} on {p.gpus} GPUs: choose trainer=FSDPTrainer"),
+        (p.fsdp.frozen_weights == "whole" and not p.can_hold_frozen_whole,
+         "fsdp_frozen_weights=whole rounds the base, from which a second model as reference would then differ: set "
+         "lora.reference=base, or leave it out"),
+        # --- lengths and intervals
+        (data.max_prompt_length >= data.max_length,
+         f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}, or no token is left "
+         "for a response"),
+        (data.n_epochs is None and data.n_examples is None,
+         "n_epochs and n_examples are both null, so training would never end: give one of them"),
+        ((run.save_every or 0) % data.batch_size,
+         f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
+        (run.resume == "auto" and p.has_new_run_dir,
+         "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: give "
+         "local_run_dir=DIR"),
+        # --- losses and references
+        (p.lora and p.lora.reference == "adapter" and p.model.archive is None,
+         "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
+        (loss.trains_on == "labels" and not any(loss.options.get(f"{name}desirable_weight", 1) for name in ("", "un")),
+         "loss.desirable_weight=0 and loss.undesirable_weight=0 leave nothing to train on: set one of them above 0"),
+        (loss.name == "mix" and not any(weights.values()),
+         "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
+        (loss.options.get("reference_free") and loss.shared.f_divergence != "reverse_kl",
+         f"loss.f_divergence={loss.shared.f_divergence} is a divergence from the reference: set "
+         "loss.reference_free=false"),
+        (loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
+         f"loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
+         "online=online"),
+    ]
+    if (online := p.online) is not None:
+        scorer, longest = online.scorer, online.max_new_tokens
+        conflicts += [
+            (not loss.scalar_head and loss.trains_on != "pairs",
+             f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
+            (loss.shared.offset_by_margin,
+             "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one out"),
+            (training.cache_reference_logps == "all",
+             "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
+            (online.mix_offline and not 0 < p.n_offline < data.batch_size,
+             f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
+             "data, or only these: give another fraction, or 0"),
+            (scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
+             f"online.scorer={scorer} needs online.{scorer}: give online.{scorer}=VALUE"),
+            (data.max_prompt_length + longest > data.max_length,
+             f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={longest} add up to more than "
+             f"max_length={data.max_length}: lower one of them, or raise max_length"),
+        ]
+    # fmt: on
+    return conflicts
 
 
-SEVERAL_PROCESSES = "several processes: trainer=FSDPTrainer"
+def list_doubts(p: Plan) -> list[tuple[Any, str]]:
+    """The conditions under which a plan gets a warning, and what it says."""
+    lr, has_steps_of_lr = p.training.lr, p.training.optimizer in STEPS_OF_LR
+    names, sources = p.data.datasets, p.data.dataset_sources
+    unused = [name for name, source in sources.items() if source is not None and name not in names]
+    # fmt: off
+    return [
+        (p.trainer == BASIC and p.gpus > 1,
+         f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
+         "trainer=FSDPTrainer uses them all at once"),
+        (p.lora and lr < 1e-6 and has_steps_of_lr,
+         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
+         "2e-4"),
+        # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
+        (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
+         f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
+         "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
+        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
+    ]
+    # fmt: on
 
-# fmt: off
-REFUSED = (  # v: the right values, p: the plan
-    needs("fsdp_shard_size model.fsdp_policy_mp", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
-    needs("tensor_parallel_size tensor_parallel.backend", "trainer=TensorParallelTrainer",
-         lambda v, p: p.trainer.cuts_layers),
-    needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant"),
-    needs("loss.wpo loss.ld_alpha", f"a loss of pairs with a reference: {_list_losses(_has_reference_and_pairs)}",
-         lambda v, p: _has_reference_and_pairs(p.loss)),
-    needs("loss.f_divergence", "a loss that depends only on the difference of the log-ratios: "
-         f"{_list_losses(lambda loss: loss.reference and loss.margin_only)}",
-         lambda v, p: p.loss.reference and p.loss.margin_only),
-    needs("unpair", f"a loss of labels: {_list_losses(lambda loss: loss.trains_on == 'labels')}",
-         lambda v, p: p.loss.trains_on == "labels"),
-    needs("online.sync_reference_every",
-         f"lora=none and a loss with a reference: {_list_losses(lambda loss: loss.reference)}",
-         lambda v, p: p.reference == "model" and p.lora is None),
-    # --- processes
-    Check(lambda v, p: (p.dims.world_size > 1 or v["world_size"] not in (None, 1)) and not p.trainer.multi_process,
-          "trainer={trainer} is one process: several need trainer=FSDPTrainer"),
-    Check(lambda v, p: p.launched and v["world_size"] not in (None, p.dims.world_size) and p.trainer.multi_process,
-          "world_size={world_size}, but {processes} processes were launched: leave world_size out"),
-    Check(lambda v, p: not p.launched and p.trainer.multi_process and 0 < p.gpus < p.dims.world_size,
-          "world_size={processes} is more than the {gpus} GPUs of this machine: leave world_size out, or set "
-          "CUDA_VISIBLE_DEVICES= to run on the CPU"),
-    Check(lambda v, p: v["optimizer"] in NEED_WHOLE_TENSORS and p.trainer.multi_process,
-          "optimizer={optimizer} cannot update shards: use another optimizer with trainer={trainer}"),
-    Check(lambda v, p: p.dims.world_size % p.dims.tensor_size,
-          "tensor_parallel_size={tensor_parallel_size} does not divide the {processes} processes"),
-    Check(lambda v, p: p.trainer.multi_process and p.dims.data_size % (v["fsdp_shard_size"] or 1),
-          "fsdp_shard_size={fsdp_shard_size} does not divide the {data_processes} processes that see different "
-          "examples"),
-    Check(lambda v, p: v["batch_size"] % (v["gradient_accumulation_steps"] * p.dims.data_size),
-          "batch_size={batch_size} must be divisible by gradient_accumulation_steps * processes = "
-          "{gradient_accumulation_steps} * {data_processes}"),
-    # --- trainers, packages and hardware
-    Check(lambda v, p: p.trainer == PACKAGE and (v["sample_during_eval"] or p.online or v["model.autocast"] or p.lora
-                                                 or p.loss.scalar_head or v["optimizer"] == "Adafactor"),
-          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
-          "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
-    Check(lambda v, p: p.quantized and p.trainer == TENSOR_PARALLEL,
-          "lora=qlora does not work with trainer={trainer}, which cannot cut packed weights: choose "
-          "trainer=FSDPTrainer, or lora=lora"),
-    Check(lambda v, p: p.quantized and p.gpus > 1 and not p.trainer.multi_process,
-          "lora=qlora takes one GPU with trainer={trainer}, and this machine has {gpus}: choose trainer=FSDPTrainer, "
-          "or set CUDA_VISIBLE_DEVICES=0"),
-    *(Check(lambda v, p, uses=uses, package=package: uses(v, p) and find_spec(package) is None,
-            f"{key} needs the package {package}: pip install {package}, or leave it out")
-      for key, package, uses in (
-          ("lora=qlora", "bitsandbytes", lambda v, p: p.quantized),
-          ("tensorboard.enabled=true", "tensorboard", lambda v, p: v["tensorboard.enabled"] and not v["debug"]))),
-    # a base held whole is rounded to its compute dtype, and the self-test compares the rounded base with the reference
-    Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
-          "fsdp_frozen_weights=whole rounds the base to {compute_dtype}, and a separate reference in {reference_dtype} "
-          "would differ from it: set model.reference_dtype={compute_dtype}, or lora.reference=base"),
-    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and not (
-              p.gpus and (v["model.autocast"] or "float32" not in (p.compute_dtype, p.reference_dtype))),
-          "model.attn_implementation=varlen needs a GPU, and policy and reference in bfloat16 or float16: give "
-          "model.autocast=bfloat16, or use sdpa"),
-    # --- models, lengths and intervals
-    *(Check(lambda v, p, key=key: v[key] and Source(v[key]).local and not Path(v[key]).exists(),
-            f"{key}={{{key}}} does not exist: give a directory (~ is not expanded) or a Hub id")
-      for key in ("model.name_or_path", "model.tokenizer_name_or_path")),
-    Check(lambda v, p: os.path.isabs(v["exp_name"]) or ".." in v["exp_name"].split("/"),
-          "exp_name={exp_name} must be a name for the run, relative and without '..'"),
-    Check(lambda v, p: v["resume"] == "auto" and p.has_new_run_dir,
-          "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
-          "give local_run_dir=DIR"),
-    Check(lambda v, p: v["lora.reference"] == "adapter" and v["model.archive"] is None,
-          "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
-    Check(lambda v, p: v["max_prompt_length"] >= v["max_length"],
-          "max_prompt_length={max_prompt_length} must be below max_length={max_length}, or no token is left for a "
-          "response"),
-    Check(lambda v, p: v["n_epochs"] is None and v["n_examples"] is None,
-          "n_epochs and n_examples are both null, so training would never end: give one of them"),
-    Check(lambda v, p: (v["save_every"] or 0) % v["batch_size"],
-          "save_every={save_every} (examples) must be a multiple of batch_size={batch_size}"),
-    # --- losses
-    Check(lambda v, p: v["loss.name"] == "mix"
-          and not any(v[key] for key in v if key.startswith(WEIGHTS) and key != f"{WEIGHTS}sft"),
-          "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-    Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
-          "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
-    Check(lambda v, p: p.loss.scalar_head and (v["sample_during_eval"] or p.online),
-          "loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
-          "online=online"),
-    # --- online pairs
-    Check(lambda v, p: p.online and not p.loss.scalar_head and p.loss.trains_on != "pairs",
-          "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-    Check(lambda v, p: p.online and v["loss.offset_by_margin"],
-          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one of them out"),
-    Check(lambda v, p: p.online and v["cache_reference_logps"] == "all",
-          "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
-    Check(lambda v, p: v["online.mix_offline"] and not 0 < p.n_offline < v["batch_size"],
-          "online.mix_offline={online.mix_offline} of batch_size={batch_size} gives a batch no pairs of the data, or "
-          "only these: give another fraction, or 0"),
-    *(Check(lambda v, p, scorer=scorer: v["online.scorer"] == scorer and v[f"online.{scorer}"] is None,
-            f"online.scorer={scorer} needs online.{scorer}: give online.{scorer}={value}")
-      for scorer, value in {"reward_model": "DIR_OR_HUB_ID", "function": "FILE.py:NAME", "keyword": "TEXT"}.items()),
-    Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"]
-          and not Path(v["online.function"].rpartition(":")[0]).expanduser().is_file(),
-          "online.function={online.function} must be a file that exists, and a function in it: FILE.py:NAME"),
-    Check(lambda v, p: v["max_prompt_length"] + v["online.max_new_tokens"] > v["max_length"],
-          "max_prompt_length={max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more than "
-          "max_length={max_length}: lower one of them, or raise max_length"),
-)
-WARNED = (
-    Check(lambda v, p: p.trainer == BASIC and p.gpus > 1,
-          "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
-          "trainer=FSDPTrainer uses them all at once"),
-    Check(lambda v, p: p.gpus and p.trainer != PACKAGE and p.compute_dtype == "float32"
-          and not (v["model.autocast"] or v["model.fsdp_policy_mp"]),
-          "matrices are multiplied in float32 (TF32): model.autocast=bfloat16, or model.fsdp_policy_mp=bfloat16 with "
-          "trainer=FSDPTrainer, is faster on GPUs of the Ampere generation and later, and keeps float32 weights"),
-    Check(lambda v, p: v["lr"] < 1e-6 and p.lora and v["optimizer"] in STEPS_OF_LR,
-          "lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
-          "2e-4"),
-    # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
-    Check(lambda v, p: v["lr"] < 1e-5 and v["model.policy_dtype"] == "bfloat16" and not p.lora
-          and v["optimizer"] in STEPS_OF_LR,
-          "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
-          "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
-)
-# fmt: on
+
+def list_needs(p: Plan, *, refused: bool) -> list[tuple[str, Any, str]]:
+    """Keys, whether they have the effect that they say, and what they need for it.
+
+    Those are refused without which the run would compute something else than was asked for.
+    """
+    loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
+    of_pairs, with_reference = (
+        loss.trains_on == "pairs",
+        f"a loss with a reference: {list_losses(lambda x: x.reference)}",
+    )
+    # fmt: off
+    if refused:
+        return [
+            ("fsdp_shard_size model.fsdp_policy_mp", several, "several processes: trainer=FSDPTrainer"),
+            ("tensor_parallel_size tensor_parallel.backend", p.trainer.cuts_layers, "trainer=TensorParallelTrainer"),
+            ("min_lr_ratio", p.training.schedule != "constant", "schedule=linear or schedule=cosine"),
+            ("loss.wpo loss.ld_alpha", of_pairs and loss.reference,
+             f"a loss of pairs with a reference: {list_losses(lambda x: x.trains_on == 'pairs' and x.reference)}"),
+            ("loss.f_divergence", loss.reference and loss.margin_only, "a loss that depends only on the difference of "
+             f"the log-ratios: {list_losses(lambda x: x.reference and x.margin_only)}"),
+            ("unpair", loss.trains_on == "labels",
+             f"a loss of labels: {list_losses(lambda x: x.trains_on == 'labels')}"),
+            ("online.sync_reference_every", p.reference == "model" and not p.lora, f"lora=none and {with_reference}"),
+        ]
+    return [
+        ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype", several, "several processes"),
+        ("loss.f_alpha", loss.shared.f_divergence == "alpha", "loss.f_divergence=alpha"),
+        ("list_pairs", of_pairs, f"a loss of pairs: {list_losses(lambda x: x.trains_on == 'pairs')}"),
+        ("cache_reference_logps lora.reference", loss.reference, with_reference),
+        ("online.reward_model online.reward_format", scorer == "reward_model", "online.scorer=reward_model"),
+        *((f"online.{name}", scorer == name, f"online.scorer={name}") for name in ("function", "keyword")),
+    ]
+    # fmt: on
 
 
 # --- all problems of a plan -------------------------------------------------------------------------------------------
@@ -189,15 +179,30 @@ WARNED = (
 def find_problems(plan: Plan) -> list[Problem]:
     """List the problems of a plan and its values; a sentence has the value and the fix."""
     values = plan.values
-    wrong = [*find_value_problems(values), *_find_misplaced(values)]
-    wrong_keys = {problem.key for problem in wrong}
-    # a check reads which losses a mix names, whether or not their weights are right
-    right = {key: value for key, value in values.items() if key not in wrong_keys or key.startswith(WEIGHTS)}
+    wrong = find_value_problems(values)
+    found = [Problem("", sentence) for is_met, sentence in list_conflicts(plan) if is_met]
+    found += _find_unmet(plan, refused=True)
+    datasets = [] if any(problem.key == "datasets" for problem in wrong) else values.get("datasets", [])
     return [
-        *wrong,
-        *_run_checks(REFUSED, right, plan),
-        *find_dataset_problems(right.get("datasets", []), values.get("dataset_sources", {})),
+        *wrong,  # a sentence on several keys says nothing if one of them has a wrong value
+        *(p for p in found if not any(f"{problem.key}=" in p.sentence for problem in wrong)),
+        *find_dataset_problems(datasets, values.get("dataset_sources", {})),
     ]
+
+
+def find_warnings(plan: Plan) -> list[str]:
+    """List the warnings about a plan without problems, one sentence each."""
+    doubts = [sentence for is_met, sentence in list_doubts(plan) if is_met]
+    return doubts + [problem.sentence for problem in _find_unmet(plan, refused=False)]
+
+
+def _find_unmet(plan: Plan, *, refused: bool) -> Iterator[Problem]:
+    """Yield a problem for each key that is set, neither null nor at its default, without what it needs."""
+    values, defaults = plan.values, dict(dotted(load_defaults(**options_in(plan.values))))
+    for keys, is_met, need in list_needs(plan, refused=refused):
+        for key in [] if is_met else keys.split():
+            if values.get(key) not in (None, defaults.get(key)):
+                yield Problem(key, f"{key}={_as_typed(values[key])} needs {need}")
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
@@ -206,53 +211,22 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         raise InputError("; ".join(problem.sentence for problem in problems))
 
 
-def find_warnings(plan: Plan) -> list[str]:
-    """List the warnings about a plan without problems, one sentence each."""
-    used = plan.data.datasets
-    unused = [name for name, source in plan.data.dataset_sources.items() if source is not None and name not in used]
-    return [
-        *(problem.sentence for problem in _run_checks(WARNED, plan.values, plan)),
-        *(f"dataset_sources.{name} has no effect: datasets={','.join(used)} does not name it" for name in unused),
-    ]
-
-
-def _run_checks(checks: Sequence[Check], values: Values, plan: Plan) -> Iterator[Problem]:
-    """Yield what the checks find."""
-    defaults = dict(dotted(load_defaults(**options_in(values))))
-    facts = {
-        "processes": plan.dims.world_size,
-        "data_processes": plan.dims.data_size,
-        "gpus": plan.gpus,
-        "compute_dtype": plan.compute_dtype,
-        "reference_dtype": plan.reference_dtype,
-        **values,
-    }
-    for check in checks:
-        set_keys = [key for key in check.keys.split() if values.get(key) not in (None, defaults.get(key))]
-        try:
-            if (set_keys or not check.keys) and check.is_broken(values, plan):
-                for key in set_keys or [""]:
-                    facts |= {"KEY": key, "VALUE": values.get(key)}
-                    yield Problem(key, _fill(check.sentence, facts))
-        except KeyError as error:  # a key without a right value
-            if error.args[0] not in KEYS:  # a fault of the table
-                raise
-
-
-def _fill(sentence: str, facts: Values) -> str:
-    """Replace each `{name}` in a sentence by its value."""
-    return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(facts[match[1]])), sentence)
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def find_value_problems(values: Values) -> list[Problem]:
+def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
     """List the keys that are unknown, and the values that are missing or wrong; those of the loss come last."""
+    options = options_in(values)
+    own_keys = dict(dotted(load_defaults(**options)))
     sentences = {}
     for key in sorted(values, key=lambda key: key.startswith("loss.")):
-        if key != "dataset_sources" and (sentence := find_value_problem(key, values[key])):
+        group = key.partition(".")[0]
+        if key == "dataset_sources":
+            continue
+        if sentence := find_value_problem(key, values[key]):
             sentences[key] = sentence
+        elif key not in own_keys and KEYS[f"{group}.name"].holds(options[group]):
+            sentences[key] = f"{key} does not exist with {group}={options[group]}"
     return [
         Problem(key, sentence)
         for key, sentence in sentences.items()
@@ -265,7 +239,9 @@ def find_value_problem(key: str, value: Any) -> str | None:
     if key not in KEYS:
         return explain_unknown_key(key)
     allowed = KEYS[key]
-    how_to_set = HOW_TO_SET.get(key, f"give {key}=VALUE, {allowed.wanted}")
+    how_to_set = f"give {key}=VALUE, {allowed.wanted}"
+    if key == "model.name_or_path":
+        how_to_set = f"choose model=pythia28 or another of config/model, or give {key}=DIR_OR_HUB_ID"
     if value == MISSING:
         return f"{key} is not set: {how_to_set}"
     if isinstance(value, str) and "${" in value:
@@ -273,38 +249,52 @@ def find_value_problem(key: str, value: Any) -> str | None:
     return None if allowed.holds(value) else f"{key}={_as_typed(value)} must be {allowed.wanted}"
 
 
-def _find_misplaced(values: Values) -> Iterator[Problem]:
-    """Yield problems of keys that the chosen loss, adapter or online option lacks."""
-    for group, option in options_in(values).items():
-        files = {file.stem: dict(dotted(load_file(file))) for file in sorted((CONFIG_DIR / group).glob("*.yaml"))}
-        own_keys = files.get(str(option), {})  # empty for an unknown option
-        for key in values if own_keys else ():
-            name = key.removeprefix(f"{group}.")
-            if key in KEYS and key != name and name not in own_keys:
-                having = ", ".join(other for other, keys in files.items() if name in keys)
-                yield Problem(key, f"{key} does not exist with {group}={option}: it belongs to {group}={having}")
-
-
 def explain_unknown_key(key: str) -> str:
     """Explain that a key is unknown or was removed, and suggest a similar one."""
     if key in REMOVED:
         return f"{key} was removed after {REMOVED[key]}"
-    if key.startswith(WEIGHTS):
-        return f"{key}: a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}, and no other loss"
     if name := load_file(CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    if similar := suggest(key, [*KEYS, "dataset_sources", "model", "experiment"]):
-        return f"unknown key {key}: did you mean {similar}?"
-    return f"unknown key {key}; `python train.py --cfg job` shows all keys"
+    similar = suggest(key, [*KEYS, "dataset_sources", "model", "experiment"])
+    return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
 
 
-def suggest(given: str, names: Sequence[str]) -> str | None:
-    """The name that a user may have meant, if one is similar."""
+def suggest(given: str, names: Sequence[str]) -> str:
+    """ ": did you mean NAME?" if a name is similar to what was given, else ""."""
     by_lower_case = {name.lower(): name for name in names}
     similar = difflib.get_close_matches(given.lower(), by_lower_case, n=1)
-    return by_lower_case[similar[0]] if similar else None
+    return f": did you mean {by_lower_case[similar[0]]}?" if similar else ""
 
 
 def _as_typed(value: Any) -> Any:
     """Write a value as on the command line, such as null."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
+
+
+# --- the config of an earlier run -------------------------------------------------------------------------------------
+
+
+def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
+    """Read a run's `config.yaml`, ours or the reference implementation's, as a plan.
+
+    Raises InputError if it is not a config, for a missing model or a wrong value of a key that begins with one of
+    `prefixes`, and for an interpolation, which could put this machine's environment into an export. Other values may be
+    wrong.
+    """
+    config = read_yaml(path)
+    try:
+        if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
+            raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
+        for name, source in (config.get("dataset_sources") or {}).items():
+            if isinstance(source, dict) and source.pop("format", None):
+                removed = REMOVED["dataset_sources.NAME.format"]
+                print(f"{path}: dataset_sources.{name}.format is ignored: it was removed after {removed}")
+        plan = resolve(config)
+    except Exception as error:  # the file may be any YAML, which fails in any way
+        raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
+    recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
+    problems = find_value_problems({"model.name_or_path": MISSING, **recorded})
+    problems += find_dataset_problems([], plan.values["dataset_sources"])
+    if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
+        raise InputError(f"{path}: {'; '.join(sentences)}")
+    return plan

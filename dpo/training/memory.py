@@ -215,7 +215,8 @@ class _FusedAttention(torch.autograd.Function):
 
 def decide_frozen_weights(plan: Plan) -> Plan:
     """Hold frozen weights whole on GPUs if that takes at most MAX_HELD_SHARE."""
-    if plan.fsdp.frozen_weights is not None or not (plan.trainer.multi_process and plan.has_frozen_weights):
+    has_frozen_weights = plan.lora is not None or plan.reference == "model"
+    if plan.fsdp.frozen_weights is not None or not (plan.trainer.multi_process and has_frozen_weights):
         return plan
     whole, sharded = (replace(plan, fsdp=replace(plan.fsdp, frozen_weights=how)) for how in ("whole", "sharded"))
     if not (plan.gpus and plan.can_hold_frozen_whole):

@@ -38,7 +38,7 @@ from dpo.parallel.state import (
     step_optimizer,
     whole_states,
 )
-from dpo.settings.choices import NEED_WHOLE_TENSORS
+from dpo.settings.keys import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.launching import get_open_port
 from dpo.training.optimization import OPTIMIZERS

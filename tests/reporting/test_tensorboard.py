@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dpo.reporting.events import RunContext, Sample
 from dpo.reporting.files import FileLogger
 from dpo.reporting.trackers import TensorBoardLogger
-from dpo.settings import validation
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 
@@ -101,9 +99,3 @@ def test_it_is_off_in_debugging_and_on_other_ranks(tmp_path):
     assert not TensorBoardLogger.is_wanted(context(tmp_path, debug=True))
     assert not TensorBoardLogger.is_wanted(context(tmp_path)._replace(rank=1))
     assert not TensorBoardLogger.is_wanted(context(tmp_path, tensorboard={"enabled": False}))
-
-
-def test_without_the_package_it_is_refused_before_anything_loads(run, monkeypatch):
-    monkeypatch.setattr(validation, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
-    with pytest.raises(AssertionError, match=r"tensorboard\.enabled=true needs the package tensorboard: pip install"):
-        run("run", ON)

@@ -18,8 +18,8 @@ from support.runs import GOLDEN, ROOT, find_differences, read_metrics, run_scrip
 
 import train
 from dpo.errors import InputError
-from dpo.settings.files import flatten, load_defaults
-from dpo.settings.keys import KEYS
+from dpo.settings.keys import KEYS, load_defaults
+from dpo.settings.plan import flatten
 from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer

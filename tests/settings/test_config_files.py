@@ -14,8 +14,8 @@ from support.runs import ROOT
 
 from dpo.checkpoint.resume import check_fits
 from dpo.losses import LOSSES
-from dpo.settings.files import dotted, flatten, load_defaults, load_file
-from dpo.settings.keys import KEYS, REMOVED
+from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
+from dpo.settings.plan import flatten
 
 CONFIG = ROOT / "config"
 

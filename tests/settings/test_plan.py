@@ -11,9 +11,9 @@ from support.commands import compose
 import preference_datasets
 import trainers
 from dpo.models.pretrained import DTYPES
-from dpo.settings import choices, keys
-from dpo.settings.files import load_defaults
-from dpo.settings.keys import KEYS, Resume
+from dpo.settings import keys
+from dpo.settings.keys import KEYS, Resume, load_defaults
+from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
@@ -44,14 +44,13 @@ def two_gpus(monkeypatch):
 )
 def test_trainer_and_groups_of_processes(overrides, trainer, dims):
     plan = plan_of(overrides)
-    assert (plan.trainer.name, plan.dims, plan.launched) == (trainer, ParallelDims(*dims), False)
+    assert (plan.trainer.name, plan.dims) == (trainer, ParallelDims(*dims))
 
 
 def test_given_processes_count_before_those_of_a_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert plan_of(FSDP).dims.world_size == 8
-    assert plan_of(FSDP).launched
     assert plan_of(FSDP, world_size=3).dims.world_size == 3
 
 
@@ -73,13 +72,12 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
 
 
 def test_the_names_of_the_config_are_those_of_the_tables():
-    assert all(getattr(trainers, name).name == name == spec.name for name, spec in choices.TRAINERS.items())
+    assert all(getattr(trainers, name).name == name == spec.name for name, spec in keys.TRAINERS.items())
     assert {name: f"torch.{name}" for name in DTYPES} == {name: str(dtype) for name, dtype in DTYPES.items()}
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (get_args(keys.Schedule), get_args(keys.LRScaling))
-    assert tuple(choices.TRAINERS) == get_args(keys.TrainerName)
-    assert tuple(choices.TENSOR_PARALLEL_BACKENDS) == get_args(keys.Backend)
-    assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN == choices.BUILT_IN
+    assert tuple(keys.TRAINERS) == get_args(keys.TrainerName)
+    assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN == BUILT_IN
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():

@@ -19,7 +19,6 @@ CUT = "trainer=TensorParallelTrainer batch_size=8"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel"
 DRAWN = f"{DPO} online=online online.scorer=shorter"
 LORA = "lora=lora lr=1e-4 model.archive=null"
-VARLEN = "model.attn_implementation=varlen"
 
 # An environment of GPUS=2, RANK=0 and the like may come first, as in a shell; without it there is no GPU. All commands
 # have RUNS first. A sentence is given by its beginning.
@@ -38,9 +37,7 @@ REFUSED = [
         "loss=dppo loss.beta=0.1",
         f"loss=dppo is not one of {', '.join(sorted(LOSSES))}: did you mean dpo?",
     ),  # whether there is a beta is not known
-    ("model=me/my-model", "model=me/my-model: for a directory or Hub id give model.name_or_path=me/my-model"),
-    ("lora=/my/adapter", "lora=/my/adapter: for a directory or Hub id give lora=lora model.archive=/my/adapter"),
-    ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft: it belongs to loss=aot, "),
+    ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft"),
     # --- values
     (
         "exp_name=???",
@@ -52,21 +49,13 @@ REFUSED = [
     ("lr=nan", "lr=nan must be a number above 0"),
     ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
-    ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
     # --- datasets
     ("datasets=3", "datasets=3 must be a text, or a list of different ones"),
-    ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
-    ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
-    (
-        "datasets=[me/a,you/a]",
-        "datasets has you/a, and another one called a: give OTHER, and dataset_sources.OTHER=you/a",
-    ),
+    ("datasets=[no/such/pairs]", "datasets names 'no/such/pairs', which is none of hh, shp, se, demo, no file or"),
+    ("datasets=[me/a,you/a]", "datasets names 'you/a', which is none of hh, shp, se, demo, no file or directory in"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
-    (
-        "dataset_sources.hh={path:a,columns:{chosen:b}}",
-        "dataset_sources.hh.columns: hh is built in, with fixed",
-    ),
+    ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'} must map some of"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
     ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after 9949121b; leave it out"),
     # --- keys that contradict each other
@@ -77,16 +66,12 @@ REFUSED = [
     ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
-    ("model.name_or_path=/no/such", "model.name_or_path=/no/such does not exist"),
-    (VARLEN, f"{VARLEN} needs a GPU"),
     # --- processes
     ("world_size=2", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
-    (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave world_size out"),
-    (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
-    (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another optimizer with trainer="),
+    (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another one with trainer="),
     ("fsdp_shard_size=2", "fsdp_shard_size=2 needs several processes: trainer=FSDPTrainer"),
     (COMPUTED, f"{COMPUTED} needs several processes: trainer=FSDPTrainer"),
-    (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 does not divide the 2 proces"),
+    (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 times tensor_parallel_size=2"),
     (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
     (PACKAGE, "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast"),
@@ -98,13 +83,13 @@ REFUSED = [
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
+    ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_"),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
     # --- adapters
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
-    (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
+    (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer on 0 G"),
     # --- online pairs
     (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: give online.reward"),
-    (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f must be a file that exists"),
     ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
@@ -113,11 +98,18 @@ REFUSED = [
 ]
 
 DISCOURAGED = [
-    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "dataset_sources.hh has no effect: datasets=shp"),
+    ("lr_scaling=sqrt", "lr_scaling=sqrt needs several processes"),
+    (f"{DPO} loss.f_alpha=0.9", "loss.f_alpha=0.9 needs loss.f_divergence=alpha"),
+    ("list_pairs=best_worst", "list_pairs=best_worst needs a loss of pairs: loss=dpo, ipo"),
+    ("cache_reference_logps=all", "cache_reference_logps=all needs a loss with a reference: loss=dpo"),
+    (f"{DRAWN} online.keyword=yes", "online.keyword=yes needs online.scorer=keyword"),
+    (
+        "dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y",
+        "dataset_sources has hh, which datasets=['shp']",
+    ),
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
-    ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16, or "),
 ]
 
 ACCEPTED = [
@@ -173,7 +165,7 @@ def find_config_warnings(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
-def test_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sentence, typed):
+def test_a_key_without_effect_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sentence, typed):
     [warning] = find_config_warnings(typed(command))
     assert warning.startswith(sentence)
 
@@ -181,15 +173,6 @@ def test_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sen
 @pytest.mark.parametrize("command", ACCEPTED)
 def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, typed):
     assert find_config_warnings(typed(command)) == []
-
-
-def test_packages_that_are_not_installed_are_named_if_they_are_needed(typed, monkeypatch):
-    monkeypatch.setattr("dpo.settings.validation.find_spec", lambda name: None)
-    assert find_refusals(typed("lora=qlora lr=1e-4 tensorboard.enabled=true")) == [
-        "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or leave it out",
-        "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it out",
-    ]
-    assert find_refusals(typed(LORA)) == []
 
 
 def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
@@ -209,6 +192,6 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
-        "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory: "
-        "give its path or Hub id, or say where it is with dataset_sources.mine=DIR_FILE_OR_HUB_ID",
+        f"datasets names 'mine', which is none of hh, shp, se, demo, no file or directory in {ROOT}, no Hub id, or "
+        "named like another dataset: say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID",
     ]

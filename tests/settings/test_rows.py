@@ -15,13 +15,11 @@ from support.runs import GOLDEN, read_metrics
 import train
 from dpo.data.sources import load_rows
 from dpo.errors import InputError
-from dpo.settings.places import Source
-from dpo.settings.rows import FOLDER, store_rows
+from dpo.settings.places import Source, store_rows
 from preference_datasets import get_dataset
 from trainers import BasicTrainer
 
 PAIRS = [{"prompt": f"Is {i} even?", "chosen": f"It is {i}.", "rejected": "Who knows?"} for i in range(20)]
-TRAIN, TEST = PAIRS[:16], PAIRS[16:]
 DATASET = datasets.Dataset.from_list(PAIRS)
 
 
@@ -29,37 +27,22 @@ def store(tmp_path: Path, **values: object) -> dict:
     return {**store_rows({"local_dirs": [str(tmp_path)], **values})}
 
 
-def read(values: dict, name: str) -> dict[str, set[str]]:
-    """The prompts of both splits of a dataset that a config names."""
-    return {
-        split: set(get_dataset(name, split, silent=True, dataset_sources=values["dataset_sources"]))
-        for split in ("train", "test")
-    }
+def read_prompts(values: dict, name: str, split: str) -> set[str]:
+    return set(get_dataset(name, split, silent=True, dataset_sources=values["dataset_sources"]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "n_test"),
-    [
-        (PAIRS, 2),  # a tenth
-        (DATASET, 2),
-        (DATASET.with_format("torch").select(range(20)), 2),
-        ({"train": TRAIN, "test": TEST}, 4),
-        (datasets.DatasetDict({"train": DATASET.select(range(16)), "validation": DATASET.select(range(16, 20))}), 4),
-        (datasets.DatasetDict({"train": DATASET}), 2),
-    ],
-    ids=["list", "Dataset", "view", "lists", "DatasetDict", "train alone"],
-)
-def test_rows_are_read_as_those_of_files_under_a_name_or_without(rows, n_test, tmp_path):
-    whole = {row["prompt"] for row in PAIRS}
+@pytest.mark.parametrize("rows", [PAIRS, DATASET, DATASET.with_format("torch")], ids=["list", "Dataset", "view"])
+def test_rows_are_read_as_those_of_a_file_under_a_name_or_without(rows, tmp_path):
     for name, values in {
         "mine": store(tmp_path, dataset_sources={"mine": rows, "hh": None}, datasets=["mine"]),
         "rows": store(tmp_path, datasets=rows),
     }.items():
-        splits = read(OmegaConf.to_container(OmegaConf.create(values)), name)
-        assert splits["train"] | splits["test"] == whole
-        assert (len(splits["train"]), len(splits["test"])) == (20 - n_test, n_test)
+        values = OmegaConf.to_container(OmegaConf.create(values))
+        train_prompts, test_prompts = (read_prompts(values, name, split) for split in ("train", "test"))
+        assert train_prompts | test_prompts == {row["prompt"] for row in PAIRS}
+        assert (len(train_prompts), len(test_prompts)) == (18, 2)  # a tenth
         assert values["datasets"] == [name]
-    assert len(list(tmp_path.glob(f"*/{FOLDER}/*"))) == 1  # written once
+    assert len(list(tmp_path.rglob("*.*"))) == 1  # written once
 
 
 def test_values_and_classes_are_kept_as_they_are(tmp_path):
@@ -77,12 +60,6 @@ def test_values_and_classes_are_kept_as_they_are(tmp_path):
     assert row == {**PAIRS[0], "label": "good"}
 
 
-def test_paths_stay_and_so_does_a_config_of_paths(tmp_path):
-    config = OmegaConf.create({"datasets": ["mine"], "dataset_sources": {"mine": {"path": "/x.csv"}, "hh": None}})
-    assert store_rows(config) is config
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -92,13 +69,13 @@ def test_paths_stay_and_so_does_a_config_of_paths(tmp_path):
     ],
     ids=["foreign", "text", "object"],
 )
-def test_what_cannot_be_rows_is_refused_in_a_sentence(rows, message, tmp_path):
+def test_what_cannot_be_rows_is_refused_and_nothing_is_overwritten(rows, message, tmp_path):
     path = Path(store(tmp_path, datasets=PAIRS)["dataset_sources"]["rows"])
     path.write_text("{}\n")
     with pytest.raises(InputError, match=re.escape(message)):
         store(tmp_path, dataset_sources={"mine": rows})
     assert path.read_text() == "{}\n"
-    assert [entry.name for entry in path.parents[1].iterdir()] == [path.parent.name]
+    assert [*path.parent.iterdir()] == [path]
 
 
 def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from dpo.errors import InputError
 from dpo.settings.command_line import check_line, parse
-from dpo.settings.files import CONFIG_DIR
+from dpo.settings.keys import CONFIG_DIR
 
 RUNS = "exp_name=x model.name_or_path=gpt2"  # what every command needs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dpo.settings.files import dotted, load_defaults
+from dpo.settings.keys import dotted, load_defaults
 from dpo.settings.plan import Plan, make_plan
 from support.runs import write_rows
 

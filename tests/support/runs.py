@@ -164,7 +164,7 @@ def compose(*overrides: str) -> DictConfig:
     """The config of `python train.py OVERRIDES`."""
     import hydra
 
-    import dpo.settings.files  # noqa: F401  (registers the config's resolvers)
+    import dpo.settings.keys  # noqa: F401  (registers the config's resolvers)
 
     overrides = tuple(f"++{o}" if o.startswith("dataset_sources.") else o for o in overrides)
     with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
