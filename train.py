@@ -208,7 +208,6 @@ def worker_main(
     """
     import torch
 
-    from dpo.models.loading import unwrap
     from dpo.parallel.mesh import from_rank_0
 
     plan = resolve(store_rows(config), world_size=world_size)
@@ -226,7 +225,7 @@ def worker_main(
     if rank == 0:
         print(describe(plan), flush=True)
     try:
-        work(rank, world_size, plan, (unwrap(policy), unwrap(reference_model)), f"{describe(plan)}\n")
+        work(rank, world_size, plan, (policy, reference_model), f"{describe(plan)}\n")
     finally:
         RUN_LOG.close()
     if makes_group:

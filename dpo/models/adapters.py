@@ -56,11 +56,6 @@ class StoredAdapter(NamedTuple):
     alpha: float
     weights: dict[str, torch.Tensor]  # by the name in the model, without the adapter's name
 
-    @property
-    def layers(self) -> list[str]:
-        """The names of the layers that the adapter adapts."""
-        return _list_layers(self.weights)
-
 
 def read_adapter(directory: Path) -> StoredAdapter:
     """Read an adapter in PEFT's format; InputError if it is damaged, or more than LoRA and a scalar head."""
@@ -148,10 +143,6 @@ class AdaptedLayer(torch.nn.Module):
     def weight(self) -> torch.Tensor:
         return self.base_layer.weight  # some models read it
 
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.base_layer.bias
-
 
 class Factor(torch.nn.Linear):
     """A float32 matrix of an adapter, cast to the input's dtype. B adds its scaled product to the base layer's."""
@@ -220,11 +211,7 @@ def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str
     ends = [targets] if isinstance(targets, str) else targets
     if list(ends) in AUTO:
         head = model.get_output_embeddings()
-        return [
-            name
-            for name, layer in layers.items()
-            if _is_linear(layer) and layer is not head and not _is_bypassed(model, name)
-        ]
+        return [name for name, layer in layers.items() if _is_linear(layer) and layer is not head]
     # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
     missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in layers)]
     if missing or not ends:
@@ -242,12 +229,6 @@ def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str
 def _is_linear(layer: Any) -> bool:
     """Return whether a layer computes what torch's does, unlike such subclasses as Llama 4's routers."""
     return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
-
-
-def _is_bypassed(model: Any, name: str) -> bool:
-    """Return whether a model multiplies by a layer's weight itself, as Mamba does, and would miss an adapter."""
-    path, _, last = name.rpartition(".")
-    return last in ("out_proj", "x_proj", "dt_proj") and hasattr(model.get_submodule(path), "A_log")
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:

@@ -214,7 +214,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
     """Give a model on the meta device the weights to export; those that do not change stay mapped from their file."""
     if adapter is None:
-        state = read_archive(origin.weights.archive, model, key="")
+        state = read_archive(origin.weights.archive, model)
     else:
         plan, has_run = origin.plan, origin.run_dir is not None
         # the base as the run had it: in its precision, and of 4 bits what they keep

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +19,8 @@ import torch
 from dpo.data.examples import Example, make_labels
 from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
-from dpo.models.logprobs import (
-    TokenLogps,
-    find_attention,
-    packed_logps,
-    sequence_logps,
-    sequence_rewards,
-    token_logps,
-)
+from dpo.models.attention import find_attention
+from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, sequence_rewards, token_logps
 from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
 from dpo.models.scalar_head import find_scalar_head
 from dpo.parallel.sharding import run_as_forward
@@ -143,25 +137,16 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
     return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels, row_index)))
 
 
+@dataclass
 class SharedPrefix:
-    """Each prompt and each of its distinct responses once, packed into rows.
+    """Each prompt and each of its distinct responses once, packed into rows."""
 
-    `windows` maps each kind of attention layer to the number of tokens that its queries look back, None for all. The
-    length of a row is a multiple of `alignment`; with `by_segments` there is one row, for `varlen_attention`.
-    """
-
-    def __init__(
-        self,
-        windows: Mapping[str, int | None],
-        *,
-        max_length: int,
-        alignment: int = 1,
-        by_segments: bool = False,
-        gives_rewards: bool = False,
-    ) -> None:
-        self.windows, self.alignment, self.gives_rewards = windows, alignment, gives_rewards
-        # in which two responses always fit; rows are at most twice as long
-        self.max_tree_tokens = None if by_segments else 2 * max_length
+    windows: Mapping[str, int | None]  # how many tokens each kind of attention layer looks back, None for all
+    _: KW_ONLY
+    max_length: int  # two responses of this length always fit into a row; rows are at most twice as long
+    alignment: int = 1  # the length of a row is a multiple of it
+    by_segments: bool = False  # one row, for `attend_by_segments`
+    gives_rewards: bool = False
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split as `Padded.split`, into microbatches with about equally many tokens."""
@@ -172,8 +157,9 @@ class SharedPrefix:
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
         """Pack examples into rows of `length`; None: the cheapest length."""
-        options = {"max_tree_tokens": self.max_tree_tokens, "alignment": self.alignment}
-        return pack(examples, **options, length=length, for_rewards=self.gives_rewards)
+        max_tree_tokens = None if self.by_segments else 2 * self.max_length
+        options = {"alignment": self.alignment, "length": length, "for_rewards": self.gives_rewards}
+        return pack(examples, max_tree_tokens=max_tree_tokens, **options)
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """As `Padded.forward`."""
@@ -187,38 +173,27 @@ GPU_ALIGNMENT = 64  # tokens; with other row lengths, CUDA's fused attention cop
 Layout = Padded | SharedPrefix
 
 
-class Longest(NamedTuple):
-    """The largest numbers of tokens in a run."""
-
-    example: int  # in a prompt with one response
-    row: int  # in a shared-prefix row
-
-    @classmethod
-    def of(cls, example: int, n_examples: int, max_length: int, *, n_responses: int = 2) -> Longest:
-        """Bounds for microbatches of up to `n_examples` examples with up to `n_responses` responses each."""
-        n_unshared = max(2, n_responses) * n_examples * example  # tokens if each response had its own prompt
-        return cls(example, min(n_unshared, 4 * max_length))
-
-
 def choose_layout(
     name: str,
     model: Any,
     *,
     max_length: int,
     compute_dtype: torch.dtype,
-    longest: Longest | None = None,
+    longest: int | None = None,
+    n_responses: int | None = None,
     on_any_process: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
     """Choose the layout `name`, or `Padded` with a message that says why.
 
-    Compares `shared_prefix` with `padded` by running the model on short pairs, and on pairs as long as the `longest` of
-    the run (None: as `max_length` allows). `on_any_process(here)` returns whether `here` is true on any process that
-    shares the model.
+    Compares `shared_prefix` with `padded` by running the model on short pairs, and on pairs as long as the run's: a
+    response and its prompt have at most `longest` tokens (None: `max_length`), and a microbatch at most `n_responses`.
+    `on_any_process(here)` returns whether `here` is true on any process that shares the model.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
-        longest = longest or Longest(max_length, 4 * max_length)
-        reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
+        example = longest or max_length
+        row = 4 * max_length if n_responses is None else min(n_responses * example, 4 * max_length)
+        reason = _find_difference(model, layout, example, row, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if on_any_process(reason is not None):
             reason = reason or "does not support shared prefixes on another process"
@@ -279,21 +254,26 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 
 @torch.no_grad()
-def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """Describe how log-probabilities, or rewards, of short and of the longest pairs differ between the layouts."""
-    window, n = max(window or 0 for window in layout.windows.values()), max(longest.example, 12)
+def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, tolerance: float) -> str | None:
+    """Describe how log-probabilities, or rewards, differ between the layouts, in short and in the longest rows."""
+    window, n = max(window or 0 for window in layout.windows.values()), max(longest, 12)
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
     cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
-        ([(5, n - 5, n - 6), (2, n_second + 1, n_second)], max(longest.row, 2 * n)),
+        ([(5, n - 5, n - 6), (2, n_second + 1, n_second)], max(row, 2 * n)),
     )
+    vocab_size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+
+    def draw_tokens(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
+
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     try:
         with without_tf32():
             for lengths, row_length in cases:
-                pairs = _make_pairs(model.config.get_text_config().vocab_size, lengths)
+                pairs = [Example(draw_tokens(p), (draw_tokens(a), draw_tokens(b))) for p, a, b in lengths]
                 padded = Padded().split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
                 if row_length is None or layout.gives_rewards:
@@ -316,18 +296,8 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
 
 def _sum_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
     """Summed log-probabilities of each row's labels, (rows,), as all logits of long rows might not fit into memory."""
-    labels = rows.labels
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
-    row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
-    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
-    return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
-
-
-def _make_pairs(vocab_size: int, lengths: Sequence[tuple[int, int, int]]) -> list[Example]:
-    """Pairs of random tokens; `lengths` has the numbers of tokens in prompt, chosen and rejected response of each."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw_tokens(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
-
-    return [Example(draw_tokens(prompt), (draw_tokens(a), draw_tokens(b))) for prompt, a, b in lengths]
+    row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
+    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], rows.labels[row, column + 1])
+    sums = logps.new_zeros(len(rows.labels)).index_add_(0, row.to(logps.device), logps)
+    return sums.to(rows.labels.device)

@@ -84,10 +84,7 @@ def notes_on_base(plan: Plan) -> list[str]:
     base, name = find_weights(plan).base, plan.model.name_or_path
     if base is None or resolve_name(base) == resolve_name(name):
         return []
-    return [
-        f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}: make sure "
-        f"they are the same"
-    ]
+    return [f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"]
 
 
 def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:
@@ -109,13 +106,10 @@ def check_model(plan: Plan) -> Weights:
 
 def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
-    weights = check_model(plan)
-    structure = find_structure(plan, plan.model.policy_dtype)
+    weights, structure = check_model(plan), find_structure(plan, plan.model.policy_dtype)
     check_positions(structure, plan.data.max_length)
     if weights.archive is not None:
         read_archive(weights.archive, structure)
-    if plan.model.block_name:
-        find_blocks(structure, plan.model.block_name)
     _prepare(structure, plan, {POLICY: weights.adapter} if plan.lora else {})
 
 
@@ -143,24 +137,16 @@ def model_loaders(
     return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
 
 
-def load_base(
-    plan: Plan,
-    dtype: torch.dtype | None,
-    archive: Path | None,
-    *,
-    attn_implementation: str | None = None,
-    device_map: str | dict | None = None,
-) -> Any:
-    """Load a plan's model without adapters, by default in the dtype of its config, with the plan's attention."""
+def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **options: Any) -> Any:
+    """A plan's model without adapters, by default in the dtype of its config; `options` are those of `load_model`."""
     source = find_source(plan)
     return load_model(
         source,
         dtype=dtype or load_config(source).dtype or torch.float32,
-        attn_implementation=attn_implementation or plan.model.attn_implementation,
         archive=archive,
         random_init=plan.model.random_init,
         seed=plan.run.seed,
-        device_map=device_map,
+        **{"attn_implementation": plan.model.attn_implementation, **options},
     )
 
 
@@ -171,29 +157,26 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
     separate model, and on ranks other than 0.
     """
     if plan.lora is None:
-        return _compile_blocks(plan, _prepare(policy, plan, {}, rank=rank)), None
+        return _prepare(policy, plan, {}, rank=rank, compile_blocks=True), None
     weights = find_weights(plan)
     adapters = {POLICY: resume_from or weights.adapter}
     if plan.reference == "adapter":
         adapters[REFERENCE] = weights.adapter
-    model = _compile_blocks(plan, _prepare(policy, plan, adapters, rank=rank))
-    base = str(weights.archive or plan.model.name_or_path)
-    has_base = weights.archive is not None or not plan.model.random_init
-    model.adapter_configs[POLICY]["base_model_name_or_path"] = resolve_name(base) if has_base else None
-    if rank != 0 or plan.reference == "model":
-        return model, None
-    return model, _digest_reference(model, plan, adapters)
+    model = _prepare(policy, plan, adapters, rank=rank, compile_blocks=True)
+    if weights.archive is not None or not plan.model.random_init:
+        base = resolve_name(str(weights.archive or plan.model.name_or_path))
+        model.adapter_configs[POLICY]["base_model_name_or_path"] = base
+    is_reference = rank == 0 and plan.reference != "model"
+    return model, _digest_reference(model, plan, adapters) if is_reference else None
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """A separate reference, or what a function loads, and its digest: None unless on rank 0, or if it is to follow."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    model = _compile_blocks(plan, _prepare(model, plan, adapters, rank=rank))
-    model.eval().requires_grad_(False)
-    if rank != 0 or plan.follow_every is not None:
-        return model, None
-    return model, _digest_reference(model, plan, adapters)
+    model = _prepare(model, plan, adapters, rank=rank, compile_blocks=True).eval().requires_grad_(False)
+    is_fixed = rank == 0 and plan.follow_every is None
+    return model, _digest_reference(model, plan, adapters) if is_fixed else None
 
 
 def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> str:
@@ -201,20 +184,17 @@ def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) 
     return model_digest(model, dtype, REFERENCE if REFERENCE in adapters else None)
 
 
-def unwrap(model: Any) -> Any:
-    """Remove the wrappers DataParallel and DistributedDataParallel: trainers distribute models themselves."""
-    while isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        model = model.module
-    return model
-
-
-def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0) -> Any:
-    """Quantize and adapt a model, or what a function loads, as the plan says.
+def _prepare(
+    model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
+) -> Any:
+    """Quantize, adapt and compile a model, or what a function loads, as the plan says.
 
     `adapters` maps names to directories in PEFT's format, or to None for a new adapter; the first becomes active. Only
-    rank 0 reads them, and will send the weights to the other ranks. Raises InputError if an adapter does not fit.
+    rank 0 reads them, and will send the weights to the other ranks. Raises InputError if an adapter does not fit, or
+    a class of blocks that the plan names is not in the model.
     """
-    model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
+    if not isinstance(model, torch.nn.Module):
+        model = model()
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:
@@ -231,13 +211,8 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
                 f"{stored.directory} is an adapter of another size: give lora.r={stored.r} lora.alpha={stored.alpha}"
             )
         load_adapter(model, stored, name)
-    return model
-
-
-def _compile_blocks(plan: Plan, model: Any) -> Any:
-    """Compile a model's blocks if the plan says so; InputError if a class that it names is not in the model."""
     blocks = find_blocks(model, plan.model.block_name) if plan.model.block_name or plan.training.compile else []
-    if plan.training.compile:
+    if compile_blocks and plan.training.compile:
         for block in blocks:
             # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
             block.compile(dynamic=True, options={"fallback_random": True})

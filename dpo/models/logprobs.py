@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,15 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from dpo.losses import IGNORE_INDEX
-from dpo.models import cpu_attention
+from dpo.models.attention import find_attention, replace_sdpa_on_cpus
 from dpo.models.packing import Packed, map_tensors, tree_mask
 from dpo.models.scalar_head import find_scalar_head, reward
 from dpo.system.arithmetic import find_compute_dtype
-
-
-def find_attention(config: Any) -> str:
-    """The attention implementation of a model, which transformers has chosen."""
-    return config._attn_implementation
 
 
 class TokenLogps(NamedTuple):
@@ -82,7 +77,7 @@ def packed_logps(
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
         [attention_mask] = attention_mask.values()
-    options = {} if packed.segments is None else {"segments": packed.segments}  # for `varlen_attention`
+    options = {} if packed.segments is None else {"segments": packed.segments}  # for `attend_by_segments`
     hidden = model.base_model(
         packed.input_ids, attention_mask=attention_mask, position_ids=packed.position_ids, use_cache=False, **options
     ).last_hidden_state  # (R, L, H)
@@ -118,7 +113,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
     if device.type == "cpu":
-        cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
+        replace_sdpa_on_cpus()  # for additive masks, which only packed rows have
     if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if packed.masks[0] != dtype:
@@ -168,11 +163,9 @@ def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[to
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
 
 
-LOGITS_AT_ONCE = {  # logits per chunk, by the type of the device
-    "cpu": 2**25,  # 134 MB in float32
-    "cuda": 2**27,  # fewer chunks, as each reads the head's weight and writes a gradient for it
-}
-
+# logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
+# head's weight and writes a gradient for it
+LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**27}
 IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
@@ -181,10 +174,10 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
 
     Each result is (N,). The backward pass recomputes the logits of every chunk but the last.
     """
-    head, scale = model.get_output_embeddings(), logit_scale(model.config)
+    head = model.get_output_embeddings()
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = scale(head(hidden))
+        logits = scale_logits(model.config.get_text_config(), head(hidden))
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
         return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
 
@@ -198,13 +191,12 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
     return TokenLogps(*(torch.cat(values) for values in zip(*by_chunk, strict=True)))
 
 
-def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that a model applies to the logits of its head."""
-    config = config.get_text_config()
+def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
+    """What a model makes of the logits of its head."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        return lambda logits: torch.tanh(logits / cap) * cap
+        return torch.tanh(logits / cap) * cap
     if (factor := getattr(config, "logit_scale", None)) is not None:
-        return lambda logits: logits * factor
+        return logits * factor
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        return lambda logits: logits / divisor
-    return lambda logits: logits
+        return logits / divisor
+    return logits

@@ -58,7 +58,7 @@ def find_origin(
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
         plan = resolve({"model": {"name_or_path": str(path)}})
         return Origin(plan.change("model.trust_remote_code", trust_remote_code))
-    weights = locate_weights(path, key="").resolve()
+    weights = locate_weights(path).resolve()
     adapter = weights.adapter
     if model is not None and adapter:
         weights = Weights(None, adapter)  # without the base or archive that the adapter names

@@ -9,10 +9,9 @@ computes token ids, positions and masks; `dpo/models/logprobs.py` runs the model
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,18 +95,15 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         fed |= segments
     # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
     # middle of its cost lies, but every part gets at least one example.
-    ends = list(accumulate(costs))
-    middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
-    n_empty = max(0, parts - len(order))
-    n_filled = parts - n_empty
+    ends = np.cumsum(costs)
+    middles, n_filled = ends - np.array(costs) / 2, min(parts, len(order))
     starts = [0]  # index in `order` of each part's first example
     for part in range(1, n_filled):
-        nearest = bisect_left(middles, ends[-1] * part / n_filled)
+        nearest = int(np.searchsorted(middles, ends[-1] * part / n_filled))
         latest = len(order) - (n_filled - part)  # leaves one example for this part and for each later one
         starts.append(min(max(nearest, starts[-1] + 1), latest))
-    stops = [*starts[1:], len(order)]
-    filled = [sorted(order[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-    return filled + [[]] * n_empty
+    filled = [sorted(order[start:stop]) for start, stop in pairwise([*starts, len(order)])]
+    return filled + [[]] * (parts - n_filled)
 
 
 class _Tree(NamedTuple):
@@ -173,11 +169,10 @@ def pack(
     response_index = by_side(
         [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples], fill=0
     )
-    packed, spans = _write(
-        rows_by_length[cheapest], cheapest, response_index, (n_responses, longest), for_rewards=for_rewards
-    )
+    shape = (n_responses, longest)
+    packed = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
     if max_tree_tokens is None:
-        packed.segments = _find_segments(spans, cheapest)
+        packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
     return packed
 
 
@@ -202,25 +197,23 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 
 def _write(
     rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int], *, for_rewards: bool
-) -> tuple[Packed, list[tuple[range, range]]]:
-    """Write the trees of each row one after another; return also the spans of prompts and responses."""
+) -> Packed:
+    """Write the trees of each row one after another."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored, targets, slots = [], [], []
-    spans: list[tuple[range, range]] = []  # of each prompt and response: its columns, and those of the prompt it sees
     for row, trees in enumerate(rows):
         start = 0
         for tree_index, tree in enumerate(trees):
-            prompt, n_prompt = range(start, start + len(tree.prompt)), len(tree.prompt)
+            n_prompt = len(tree.prompt)
             tree_of[row, start : start + tree.length] = tree_index
-            spans.append((prompt, range(0)))
-            input_ids[row, prompt.start : prompt.stop] = tree.prompt
-            position_ids[row, prompt.start : prompt.stop] = range(n_prompt)
-            start = prompt.stop
+            input_ids[row, start : start + n_prompt] = tree.prompt
+            position_ids[row, start : start + n_prompt] = range(n_prompt)
+            start += n_prompt
+            end_of_prompt = start
             for index, token_ids, cuts in tree.branches:
                 fed = token_ids if for_rewards else token_ids[:-1]
                 end = start + len(fed)
-                spans.append((range(start, end), prompt))
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
@@ -232,27 +225,29 @@ def _write(
                     if not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
                         kept = kept[1:]
                     # the prompt's last token predicts a response's first token
-                    columns = [start + i - 1 if i else prompt.stop - 1 for i in kept]
+                    columns = [start + i - 1 if i else end_of_prompt - 1 for i in kept]
                 scored += [row * length + column for column in columns]
                 targets += [token_ids[i] for i in kept]
                 slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
     in_rows = map(torch.from_numpy, (input_ids, position_ids, tree_of, branch_of))
     by_token = (torch.tensor(values, dtype=torch.int64) for values in (scored, targets, slots))
-    return Packed(*in_rows, *by_token, response_index=torch.from_numpy(response_index), shape=shape), spans
+    return Packed(*in_rows, *by_token, response_index=torch.from_numpy(response_index), shape=shape)
 
 
-def _find_segments(spans: list[tuple[range, range]], length: int) -> Segments:
-    """The segments of a single row of `length` tokens, without empty ones, such as those of empty prompts."""
-    padding = range(spans[-1][0].stop, length)
-    filled = [(queries, prompt) for queries, prompt in (*spans, (padding, range(0))) if queries]
-    n_queries = [len(queries) for queries, _ in filled]
-    n_keys = [len(prompt) + len(queries) for queries, prompt in filled]
-    columns = chain.from_iterable((*prompt, *queries) for queries, prompt in filled)
+def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
+    """The segments of a row, whose tokens belong to these trees and branches."""
+    is_first = (np.diff(tree, prepend=tree[0]) != 0) | (np.diff(branch, prepend=branch[0]) != 0)
+    queries = np.split(np.arange(len(tree)), np.flatnonzero(is_first))
+    keys = []
+    for columns in queries:
+        prompt = (tree == tree[columns[0]]) & (branch == NONE) & (branch[columns[0]] != NONE)
+        keys.append(np.concatenate((np.flatnonzero(prompt), columns)))
+    n_queries, n_keys = [len(columns) for columns in queries], [len(columns) for columns in keys]
     return Segments(
         torch.tensor([0, *accumulate(n_queries)], dtype=torch.int32),
         torch.tensor([0, *accumulate(n_keys)], dtype=torch.int32),
-        torch.tensor([*columns], dtype=torch.int64),
+        torch.from_numpy(np.concatenate(keys)),
         (max(n_queries), max(n_keys)),
     )
 

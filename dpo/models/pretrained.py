@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,17 +10,16 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
-from transformers.integrations import sdpa_attention
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters, list_dropouts
-from dpo.models.logprobs import find_attention
+from dpo.models.attention import choose_attention, find_attention
 from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
-from dpo.models.text_part import find_integer_weights, is_text_part, name_in_class
+from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
-from dpo.settings.keys import VARLEN, Dtype
+from dpo.settings.keys import Dtype
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
@@ -47,9 +44,8 @@ class Source(NamedTuple):
 
     @property
     def auto_class(self) -> Any:
-        return (
-            transformers.AutoModelForSequenceClassification if self.scalar_head else transformers.AutoModelForCausalLM
-        )
+        kind = "SequenceClassification" if self.scalar_head else "CausalLM"
+        return getattr(transformers, f"AutoModelFor{kind}")
 
 
 def load_config(source: Source) -> transformers.PretrainedConfig:
@@ -64,8 +60,8 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
         config = transformers.AutoConfig.from_pretrained(name, **source.options, **source.labels)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
-            f"model {name!r} is quantized already (its config.json has a quantization_config), and quantized weights "
-            f"cannot be trained: give the model that it was made from"
+            f"model {name!r} is quantized (its config.json has a quantization_config), so it cannot be trained: give "
+            f"the model that it was made from"
         )
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")
@@ -82,30 +78,6 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
     return config
 
 
-def choose_attention(wanted: str) -> str | None:
-    """The `attn_implementation` with which transformers makes a model.
-
-    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as Gemma 2.
-    """
-    if wanted == VARLEN:
-        from dpo.models import varlen_attention  # its import takes 0.1 s
-
-        varlen_attention.register()
-    sdpa_attention.use_gqa_in_sdpa = _use_grouped_heads
-    return None if wanted == "sdpa" else wanted
-
-
-_use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
-
-
-def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """transformers' rule, but on GPUs keys and values are repeated in float32.
-
-    Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
-    """
-    return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
-
-
 def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
     """The model of `load_model` without its weights, on the meta device."""
     config = load_config(source)
@@ -115,9 +87,8 @@ def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: s
 
 def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     """A model with the weights that its class draws."""
-    return source.auto_class.from_config(
-        config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
-    )
+    options = {"attn_implementation": attention, "trust_remote_code": source.trust_remote_code}
+    return source.auto_class.from_config(config, dtype=dtype, **options)
 
 
 def load_model(
@@ -139,7 +110,7 @@ def load_model(
     config, attention = load_config(source), choose_attention(attn_implementation)
     structure: Any = None
     state: dict[str, torch.Tensor] = {}  # empty for the model's own weights
-    with explaining_load_errors("model", source.name), silenced_reports():
+    with explaining_load_errors("model", source.name):
         if archive is not None:
             structure = load_structure(source, dtype=dtype)
             state = read_archive(archive, structure)  # checked before memory is taken for the model
@@ -167,16 +138,8 @@ def load_model(
             model.name_or_path = model.config.name_or_path = source.name
             if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
                 model.generation_config = load_generation_config(source)
-            # copy the tensors that were neither cast nor moved: they may be mapped from a file, which may be deleted
-            storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-            for tensor in (*model.parameters(), *model.buffers()):
-                if tensor.untyped_storage().data_ptr() in storages:
-                    tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        elif integers := find_integer_weights(source.name, source.cache_dir):
-            raise InputError(
-                f"model {source.name!r} has integers for {', '.join(integers[:3])}, as if it were quantized, and its "
-                f"config.json has no quantization_config: give the model that it was made from"
-            )
+            for tensor in (*model.parameters(), *model.buffers()):  # may be mapped from a file, which may be replaced
+                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         return _complete(model, source, config)
 
 
@@ -202,23 +165,10 @@ def load_generation_config(source: Source) -> transformers.GenerationConfig:
         return load(source.name, "config.json", cache_dir=source.cache_dir, _from_model_config=True)
 
 
-@contextlib.contextmanager
-def silenced_reports() -> Iterator[None]:
-    """Silence transformers' reports on loading inside; `refuse_gaps` raises errors instead."""
-    logs = transformers.utils.logging
-    verbosity = logs.get_verbosity()
-    logs.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(verbosity)
-
-
 def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
     """Raise InputError for missing weights, by `from_pretrained`'s loading info: they would be drawn at random."""
-    if loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        raise InputError(f"{what} has no weights for {missing}: {advice}")
+    if missing := sorted(loading["missing_keys"]):
+        raise InputError(f"{what} has no weights for {', '.join(missing[:5])}: {advice}")
 
 
 def check_positions(model: Any, max_length: int) -> None:
@@ -245,14 +195,14 @@ def count_positions(model: Any) -> float:
 def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
     """Yield each `rope_type` whose frequencies change with a row of more tokens than the number beside it."""
     parameters = getattr(config, "rope_parameters", None) or {}
+    n_positions = getattr(config, "max_position_embeddings", 0)
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     for rope in (parameters, *by_layer_type):
         if rope.get("rope_type") == "dynamic":
-            yield "dynamic", config.max_position_embeddings
+            yield "dynamic", n_positions
         elif rope.get("rope_type") == "longrope":
             length = rope.get("original_max_position_embeddings")
-            length = length or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
-            yield "longrope", length
+            yield "longrope", length or getattr(config, "original_max_position_embeddings", n_positions)
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
@@ -261,10 +211,7 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
     if hasattr(model, "checkpoint_class"):
-        notes.append(
-            f"only the text part of this {model.checkpoint_class} is trained ({name}); exports hold its other parts, "
-            f"such as vision, unchanged"
-        )
+        notes.append(f"only the text part of {model.checkpoint_class} is trained; exports hold its other parts as well")
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
@@ -276,18 +223,15 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
         # those of a layer are one tensor of three dims; of a depthwise convolution's kernel the second is 1
         experts = [weight for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1]
         if n_experts := sum(weight.numel() for weight in experts):
-            notes.append(
-                f"warning: the experts, {percent(n_experts / (n_total - n_trainable))} of the weights, get no adapter"
-            )
+            n_frozen = n_total - n_trainable
+            notes.append(f"warning: the experts, {percent(n_experts / n_frozen)} of the weights, get no adapter")
     return notes
 
 
 def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass."""
     draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
-    with warnings.catch_warnings():  # the method has a newer name, which early versions 5 lack
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
+    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
@@ -295,12 +239,11 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
     Many models apply dropout functionally, from a float attribute of the module or of its config.
     """
-    modules: list[Any] = list(model.modules())
-    # many modules share a config, and the config of a multimodal model contains others: zero each config once
-    configs = {id(m.config): m.config for m in modules if getattr(m, "config", None) is not None}
-    for config in list(configs.values()):
-        configs.update({id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")})
-    for owner in [*modules, *configs.values()]:
+    # modules share configs, and the config of a multimodal model contains others
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
+    owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
+    for owner in owners:
         if isinstance(owner, (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d)):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):

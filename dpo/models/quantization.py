@@ -75,8 +75,8 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     # so a run that is resumed with more processes would get another base.
     offset = scales.double().mean().float()
     quantized_scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
-    names = ("weight", "scales", "scales_of_scales", "offset", "code")
-    return dict(zip(names, (packed, quantized_scales, scales_of_scales, offset, code), strict=True))
+    scale_buffers = {"scales": quantized_scales, "scales_of_scales": scales_of_scales, "offset": offset, "code": code}
+    return {"weight": packed, **scale_buffers}
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
@@ -85,32 +85,28 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     Layers are quantized one by one, on `device` if given, so that it never holds the whole model unquantized. The rest
     of the model then moves there too, unless it is on the meta device. Raises InputError without bitsandbytes.
     """
+    if model.device.type == "meta":
+        device = None
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
         weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
-        if device is not None and not weight.is_meta:
-            weight = weight.to(device)
-        model.set_submodule(name, Linear4bit(weight, layer.bias))
+        model.set_submodule(name, Linear4bit(weight if device is None else weight.to(device), layer.bias))
     release_freed_memory()  # the memory of the weights that were quantized
-    return model if device is None or model.device.type == "meta" else model.to(device)
+    return model if device is None else model.to(device)
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
     """A layer's weight rounded to 4 bits, in the dtype of `weight`."""
-    if isinstance(layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
-        return Linear4bit(weight.T).dequantized(weight.dtype).T
-    return Linear4bit(weight).dequantized(weight.dtype)
+    is_transposed = isinstance(layer, Conv1D)  # GPT-2's, whose weight is (in_features, out_features)
+    rounded = Linear4bit(weight.T if is_transposed else weight).dequantized(weight.dtype)
+    return rounded.T if is_transposed else rounded
 
 
 def layers_to_quantize(model: Any) -> list[str]:
     """The names of a model's linear layers but the head, as far as their weights fill whole blocks."""
     silence_bitsandbytes()
-    with explaining_library(
-        lambda error: InputError(
-            f"lora=qlora needs bitsandbytes with kernels for this machine (pip install bitsandbytes; python -m "
-            f"bitsandbytes says what is wrong), or use lora=lora: {one_sentence(error)}"
-        )
-    ):
+    needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
+    with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):
         _quantize(torch.zeros(BLOCK, device="cuda" if torch.cuda.is_available() else "cpu"))
     head = model.get_output_embeddings() or find_scalar_head(model)
     return [

@@ -17,10 +17,7 @@ LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a
 
 
 class ScalarHead(torch.nn.Linear):
-    """A linear layer with one output, computed in float32 or higher.
-
-    In half precision, rewards would have three digits, and margins fewer.
-    """
+    """A linear layer with one output, computed in float32 or higher, as rewards in half precision have three digits."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
@@ -38,10 +35,7 @@ def find_scalar_head(model: Any) -> ScalarHead | None:
 
 
 def install_scalar_head(model: Any) -> None:
-    """Make a sequence classification model compute its head as a ScalarHead.
-
-    Raises InputError for any other model.
-    """
+    """Make a sequence classification model compute its head as a ScalarHead; InputError for any other model."""
     head = getattr(model, HEAD, None)
     if type(head) is torch.nn.Linear and head.out_features == 1 and head.bias is None:
         setattr(model, HEAD, ScalarHead(head.weight))

@@ -35,7 +35,6 @@ from dpo.models.pretrained import (
     disable_dropout,
     find_changing_ropes,
     refuse_gaps,
-    silenced_reports,
 )
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
@@ -234,7 +233,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     key = f"online.reward_model={name}"
     source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
     advice = "give a sequence classification model with one output"
-    with explaining_load_errors("reward model", name), silenced_reports():
+    with explaining_load_errors("reward model", name):
         model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
             model_class = ", ".join(model_config.architectures or ["model"])

@@ -24,8 +24,6 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
-
 
 def is_text_part(config: Any) -> bool:
     """Return whether `AutoModelForCausalLM` takes a config's `text_config` alone, by its own rule."""
@@ -40,20 +38,18 @@ def name_in_class(model: Any, config: Any) -> None:
         return
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
-    model.checkpoint_class = type(whole).__name__
-    model.names_in_class = _match_names(model, model.state_dict(), _find_shapes(whole.state_dict()))
+    model.checkpoint_class, shapes = type(whole).__name__, _find_shapes(whole.state_dict())
+    model.names_in_class = _match_names(model, model.state_dict(), shapes)
     if not model.names_in_class:
         raise _ambiguous(f"the class {model.checkpoint_class}", model)
 
 
 def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
     """Rename an adapter's weights to those in the checkpoint's class, or back, as far as they have other names."""
-    layers = {
-        own.removesuffix(".weight"): theirs.removesuffix(".weight")
-        for own, theirs in getattr(model, "names_in_class", {}).items()
-    }
-    if not to_class:
-        layers = {theirs: own for own, theirs in layers.items()}
+    layers = {}
+    for weights in getattr(model, "names_in_class", {}).items():
+        own, theirs = (weight.removesuffix(".weight") for weight in weights)
+        layers |= {own: theirs} if to_class else {theirs: own}
     renamed = {}
     for name, tensor in names.items():
         layer, factor, rest = name.partition(".lora_")
@@ -63,8 +59,7 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
 
 def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
     """A text model's weights by their names in the files; InputError unless each of them has one place there."""
-    shapes = {key: shape for key, (_, shape) in _read_headers(name, cache_dir).items()}
-    own = model.state_dict()
+    shapes, own = _read_shapes(name, cache_dir), model.state_dict()
     for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
         if names := _match_names(model, weights, shapes):
             tensors = {theirs: weights[ours] for ours, theirs in names.items()}
@@ -81,12 +76,6 @@ def complete_checkpoint(
     stored = {key: tensor for path in _find_files(name, cache_dir) for key, tensor in load_file(path).items()}
     complete = stored | {key: trained[key] for key in stored.keys() & trained.keys()}
     return {k: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for k, tensor in complete.items()}
-
-
-def find_integer_weights(name: str, cache_dir: str | None) -> list[str]:
-    """Names of a model's weights whose values are integers or 8-bit floats, for which scales would be needed."""
-    headers = _read_headers(name, cache_dir)
-    return [key for key, (dtype, _) in headers.items() if key.endswith(".weight") and dtype not in FLOATS]
 
 
 def _match_names(
@@ -143,12 +132,12 @@ def _find_files(name: str, cache_dir: str | None) -> list[Path]:
     return [Path(file)] if file else []
 
 
-def _read_headers(name: str, cache_dir: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each tensor in the safetensors files of a model, by name."""
-    headers = {}
+def _read_shapes(name: str, cache_dir: str | None) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the safetensors files of a model."""
+    shapes = {}
     with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
         for path in _find_files(name, cache_dir):
             with safe_open(path, framework="pt") as file:
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (the file is no mapping)
-                headers |= {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-    return headers
+                names = file.keys()  # the file is no mapping
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in names}
+    return shapes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.models.adapters import CONFIG, POLICY, adapter_weights, base_weights, explaining_adapter
 from dpo.models.scalar_head import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.system.plain_files import read_json
@@ -39,16 +39,16 @@ class Weights(NamedTuple):
         return self._replace(archive=archive, adapter=adapter)
 
 
-def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
+def locate_weights(path: str | Path) -> Weights:
     """The weights that a path names: a `policy.pt`, an adapter, or a directory or run with one of them.
 
-    Raises InputError if there are none; the base of an adapter may not exist. `key` is the config key of the path.
+    Raises InputError if there are none. The base of an adapter may not exist.
     """
     folder = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = (folder, folder / "LATEST", *([folder.parent] if folder.name == "policy.pt" else []))
     adapter = next((candidate for candidate in folders if (candidate / CONFIG).is_file()), None)
     if adapter is None:
-        return Weights(find_archive(path, key=key))
+        return Weights(find_archive(path))
     with explaining_adapter(adapter):
         base = read_json(adapter / CONFIG).get("base_model_name_or_path") or None
         if not isinstance(base, str | None):
@@ -58,31 +58,27 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
     return Weights(None, adapter, base)
 
 
-def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
+def find_archive(archive: str | Path) -> Path:
     """The `policy.pt` that a path names: file, directory, or run."""
     path = Path(os.path.expanduser(archive))
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
     what = "is neither a policy.pt nor a directory that contains one" if path.exists() else "does not exist"
-    raise InputError(f"{key}{archive} {what}")
+    raise InputError(f"{archive} {what}")
 
 
-def read_archive(
-    archive: str | Path, model: torch.nn.Module, *, key: str = "model.archive="
-) -> dict[str, torch.Tensor]:
+def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Read the weights in a `policy.pt`, with the names of transformers today.
 
     `model` gives the expected names and shapes. For a reward model, the weights of a language model are accepted too,
     without a scalar head. Raises InputError if the file is missing, is not a `policy.pt`, or does not fit the model.
     """
-    path = find_archive(archive, key=key)
-    try:
+    path = find_archive(archive)
+    with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
         state = read_state(path)
-    except DamagedCheckpoint as error:
-        raise InputError(f"{key}{path} cannot be read as a policy.pt: {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
+        raise InputError(f"{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
     state = {name if name in expected else RENAMED.get(str(name), str(name)): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
@@ -91,16 +87,13 @@ def read_archive(
         del expected[HEAD_WEIGHT]
     # tied weights are one object with several names in the model, and a file may have any of these names
     given = {id(expected[name]) for name in state if name in expected}
-    lacking, unfit = [f"it lacks {name}" for name, weight in expected.items() if id(weight) not in given], []
-    for name, tensor in state.items():
-        if name not in expected:
-            unfit.append(f"{name} is not in the model")
-        elif tensor.shape != expected[name].shape:
-            unfit.append(f"{name} has another shape")
-        elif expected[name].is_floating_point() and not tensor.is_floating_point():
-            unfit.append(f"{name} has integers, as in a quantized model")
-    if problems := unfit[:3] + lacking[:3]:
-        raise InputError(f"{key}{path} does not fit the model ({type(model).__name__}): {'; '.join(problems)}")
+    problems = [f"{name} is not in the model" for name in state if name not in expected]
+    problems += [
+        f"{name} has another shape" for name in state.keys() & expected if state[name].shape != expected[name].shape
+    ]
+    problems += [f"it lacks {name}" for name, weight in expected.items() if id(weight) not in given]
+    if problems:
+        raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
     return state
 
 

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
+from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
 from dpo.models.loading import find_policy_structure
-from dpo.models.logprobs import LOGITS_AT_ONCE, find_attention
+from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
 from dpo.models.scoring import load_reward_model
 from dpo.parallel.sharding import find_blocks

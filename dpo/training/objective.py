@@ -11,7 +11,7 @@ from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.losses import BETWEEN, ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
-from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
+from dpo.models.layouts import Layout, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh
@@ -396,8 +396,7 @@ def make_objective(
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
     # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
     longest_example = max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length)
-    batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
-    longest = Longest.of(longest_example, batch_size, max_length, n_responses=len(plan.loss.roles))
+    n_responses = max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size)
     # a given reference of another class may not support the policy's layout
     is_one_class = reference is None or type(reference.model) is type(policy)
     with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
@@ -406,7 +405,8 @@ def make_objective(
             policy,
             max_length=max_length,
             compute_dtype=autocast or DTYPES[plan.compute_dtype],
-            longest=longest,
+            longest=longest_example,
+            n_responses=n_responses,
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass

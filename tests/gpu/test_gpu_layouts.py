@@ -13,15 +13,14 @@ from support.gpu import (
     build,
     describe,
     limit,
-    measure_seconds,
     needs_gpu,
     pick,
     random_pairs,
 )
 
+from dpo.models.attention import attend_by_segments
 from dpo.models.layouts import Layout, Padded, SharedPrefix, choose_layout
 from dpo.models.packing import Packed, map_tensors, pack, tree_mask
-from dpo.models.varlen_attention import attention_forward
 from dpo.system.arithmetic import set_up_torch
 
 FAMILIES = ("llama", "gpt_neox")
@@ -50,81 +49,62 @@ def test_layouts_shared_prefixes_are_kept_and_give_the_logps_of_padded_rows(tmp_
     """One combination that fails stops no other."""
     set_up_torch(deterministic=False, compiles=False)
     faults = []
-    for family, precision, attention in list_combinations():
-        name = f"{family} {precision} {attention}"
+    for combination in list_combinations():
         try:
-            found = compare_layouts(family, precision, attention)
+            said, fault = compare_layouts(*combination)
         except Exception as error:  # in one combination: the others still run
-            found = {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-        if "ms" in found:
-            memory = " and {memory_gb:.2f} GB against {padded_memory_gb:.2f}".format_map(found) if GPU else ""
-            said = "{ms:.1f} ms against {padded_ms:.1f}{memory}, off by {difference:.1e} {kernels}"
-            record(f"{name:34} {said.format(**found, memory=memory)}")
-        if found["fault"]:
-            faults.append(f"{name}: {found['fault']}")
+            said, fault = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        record(f"{' '.join(combination):34} {said}")
+        if fault:
+            faults.append(f"{combination}: {fault}")
         if GPU:
             torch.cuda.empty_cache()
     assert faults == []
 
 
-def compare_layouts(family: str, precision: str, attention: str) -> dict[str, Any]:
-    """Run the same pairs forward and backward in both layouts."""
+def compare_layouts(family: str, precision: str, attention: str) -> tuple[str, str | None]:
+    """Run the same pairs forward and backward in both layouts; returns what was found, and what is wrong with it."""
     layers, hidden, heads = pick((12, 768, 12), (12, 768, 12), (3, 64, 4))
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = build(describe(family, layers, hidden, heads), dtype=dtype, attention=attention)
-    autocast = torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "autocast")
-    compute_dtype = torch.bfloat16 if precision == "autocast" else dtype
-    with autocast:
-        layout, note = choose_layout("shared_prefix", model, max_length=1024, compute_dtype=compute_dtype)
-    if not isinstance(layout, SharedPrefix):
-        return {"fault": note or "not kept"}
     pairs = random_pairs(pick(8, 8, 2), prompt=pick((200, 400), (200, 400), (20, 40)),
                          response=pick((50, 200), (50, 200), (5, 20)))  # fmt: skip
-    ours, padded = (measure(model, way, pairs, autocast) for way in (layout, Padded()))
-    found = {**ours, **{f"padded_{key}": value for key, value in padded.items()}}
-    found["kernels"] = "+".join(sorted(find_kernels(model, layout, pairs, autocast)))
-    found["difference"] = ((padded["logps"] - ours["logps"]).abs() / padded["logps"].abs()).max().item()
-    found["fault"] = None
-    if not found["difference"] <= TOLERANCE[precision]:
-        found["fault"] = f"off by {found['difference']:.1e}"
-    elif attention in KERNELS and not (found["kernels"] and {*found["kernels"].split("+")} <= KERNELS[attention]):
-        found["fault"] = f"attention ran as {found['kernels'] or 'no kernel known to the profiler'}"
-    return found
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "autocast"):
+        compute_dtype = torch.bfloat16 if precision == "autocast" else dtype
+        layout, note = choose_layout("shared_prefix", model, max_length=1024, compute_dtype=compute_dtype)
+        if not isinstance(layout, SharedPrefix):
+            return "not kept", note or "not kept"
+        kernels = "+".join(sorted(find_kernels(model, layout, pairs)))
+        ours, padded = (find_logps(model, way, pairs) for way in (layout, Padded()))
+    difference = ((padded - ours).abs() / padded.abs()).max().item()
+    said = f"off by {difference:.1e} {kernels}"
+    if not difference <= TOLERANCE[precision]:
+        return said, said
+    if attention in KERNELS and not (kernels and {*kernels.split("+")} <= KERNELS[attention]):
+        return said, f"attention ran as {kernels or 'no kernel known to the profiler'}"
+    return said, None
 
 
-def measure(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> dict[str, Any]:
-    """Log-probabilities, milliseconds of the second pass, and memory on a GPU."""
+def find_logps(model: Any, layout: Layout, pairs: list[Any]) -> torch.Tensor:
+    """Log-probabilities, whose backward pass works."""
     [microbatch] = layout.split(pairs, 1)
-    inputs = microbatch.to(DEVICE).inputs
-    found: dict[str, Any] = {}
-
-    def update() -> None:
-        with autocast:
-            logps = layout.forward(model, inputs).logps.sum(-1)
-        logps.sum().backward()
-        model.zero_grad(set_to_none=True)
-        found["logps"] = logps.detach().float().cpu()
-
-    update()
-    if GPU:
-        torch.cuda.reset_peak_memory_stats()
-    found["ms"] = 1000 * measure_seconds(update)
-    if GPU:
-        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return found
+    logps = layout.forward(model, microbatch.to(DEVICE).inputs).logps.sum(-1)
+    logps.sum().backward()
+    model.zero_grad(set_to_none=True)
+    return logps.detach().float().cpu()
 
 
-def find_kernels(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> set[str]:
+def find_kernels(model: Any, layout: Layout, pairs: list[Any]) -> set[str]:
     """The implementations of attention that a forward used."""
     [microbatch] = layout.split(pairs, 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layout.forward(model, microbatch.to(DEVICE).inputs)
     return {kernel for event in profile.key_averages() if (kernel := name_kernel(event.key))}
 
 
 def name_kernel(operator: str) -> str | None:
     """The implementation of attention that an operator stands for; None for other operators."""
-    if operator == "_MaskedAttention":  # `dpo/models/cpu_attention.py`, which replaces SDPA
+    if operator == "_MaskedAttention":  # `dpo/models/attention.py`, which replaces SDPA
         return "ours"
     if operator == "torch_attn::_varlen_attn":
         return "varlen"
@@ -165,7 +145,7 @@ def attend_to(packed: Packed, dtype: torch.dtype, head: int, window: int | None)
 def by_segments(query: Any, key: Any, value: Any, packed: Packed, window: int | None) -> torch.Tensor:
     segments = map_tensors(lambda tensor: tensor.to(DEVICE), packed.segments)
     mask = torch.zeros(1, 1, 1, 1, device=DEVICE)  # as `dpo/models/logprobs.py` gives it
-    out, _ = attention_forward(torch.nn.Module(), query, key, value, mask, segments, sliding_window=window)
+    out, _ = attend_by_segments(torch.nn.Module(), query, key, value, mask, segments, sliding_window=window)
     return out.transpose(1, 2)
 
 

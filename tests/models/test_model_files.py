@@ -1,17 +1,15 @@
-"""The models of config/model: their blocks, and families that train."""
+"""The models of config/model name the blocks of their class."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import get_args
 
 import pytest
 import yaml
-from support.models import FAMILIES, build
-from support.runs import ROOT, read_metrics
+from support.models import build
+from support.runs import ROOT
 
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.keys import Layout
 
 FILES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((ROOT / "config" / "model").glob("*.yaml"))}
 TO_BUILD_ON = ("blank_model", "blank_model_bfloat16")
@@ -39,7 +37,6 @@ def family_of(name: str) -> str:
     return family
 
 
-ONE_OF_EACH = {family_of(name): name for name in MODELS}
 structure_of = cache(lambda family: build(family, on_meta=True))
 
 
@@ -52,29 +49,3 @@ def test_a_file_names_the_class_of_the_models_blocks(name):
     assert content.keys() == {"defaults", "name_or_path", "block_name"}
     in_bfloat16 = family in MADE_IN_BFLOAT16 and name != "llama7b"  # of the reference, as it was
     assert content["defaults"] == [TO_BUILD_ON[in_bfloat16], "_self_"]
-
-
-USUAL = ("gpt2, tied", "gemma2")
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in USUAL)) for f in ONE_OF_EACH])
-def test_a_family_trains_two_updates_alike_in_both_layouts(family, run, tokenizer, tmp_path, capsys):
-    config = FAMILIES[family]()
-    config.vocab_size = len(tokenizer)
-    config.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    settings = (
-        f"model.name_or_path={tmp_path / 'model'}", "model.random_init=true", "model.reference_dtype=null",
-        "do_first_eval=false", "batch_size=4", "n_examples=8", "optimizer=SGD", "lr=0.1", "warmup_steps=1",
-        "debug=true",
-    )  # fmt: skip
-    updates = {}
-    for layout in get_args(Layout):
-        run(layout, f"model={ONE_OF_EACH[family]}", f"layout={layout}", *settings)
-        updates[layout] = read_metrics(tmp_path / layout, "train")
-    assert "layout=padded: " not in capsys.readouterr().out  # not even a family that cannot share prefixes
-    assert len(updates["padded"]) == 2
-    for shared, padded in zip(updates["shared_prefix"], updates["padded"], strict=True):
-        compared = ("loss/train", "grad_norm", "logps_train/chosen", "logps_train/rejected")
-        assert {k: shared[k] for k in compared} == pytest.approx({k: padded[k] for k in compared}, rel=1e-4)
-    assert updates["padded"][0]["loss/train"] != updates["padded"][1]["loss/train"]

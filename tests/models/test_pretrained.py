@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +13,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import build, plain_logps
+from support.models import build, list_examples, plain_logps
 from support.runs import GOLDEN
 
-from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
-from dpo.models import logprobs, pretrained
+from dpo.models import pretrained
 from dpo.models.adapters import add_adapter, count_parameters
+from dpo.models.layouts import Padded
+from dpo.models.logprobs import sequence_logps
 from dpo.models.pretrained import Source
 from dpo.models.weights import load_archive
 
@@ -35,23 +34,6 @@ WITH_DROPOUT = {
         **SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.2, attention_dropout=0.2, layerdrop=0.5
     ),
 }
-
-
-def batch_of(tokenizer, pairs: list[tuple[str, str, str]], max_length: int = 64):
-    rows = [tokenize_batch_element(*pair, "keep_start", tokenizer, max_length, max_length // 2) for pair in pairs]
-    return get_collate_fn(tokenizer)(rows)
-
-
-@pytest.fixture(scope="module")
-def batch(tokenizer):
-    """Two pairs whose texts all differ in length, so all are padded."""
-    return batch_of(
-        tokenizer,
-        [
-            ("\n\nHuman: Where?\n\nAssistant:", " Here, on the desk.", " No."),
-            ("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", " I.", " Nobody has seen it, and who cares?"),
-        ],
-    )
 
 
 @pytest.mark.parametrize("family", WITH_DROPOUT)
@@ -70,56 +52,40 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
     assert torch.equal(ours[1], random[1])
 
 
-def test_one_forward_over_both_scores_each_text_as_if_it_were_alone(tiny_llama, tokenizer, batch):
-    examples = find_examples(batch)
-    chosen, rejected = plain_logps(tiny_llama, examples)
-
-    for side, logps in (("chosen", chosen), ("rejected", rejected)):
-        for i, prompt in enumerate(batch["prompt"]):
-            prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            response = tokenizer(batch[f"{side}_response_only"][i], add_special_tokens=False)["input_ids"]
-            response.append(tokenizer.eos_token_id)
-            log_softmax = tiny_llama(torch.tensor([prompt_ids + response])).logits[0].log_softmax(-1)
-            alone = sum(log_softmax[len(prompt_ids) + t - 1, token].item() for t, token in enumerate(response))
-            assert logps[i].item() == pytest.approx(alone, rel=1e-5)
-    torch.testing.assert_close(
-        plain_logps(tiny_llama, [e._replace(responses=e.responses[:1]) for e in examples])[0], chosen, rtol=1e-5, atol=0
-    )
+def test_one_forward_over_all_scores_each_text_as_if_it_were_alone():
+    model, examples = build("llama"), list_examples(rows=4)
+    logps = plain_logps(model, examples)
+    for i, (prompt, responses, *_) in enumerate(examples):
+        for side, response in enumerate(responses):
+            log_softmax = model(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
+            alone = log_softmax[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None]).sum()
+            torch.testing.assert_close(logps[side, i], alone, rtol=1e-5, atol=0)
 
 
-def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64(tiny_llama, batch):
-    ids, mask, labels = (batch[f"chosen_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():
+    [rows] = Padded().split(list_examples(rows=4), 1)
+    ids, mask, labels, _ = vars(rows.inputs).values()
     for dtype, expected, limit in ((torch.bfloat16, torch.float32, 1e-6), (torch.float64, torch.float64, 1e-13)):
-        model = copy.deepcopy(tiny_llama).to(dtype)
+        model = build("llama", dtype=dtype)
         logits = model(ids, attention_mask=mask).logits.to(expected)
         picked = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0)).squeeze(2)
-        ours = logprobs.sequence_logps(model, ids, mask, labels).logps.sum(-1)
+        ours = sequence_logps(model, ids, mask, labels).logps.sum(-1)
         assert ours.dtype == expected
         torch.testing.assert_close(ours, (picked * (labels[:, 1:] != IGNORE_INDEX)).sum(1), rtol=limit, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda weights, name: weights.pop(name), "has no weights for {}: were they saved with another class?"),
-        (
-            lambda weights, name: weights.update({name: weights[name].to(torch.int8)}),
-            "has integers for {}, as if it were quantized, and its config.json has no quantization_config",
-        ),
-    ],
-)
-def test_weights_that_are_missing_or_integers_are_an_error_not_random_numbers(change, said, tmp_path):
+def load_float32(name: str) -> Any:
+    return pretrained.load_model(Source(name), dtype=torch.float32)
+
+
+def test_weights_that_are_missing_are_an_error_not_random_numbers(tmp_path):
     shutil.copytree(TINY_LLAMA, tmp_path / "model")
     file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
-    change(weights, name)
+    del weights[name]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=re.escape(said.format(name))):
+    with pytest.raises(InputError, match=rf"has no weights for {name}: were they saved with another class\?"):
         load_float32(str(tmp_path / "model"))
-
-
-def load_float32(name: str) -> Any:
-    return pretrained.load_model(Source(name), dtype=torch.float32)
 
 
 class RunsCode:
@@ -127,17 +93,9 @@ class RunsCode:
         return os.mkdir, ("ran",)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
 def write_code(file: Path) -> None:
     file.unlink()
     torch.save({"weight": RunsCode()}, file.with_name("pytorch_model.bin"))
-
-
-def write(text: str) -> Callable[[Path], Any]:
-    return lambda file: file.write_text(text)
 
 
 def change(**entries: Any) -> Callable[[Path], Any]:
@@ -147,35 +105,29 @@ def change(**entries: Any) -> Callable[[Path], Any]:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("model.safetensors", cut),  # as an interrupted download is
-        ("model.safetensors", write("")),
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1000])),  # an interrupted download
         ("model.safetensors", write_code),
-        ("config.json", write("{")),
         ("config.json", change(num_attention_heads=0)),
         ("config.json", change(rope_parameters={"rope_type": "unheard of"})),
-        ("generation_config.json", write("[]")),
-        ("tokenizer.json", write("")),
+        ("generation_config.json", lambda file: file.write_text("[]")),
         ("tokenizer_config.json", change(chat_template=5)),
     ],
 )
-def test_damaged_or_foreign_files_of_a_model_are_one_sentence(name, damage, tmp_path, monkeypatch):
+def test_damaged_or_foreign_files_of_a_model_are_one_sentence_and_no_code_is_run(name, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = str(shutil.copytree(TINY_LLAMA, "model"))
     damage(tmp_path / model / name)
     what = "tokenizer" if name.startswith("tokenizer") else "model"
-    load = load_tokenizer if what == "tokenizer" else load_float32
     with pytest.raises(InputError, match=rf"^{what} 'model' cannot be loaded; [^\n]*$") as error:
-        load(model)
+        (load_tokenizer if what == "tokenizer" else load_float32)(model)
     assert error.value.__cause__ is not None
     assert not Path("ran").exists()
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        settings = json.loads((folder / file).read_text())
-        settings.pop("eos_token", None)
-        (folder / file).write_text(json.dumps(settings))
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        change(eos_token=None)(file)
     with pytest.raises(InputError, match="has no EOS token"):
         load_tokenizer(str(folder))
 
@@ -209,7 +161,6 @@ def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llam
     pretrained.check_positions(dynamic, 16)
     with pytest.raises(InputError, match=r"give 16 or less, beyond which .* depend on other rows"):
         pretrained.check_positions(dynamic, 17)
-
     row = torch.arange(17)[None]
     assert not torch.allclose(dynamic(row).logits[:, :8], dynamic(row[:, :8]).logits, atol=1e-3)
 
@@ -274,19 +225,14 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(dtype, tmp_path):
     assert ours.generation_config.top_p != 0.9
 
 
-def test_a_max_length_beyond_what_the_model_was_made_for_gets_a_warning():
-    model = build("llama")
-    assert pretrained.remarks(model, attention="eager", max_length=2048) == []
-    [line] = pretrained.remarks(model, attention="eager", max_length=2049)
-    assert line == "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for"
-
-
-def test_with_an_adapter_what_is_trained_is_counted_against_all_that_there_is():
+def test_a_run_says_that_max_length_is_too_long_and_what_an_adapter_trains():
     model = build("llama")
     n = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model) == (n, n)
+    assert pretrained.remarks(model, attention="eager", max_length=2048) == []
     add_adapter(model, 4, 8, ["q_proj"])
     trained = 2 * (4 * 32 + 32 * 4)  # layers, A and B
-    [line] = pretrained.remarks(model, attention="eager", max_length=64)
-    share = f"{trained / (n + trained):.2%}"
-    assert line == f"trainable parameters: 512 of {n + trained:,} ({share}), those of the adapter"
+    assert pretrained.remarks(model, attention="eager", max_length=2049) == [
+        "warning: max_length=2,049 is more than the 2,048 tokens that LlamaForCausalLM was made for",
+        f"trainable parameters: 512 of {n + trained:,} ({trained / (n + trained):.2%}), those of the adapter",
+    ]

@@ -45,7 +45,7 @@ def build(family: str) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2, tied", "gemma2"])
 def test_each_response_gets_the_reward_of_its_text_alone(family):
-    model, examples = build(family), list_examples(6, shared=True)
+    model, examples = build(family), [*list_examples(6, shared=True), Example((), ((9,), (5, 6, 9)))]
     examples[1] = examples[1]._replace(cuts=((0, 1), (1, 2)))  # which no reward depends on
     texts = [[torch.tensor([[*e.prompt, *e.responses[side]]]) for e in examples] for side in (0, 1)]
     alone = [[model(ids).logits.item() for ids in one_side] for one_side in texts]
@@ -54,16 +54,8 @@ def test_each_response_gets_the_reward_of_its_text_alone(family):
     for layout in (Padded(), Padded(masked=False), packed):
         [microbatch] = layout.split(examples, 1)
         rewards = layout.forward(model, microbatch.inputs).logps
-        assert rewards.shape == (2, 6, 1)
+        assert rewards.shape == (2, 7, 1)
         torch.testing.assert_close(rewards.squeeze(2), torch.tensor(alone), rtol=1e-5, atol=1e-5)
-
-
-def test_a_response_of_one_token_and_an_empty_prompt_have_rewards():
-    model = build("llama")
-    layout, _ = choose_layout("shared_prefix", model, max_length=40, compute_dtype=torch.float32)
-    for examples in ([Example((1, 2, 3), ((9,), (5, 9)))], [Example((), ((9,), (5, 6, 9)))]):
-        found = [one.forward(model, one.split(examples, 1)[0].inputs).logps for one in (Padded(), layout)]
-        torch.testing.assert_close(*found)
 
 
 def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):

@@ -88,7 +88,7 @@ def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, comman
     text = transformers.AutoModelForCausalLM.from_pretrained(exported)
     torch.testing.assert_close(logits_of(whole), logits_of(text), rtol=0, atol=1e-5)
     is_part = type(text) is not type(whole)
-    assert ("only the text part of this" in capsys.readouterr().out) == is_part
+    assert ("only the text part of" in capsys.readouterr().out) == is_part
     assert (exported / "processor_config.json").read_text() == "{}"
     run_here(command("next", f"model.name_or_path={exported}", "n_examples=4"))
 
@@ -126,10 +126,3 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     save_file(tensors | twins, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be told from the others"):
         name_in_files(load_structure(Source(model), dtype=torch.float32), model, None)
-
-
-def test_without_its_weights_the_text_part_alone_is_exported(save, command, tmp_path):
-    run_here(command("run", f"model.name_or_path={save('qwen3.5')}", "model.random_init=true", "export=true"))
-    exported = tmp_path / "run" / "LATEST" / "hf"
-    assert json.loads((exported / "config.json").read_text())["model_type"] == "qwen3_5_text"
-    transformers.AutoModelForCausalLM.from_pretrained(exported)

@@ -71,7 +71,6 @@ def test_tied_weights_stored_once_are_enough(tmp_path):
     ("change", "said"),
     [
         ({"model.extra.weight": torch.zeros(1)}, r"model\.extra\.weight is not in the model"),
-        ({"lm_head.weight": torch.ones(101, 32, dtype=torch.int8)}, r"lm_head\.weight has integers"),
         ({"lm_head.weight": torch.zeros(102, 32)}, r"lm_head\.weight has another shape"),
         ({"lm_head.weight": None}, r"it lacks lm_head\.weight"),
     ],
@@ -85,31 +84,17 @@ def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(change,
 
 
 class RunsWhenLoaded:
-    """An object that runs code when it is unpickled, as in a hostile archive."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
     def __reduce__(self):
-        return os.mkdir, (self.path,)
+        return os.mkdir, ("executed",)
 
 
-def test_an_archive_is_data_and_never_code(tmp_path):
-    hostile = archive(tmp_path / "policy.pt", {"lm_head.weight": RunsWhenLoaded(str(tmp_path / "executed"))})
-
-    with pytest.raises(InputError, match=r"cannot be read as a policy\.pt"):
-        load_archive(build("llama"), hostile)
-
-    assert not (tmp_path / "executed").exists()
-    torch.load(hostile, weights_only=False)  # it would have
-    assert (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize("content", [[1], {"state": {"lm_head.weight": "text"}}])
-def test_any_other_file_is_refused(content, tmp_path):
-    torch.save(content, tmp_path / "policy.pt")
-    with pytest.raises(InputError, match=r"model\.archive=.*policy\.pt"):
+@pytest.mark.parametrize("content", [[1], {"state": {"lm_head.weight": "text"}}, {"state": RunsWhenLoaded()}])
+def test_any_other_file_is_refused_and_no_code_in_it_is_run(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "policy.pt")
+    with pytest.raises(InputError, match=r"policy\.pt (is not|cannot be read as) a policy\.pt"):
         load_archive(build("llama"), tmp_path / "policy.pt")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):

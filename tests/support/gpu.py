@@ -11,8 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -99,7 +97,8 @@ def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, devic
     """A model with random weights, the same at every call."""
     import transformers
 
-    from dpo.models.pretrained import choose_attention, disable_dropout
+    from dpo.models.attention import choose_attention
+    from dpo.models.pretrained import disable_dropout
 
     config = as_config(settings)
     torch.manual_seed(0)
@@ -184,14 +183,3 @@ def train_here(folder: Path, name: str, *overrides: str) -> None:
     if plan.trainer.multi_process and not dist.is_initialized():
         init_distributed(0, 1, backend=_backend(), store=dist.FileStore(f"{folder / name}.store", 1))
     train.work(0, 1, plan)
-
-
-def measure_seconds(action: Callable[[], Any]) -> float:
-    """The seconds that an action takes, including the device's work."""
-    if GPU:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    action()
-    if GPU:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

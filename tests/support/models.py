@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from dpo.data.collation import find_examples
 from dpo.data.examples import Example
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import disable_dropout
@@ -77,31 +76,21 @@ def build(
     return model.train()
 
 
-def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, torch.Tensor]:
-    """Random pairs with prompts of 5 tokens, every second pair padded.
+def list_examples(rows: int, length: int = 12, *, shared: bool = False) -> list[Example]:
+    """Random pairs with prompts of 5 tokens, every second pair with short responses.
 
     `shared`: some pairs have texts in common.
     """
     generator = torch.Generator().manual_seed(3)
-    batch = {}
-    prompts = torch.randint(0, VOCABULARY, (rows, 5), generator=generator)
+
+    def draw(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(VOCABULARY, (n,), generator=generator).tolist())
+
+    pairs = [Example(draw(5), (draw(n), draw(n))) for n in ((3 if i % 2 else length - 5) for i in range(rows))]
     if shared:
-        prompts[3] = prompts[5] = prompts[0]
-    for which in ("chosen", "rejected"):
-        ids = torch.cat((prompts, torch.randint(0, VOCABULARY, (rows, length - 5), generator=generator)), dim=1)
-        mask = torch.ones_like(ids)
-        mask[1::2, 8:] = 0
-        if shared and which == "chosen":
-            ids[3], mask[3] = ids[0], mask[0]
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[:, :5] = -100
-        batch |= {f"{which}_input_ids": ids, f"{which}_attention_mask": mask, f"{which}_labels": labels}
-    return batch
-
-
-def list_examples(rows: int, length: int = 12, *, shared: bool = False) -> list[Example]:
-    """The examples of `batch_of`."""
-    return find_examples(batch_of(rows, length, shared=shared))
+        pairs[3] = Example(pairs[0].prompt, (pairs[0].responses[0], pairs[3].responses[1]))
+        pairs[5] = pairs[5]._replace(prompt=pairs[0].prompt)
+    return pairs
 
 
 def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:

@@ -1,9 +1,7 @@
-"""Python processes that start in no time.
+"""Python processes that start in no time, forked from one that has imported what a run needs.
 
-They are forked from one that has imported what a run needs. `Python` does what `python ARGUMENTS` does, with an
-environment, a directory and output of its own, and `launch` what `dpo.system.launching.launch` does. The workers of
-both are forked too. Forked processes cannot show how an interpreter starts: a test of imports, of signals before
-imports or of spawned workers needs real processes.
+Their workers are forked too. Forked processes cannot show how an interpreter starts: a test of imports, of signals
+before imports or of spawned workers needs real processes.
 """
 
 from __future__ import annotations
