@@ -158,7 +158,7 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
         run("run", *settings, "n_examples=8", "resume=auto")
 
 
-def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
+def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path):
     """The learning rate leaves the weights as they are."""
     short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0")
     run("sft", *short, "loss=sft", "lr=0.01")
@@ -170,9 +170,6 @@ def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
     assert all(a["loss/eval"] == b["loss/eval"] for a, b in zip(*of["eval"], strict=True))
     assert all(a["rewards_train/margins"] == 0 for a in of["train"][0])
     assert all(b["rewards_train/margins"] != 0 for b in of["train"][1])
-    assert (
-        "self-test: lora.dropout=0.3 was off and not checked, as it is on in updates alone" in capsys.readouterr().out
-    )
 
 
 @SLOW
