@@ -17,8 +17,8 @@ import tqdm
 from dpo.data import preflight
 from dpo.data.collation import (
     PaddedBatch,
-    get_collate_fn,  # noqa: F401  (the reference code has it here)
-    padded_batch,
+    get_collate_fn,
+    make_rows,
     tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
 from dpo.data.columns import N_INSPECTED, recognize
@@ -296,9 +296,9 @@ def get_batch_iterator(
         raise InputError(
             f"the {split} split has {sum(counts)} examples, too few for one batch of batch_size={batch_size}"
         )
-    encode = TextEncoder(tokenizer)
+    encode, collate = TextEncoder(tokenizer), get_collate_fn(tokenizer)
     for example_ids in iterate_examples(
         counts, batch_size=batch_size, shuffle=shuffle, n_epochs=n_epochs, n_examples=n_examples, seed=seed
     ):
         examples = read_examples(prompts, example_ids)
-        yield padded_batch(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+        yield collate(make_rows(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length))

@@ -178,7 +178,7 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
     sizes = {"batch_size": config.batch_size, "n_epochs": None, "n_examples": config.n_examples}
     batches = iterate_examples(prompts.counts.tolist(), shuffle=True, seed=config.seed, **sizes)
     pairs = read_examples(prompts, [example_id for batch in batches for example_id in batch])
-    rows = [{"prompt": prompt.text, **texts} for prompt, _, texts, _ in pairs]
+    rows = [{"prompt": prompt.text, **prompt.texts(index)} for prompt, index in pairs]
     (folder / "train.json").write_text(json.dumps(rows))
     return {
         "model": config.model.name_or_path,

@@ -250,9 +250,9 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
     """The facts that `check_inputs` compares, for a manifest."""
-    tokens = data.report.train.token_digest
+    train, test = data.report.train, data.report.test
     model = find_model_facts(model_config)
-    return {"data": data.digest, "test_data": data.test_digest, "tokens": tokens, "model": model}
+    return {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "model": model}
 
 
 def find_model_facts(model_config: Any) -> dict[str, Any]:

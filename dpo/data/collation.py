@@ -1,11 +1,18 @@
-"""The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods."""
+"""The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods.
+
+It has a row for each example. `prompt`, `chosen`, `rejected` (these begin with the prompt), `chosen_response_only` and
+`rejected_response_only` are texts. `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt) are
+tensors, for chosen and rejected padded on the right, and for the prompt on the left, as generation needs it. The
+padding is the pad token in ids, 0 in masks, and -100 in labels. In SFT mode `chosen` is the target, and there is no
+`rejected`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,28 +24,7 @@ from dpo.data.tokenization import TextEncoder, unescape
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
-
-class PaddedBatch(TypedDict):
-    """Texts and padded tensors of a batch, a row for each example.
-
-    In SFT mode `chosen` is the SFT target, and there are no `rejected` keys. The texts `chosen` and `rejected` begin
-    with the prompt. Tensors are int64, (rows, tokens). Chosen and rejected are padded on the right, and the prompt on
-    the left, as generation needs it. The padding is the pad token in ids, 0 in masks, and -100 in labels.
-    """
-
-    prompt: list[str]
-    chosen: list[str]
-    chosen_response_only: list[str]
-    chosen_input_ids: torch.Tensor
-    chosen_attention_mask: torch.Tensor
-    chosen_labels: torch.Tensor
-    prompt_input_ids: torch.Tensor
-    prompt_attention_mask: torch.Tensor
-    rejected: NotRequired[list[str]]
-    rejected_response_only: NotRequired[list[str]]
-    rejected_input_ids: NotRequired[torch.Tensor]
-    rejected_attention_mask: NotRequired[torch.Tensor]
-    rejected_labels: NotRequired[torch.Tensor]
+PaddedBatch = dict[str, Any]  # texts in lists, and int64 tensors (rows, tokens)
 
 
 def make_rows(
@@ -47,10 +33,10 @@ def make_rows(
     """Tokenize and truncate examples; make the rows of a `PaddedBatch`, before padding."""
     rows = []
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
-    for example, ids in zip(examples, encoded, strict=True):
-        prompt, n_prompt = unescape(example.prompt.text), len(ids.prompt)
+    for (example_prompt, index), ids in zip(examples, encoded, strict=True):
+        prompt, n_prompt = unescape(example_prompt.text), len(ids.prompt)
         row: dict[str, Any] = {"prompt": prompt}
-        for (role, text), (response, cuts) in zip(example.texts.items(), ids.cut_responses, strict=True):
+        for (role, text), (response, cuts) in zip(example_prompt.texts(index).items(), ids.cut_responses, strict=True):
             row[role] = prompt + unescape(text)
             row[f"{role}_response_only"] = unescape(text)
             row[f"{role}_input_ids"] = [*ids.prompt, *response]
@@ -83,50 +69,37 @@ def tokenize_batch_element(
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
-    """Recover the token ids of the examples of a padded batch."""
-    rows: Any = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    """Recover the token ids of the examples of a padded batch; a prompt ends before the first scored token."""
+    rows = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in rows)
     examples = []
     for row in range(len(rows["chosen_input_ids"])):
-        scored = {role: (rows[f"{role}_labels"][row] != IGNORE_INDEX).tolist() for role in roles}
-        # a batch made by hand may lack the prompt's keys: then the prompt ends before the first scored token
-        if "prompt_attention_mask" in rows:
-            prompt_length = int(rows["prompt_attention_mask"][row].sum())
-        else:
-            prompt_length = scored["chosen"].index(True)
+        scored = {role: [label != IGNORE_INDEX for label in rows[f"{role}_labels"][row]] for role in roles}
+        n_prompt = min(each.index(True) for each in scored.values())
         prompts, responses, cuts = [], [], []
         for role in roles:
-            length = int(rows[f"{role}_attention_mask"][row].sum())
-            ids = rows[f"{role}_input_ids"][row][:length].tolist()
-            prompts.append(tuple(ids[:prompt_length]))
-            responses.append(tuple(ids[prompt_length:]))
+            length = sum(rows[f"{role}_attention_mask"][row])
+            ids = rows[f"{role}_input_ids"][row][:length]
+            prompts.append(tuple(ids[:n_prompt]))
+            responses.append(tuple(ids[n_prompt:]))
             # a cut is where scoring stops or starts again
-            neighbours = pairwise([True, *scored[role][prompt_length:length], True])
+            neighbours = pairwise([True, *scored[role][n_prompt:length], True])
             cuts.append(tuple(i for i, (before, here) in enumerate(neighbours) if before != here))
         assert all(prompt == prompts[0] for prompt in prompts), "chosen and rejected have one prompt"
         examples.append(Example(prompts[0], tuple(responses), roles=roles, cuts=tuple(cuts) if any(cuts) else ()))
     return examples
 
 
-def padded_batch(
-    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
-) -> PaddedBatch:
-    """Tokenize, truncate and pad the examples of a batch."""
-    rows = make_rows(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
-    return collate(rows, find_pad_token(encode.tokenizer))
-
-
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
     """Pad the prompts of examples on the left, for generation, to ids and masks of shape (prompts, tokens)."""
     rows = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
-    batch: Any = collate(rows, find_pad_token(tokenizer))
-    return batch
+    return get_collate_fn(tokenizer)(rows)
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
     """Pad rows of token lists to int64 tensors on the CPU; texts are collected in lists."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch: Any = {}
+    batch: PaddedBatch = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
         suffix = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
@@ -141,18 +114,10 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
     return batch
 
 
-def find_pad_token(tokenizer: Any) -> int:
-    """Find the id of the pad token, or else of EOS."""
-    if tokenizer.pad_token_id is not None:
-        return tokenizer.pad_token_id
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has neither a pad token nor EOS to pad with: set tokenizer.pad_token")
-    return tokenizer.eos_token_id
-
-
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """The reference code's function of this name."""
-    return partial(collate, pad_token_id=find_pad_token(tokenizer))
+    """The function that pads with the pad token, or else with EOS."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return partial(collate, pad_token_id=pad)
 
 
 def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
@@ -160,12 +125,11 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
     Returns `concatenated_input_ids`, `_attention_mask` and `_labels`, each (2 * rows, tokens), chosen first.
     """
-    rows: dict[str, Any] = {**batch}
-    length = max(rows["chosen_input_ids"].shape[1], rows["rejected_input_ids"].shape[1])
+    length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
     return {
         f"concatenated_{key}": torch.cat(
-            [pad_to_length(rows[f"{role}_{key}"], length, value) for role in ("chosen", "rejected")]
+            [pad_to_length(batch[f"{role}_{key}"], length, value) for role in ("chosen", "rejected")]
         )
         for key, value in pad_values.items()
     }

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, encode_examples, read_examples
-from dpo.data.problems import write_problems
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
-from dpo.system.run_directory import PROBLEMS
 
 SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 WARNED_FROM = 0.01  # share of the examples
-PROBLEM_KEYS = ("dataset", "record", "problem", "reason")
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 # counts that the terminal shows, the last ones of the examples that are tokenized
 TOKEN_COUNTS = ("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits")
@@ -73,8 +68,9 @@ class SplitReport:
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
-    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # of records: see `PROBLEM_KEYS`
-    token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids
+    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
+    digest: str = ""  # of all that the examples are made of, in order
+    token_digest: str = ""  # of the vocabulary and of the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
         """Count an example, and note which record it is of."""
@@ -90,9 +86,6 @@ class SplitReport:
         parts += [f"{name.replace('_', ' ')}: {n:,}" for name in COUNTS if (n := getattr(self, name))]
         if self.tokenized < self.examples:
             parts.append(f"what is of tokens is of a random sample of {self.tokenized:,}")
-        for role in ("chosen", "rejected"):
-            if length := getattr(self, f"mean_{role}_tokens"):
-                parts.append(f"tokens of a {role} response: {length:.1f}")
         if self.chosen_longer is not None:
             parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
         return "; ".join(parts)
@@ -120,58 +113,6 @@ class SplitReport:
             )
 
 
-@dataclass
-class Preflight:
-    """Counts of both splits, and of updates."""
-
-    train: SplitReport
-    test: SplitReport
-    updates: int
-    dropped_examples: int  # in the partial batches at the ends of all epochs
-    examples_per_epoch: int  # in an online run every prompt is one example
-
-    def longest(self, max_length: int) -> int:
-        """Most tokens of a prompt with one response, or `max_length` if only a sample was tokenized."""
-        splits = (self.train, self.test)
-        return max(max_length if split.tokenized < split.examples else split.longest for split in splits)
-
-    def describe(self, batch_size: int) -> str:
-        """Describe both splits and the updates, for the terminal."""
-        reports = {"train": self.train, "test": self.test}
-        lines = [report.describe(split) for split, report in reports.items()]
-        lines += [f"warning: {text}" for split, report in reports.items() for text in report.find_warnings(split)]
-        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
-        if self.dropped_examples:
-            updates += f"; examples dropped in partial batches: {self.dropped_examples:,}"
-        return "\n".join([*lines, updates])
-
-    def write(self, path: Path) -> None:
-        """Write the counts, and beside them the records with problems."""
-        facts = asdict(self)
-        problems = [
-            {"split": split, **dict(zip(PROBLEM_KEYS, problem, strict=True))}
-            for split in ("train", "test")
-            for problem in facts[split].pop("problems")
-        ]
-        write_problems(path.with_name(PROBLEMS), problems)
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
-    """Count the updates and dropped examples of `iterate_examples`, without iterating.
-
-    `examples` is the number of examples in an epoch. `n_epochs` or `n_examples` is given.
-    """
-    updates_per_epoch, dropped_per_epoch = divmod(examples, batch_size)
-    if updates_per_epoch == 0:
-        return 0, examples
-    updates = None if n_examples is None else -(-n_examples // batch_size)
-    if updates is None or (n_epochs is not None and updates > n_epochs * updates_per_epoch):
-        return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch
-    # the epoch that n_examples cuts off drops nothing
-    return updates, (updates - 1) // updates_per_epoch * dropped_per_epoch
-
-
 class SplitCounter:
     """Counts a split: all its texts, then the tokens of a small split or of a sample.
 
@@ -184,7 +125,7 @@ class SplitCounter:
         self.encode, self.trains_on = encode, trains_on
         self.limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
         self.report = SplitReport()
-        self.digest = hashlib.sha256()  # of all that the examples are made of, in order
+        self._digest = hashlib.sha256()
         self._weights = array("d")
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
         self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
@@ -209,7 +150,7 @@ class SplitCounter:
             if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
-            self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
+            self._digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
@@ -251,7 +192,7 @@ class SplitCounter:
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             encoded = encode_examples(texts, self.encode, **self.limits)
-            for (prompt, index, *_), example in zip(texts, encoded, strict=True):
+            for (prompt, index), example in zip(texts, encoded, strict=True):
                 digest.update(repr((example.prompt, example.responses)).encode())
                 report.tokens_across_limits += example.crosses
                 if example.prompt_is_cut:
@@ -267,7 +208,11 @@ class SplitCounter:
                     lengths[role].append(n_scored[role])
                 if lengths.keys() <= n_scored.keys():
                     longer.append(n_scored["chosen"] > n_scored["rejected"])
-        report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
+        report.tokenized, report.digest, report.token_digest = (
+            len(sample_ids),
+            self._digest.hexdigest()[:32],
+            digest.hexdigest(),
+        )
         report.mean_chosen_tokens, report.mean_rejected_tokens, report.chosen_longer = (
             fmean(values) if values else None for values in (*lengths.values(), longer)
         )

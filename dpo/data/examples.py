@@ -6,7 +6,7 @@ import hashlib
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
@@ -22,20 +22,7 @@ from dpo.losses import IGNORE_INDEX, TRAINS_ON
 DIGEST_BYTES = 16
 
 ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among its prompt's examples)
-
-
-class TextExample(NamedTuple):
-    """An example as text: a pair, SFT target, labelled response or list, or a prompt without responses."""
-
-    prompt: Prompt
-    example_index: int  # among the prompt's examples
-    texts: dict[str, str]  # of the responses, by role
-    pieces: list[list[str]]  # of the same responses: see `split_at_cuts`
-
-    @classmethod
-    def of(cls, prompt: Prompt, index: int) -> TextExample:
-        roles = prompt.examples[index] if prompt.examples else {}
-        return cls(prompt, index, prompt.texts(index), prompt.pieces(roles.values()))
+TextExample = tuple[Prompt, int]  # a prompt, and the index of one of its examples; of a prompt without any, 0
 
 
 class Example(NamedTuple):
@@ -103,40 +90,34 @@ def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
 
 
 def list_examples(prompt: Prompt) -> list[TextExample]:
-    return [TextExample.of(prompt, index) for index in range(len(prompt.examples))]
+    return [(prompt, index) for index in range(len(prompt.examples))]
 
 
-def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
-    """Read the examples with these ids."""
-    examples, prompt = [], None
-    for prompt_index, example_index in ids:
-        # examples of a prompt come one after another, so each prompt is decoded once
-        if prompt is None or prompt.index_in_split != prompt_index:
-            prompt = prompts[prompt_index]
-        examples.append(TextExample.of(prompt, example_index))
-    return examples
+def read_examples(prompts: Sequence[Prompt], ids: Sequence[ExampleId]) -> list[TextExample]:
+    """Read the examples with these ids; each prompt is decoded once."""
+    found = {index: prompts[index] for index in {index for index, _ in ids}}
+    return [(found[prompt_index], example_index) for prompt_index, example_index in ids]
 
 
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
     """Replace the responses of examples by responses to another prompt.
 
     The other prompt is at a random distance in the data, the same for all examples. The distance depends on the seed
-    alone, so each example is mismatched in the same way in every epoch. If the other prompt has the same text, as one
-    of another dataset may, the next prompt with another text is taken. Raises InputError if all prompts are equal.
+    alone, so each example is mismatched in the same way in every epoch.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
-    for example in examples:
-        prompt = example.prompt
-        later = (prompts[(prompt.index_in_split + distance + i) % len(prompts)] for i in range(len(prompts)))
-        other = next((candidate for candidate in later if candidate.text != prompt.text), None)
-        if other is None:
-            raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
-        other_example = TextExample.of(other, example.example_index % len(other.examples))
-        # `rendered` allows EOS inside texts: the other prompt's responses may need that, even if this prompt does not
-        both = {"rendered": prompt.rendered or other.rendered, "apart": prompt.apart and other.apart}
-        prompt = prompt._replace(**both)
-        mismatched.append(other_example._replace(prompt=prompt, example_index=example.example_index))
+    for prompt, index in examples:
+        other = prompts[(prompt.index_in_split + distance) % len(prompts)]
+        mixed = prompt._replace(
+            responses=other.responses,
+            cuts=other.cuts,
+            examples=[other.examples[i % len(other.examples)] for i in range(len(prompt.examples))],
+            # EOS may be inside the texts of either prompt
+            rendered=prompt.rendered or other.rendered,
+            apart=prompt.apart and other.apart,
+        )
+        mismatched.append((mixed, index))
     return mismatched
 
 
@@ -189,41 +170,37 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
 
 
 def encode_examples(
-    examples: Sequence[TextExample],
-    encode: TextEncoder,
-    *,
-    max_length: int,
-    max_prompt_length: int,
-    new_tokens: int = 0,
+    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
     """Tokenize examples, whole or apart (`Prompt.apart`), and truncate them; responses end with EOS.
 
-    A prompt without responses leaves room for `new_tokens`. Raises InputError for a text that contains EOS, and for a
-    response that truncation leaves without a scored token.
+    Raises InputError for a text that contains EOS, and for a response that truncation leaves without a scored token.
     """
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    apart = [example for example in examples if example.prompt.apart]
-    ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
+    pieces = [prompt.pieces(prompt.roles(index).values()) for prompt, index in examples]
+    placed = list(zip(examples, pieces, strict=True))
+    ids = encode(text for (prompt, _), own in placed if prompt.apart for text in (prompt.text, *chain(*own)))
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
     whole = iter(
         encode.encode_whole(
-            (prompt.text, [*pieces, *prompt.pieces(range(len(prompt.responses)))])
-            for prompt, _, _, pieces in examples
+            (prompt.text, [*own, *prompt.pieces(range(len(prompt.responses)))])
+            for (prompt, _), own in placed
             if not prompt.apart
         )
     )
     encoded = []
-    for prompt, index, texts, pieces in examples:
+    for (prompt, index), own in placed:
+        texts = prompt.texts(index)
         if not prompt.rendered:
             refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
         if prompt.apart:
-            tokens = Tokens(ids[prompt.text], [[ids[text] for text in of_one] for of_one in pieces])
+            tokens = Tokens(ids[prompt.text], [[ids[text] for text in response] for response in own])
         else:
             tokens = next(whole)
-        piece_ids = tokens.responses[: len(pieces)]
+        piece_ids = tokens.responses[: len(own)]
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
-        longest = max(map(len, responses), default=new_tokens)
+        longest = max(map(len, responses), default=0)
         prompt_ids = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
         # by the reference code's rule a response may not use the room that a short prompt leaves
         room = max_length - (max_prompt_length if prompt.apart else len(prompt_ids))

@@ -12,11 +12,10 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
 from math import log
 from typing import Any
 
-from dpo.data.table import PromptTable, find_written
+from dpo.data.table import PromptTable
 from dpo.data.tokenization import find_control, unescape
 
 FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
@@ -83,23 +82,23 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         words = [find_words(control.sub(" ", unescape(response))) for response in responses]
         return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
 
-    sample = islice(train.iterate_texts(), 0, None, 1 + len(train) // SAMPLED)
-    weights = WordWeights(find_words(text) for text, _ in sample)
+    weights = WordWeights(find_words(prompt.written) for prompt in train[:: 1 + len(train) // SAMPLED])
     by_words: dict[int, list[int]] = defaultdict(list)  # numbers of held-out prompts
     by_rare: dict[str, list[int]] = defaultdict(list)  # the same, by their rarest words
     word_sets, answer_keys = [], []
-    for number, (text, responses) in enumerate(test.iterate_texts()):
-        words = [*map(sys.intern, find_words(text))]  # each word is in memory once
+    for number, prompt in enumerate(test):
+        words = [*map(sys.intern, find_words(prompt.written))]  # each word is in memory once
         if words:
             by_words[hash(" ".join(words))].append(number)
         word_sets.append(weights.find_own(words))
         for word in sorted(word_sets[-1], key=lambda word: (-weights[word], word))[:KEYS]:
             if len(by_rare[word]) < MOST_OF_KEY:
                 by_rare[word].append(number)
-        answer_keys.append(make_keys(responses))
+        answer_keys.append(make_keys(prompt.responses))
     wanted = {key for of_prompt in answer_keys for key in of_prompt} - {None}
     prompts, answers = {}, {}  # what training has: its text by the number of the prompt, by the hash of the answer
-    for text, responses in train.iterate_texts():
+    for prompt in train:
+        text, responses = prompt.written, prompt.responses
         words = find_words(text)
         found = by_words.pop(hash(" ".join(words)), [])
         own = weights.find_own(words)
@@ -116,7 +115,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         examples = [[of_prompt[i] for i in example.values()] for example in prompt.examples]
         n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
         if number in prompts:
-            ends = {"held_out": find_written(prompt.text, prompt.messages), "training": prompts[number]}
+            ends = {"held_out": prompt.written, "training": prompts[number]}
             named.append({which: _show(control.sub(" ", text)[-SHOWN:]) for which, text in ends.items()})
         same = next((answers[key] for example in examples for key in example if key in answers), None)
         if same is not None:

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
-from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
-from dpo.data.examples import TextExample, encode_examples, list_examples
+from dpo.data.counts import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
+from dpo.data.examples import encode_examples, list_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.problems import BAD, BadRecordsError, explain_refusal
+from dpo.data.problems import BAD, BadRecordsError, explain_refusal, write_problems
 from dpo.data.schema import PreferenceData
 from dpo.data.table import (
     FOLDER,
-    ROWS_PER_BATCH,
     SPLITS,
     Facts,
     Prompt,
     PromptTable,
     find_or_build,
     iterate_prompts,
+    read_facts,
     write_prompts,
 )
 from dpo.data.tokenization import TextEncoder
@@ -36,10 +36,63 @@ from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
+from dpo.system.run_directory import PROBLEMS
 from dpo.system.waiting import check_alike, once_per_machine
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preference_datasets.get_dataset`
 Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
+
+
+@dataclass
+class Preflight:
+    """What is known of a run's data before training."""
+
+    train: SplitReport
+    test: SplitReport
+    notes: list[str]  # of the loaders
+    updates: int
+    dropped_examples: int  # in the partial batches at the ends of all epochs
+    examples_per_epoch: int  # in an online run every prompt is one example
+
+    def longest(self, max_length: int) -> int:
+        """Most tokens of a prompt with one response, or `max_length` if only a sample was tokenized."""
+        splits = (self.train, self.test)
+        return max(max_length if split.tokenized < split.examples else split.longest for split in splits)
+
+    def describe(self, batch_size: int) -> str:
+        """Describe both splits and the updates, for the terminal."""
+        reports = {"train": self.train, "test": self.test}
+        lines = [report.describe(split) for split, report in reports.items()]
+        lines += [f"warning: {text}" for split, report in reports.items() for text in report.find_warnings(split)]
+        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        if self.dropped_examples:
+            updates += f"; examples dropped in partial batches: {self.dropped_examples:,}"
+        return "\n".join([*self.notes, *lines, updates])
+
+    def write(self, path: Path) -> None:
+        """Write the counts, and beside them the records with problems."""
+        facts, keys = asdict(self), ("dataset", "record", "problem", "reason")
+        problems = [(split, problem) for split in SPLITS for problem in facts[split].pop("problems")]
+        write_problems(
+            path.with_name(PROBLEMS),
+            ({"split": split, **dict(zip(keys, each, strict=True))} for split, each in problems),
+        )
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
+    """Count the updates and dropped examples of `iterate_examples`, without iterating.
+
+    `examples` is the number of examples in an epoch. `n_epochs` or `n_examples` is given.
+    """
+    updates_per_epoch, dropped_per_epoch = divmod(examples, batch_size)
+    if updates_per_epoch == 0:
+        return 0, examples
+    updates = None if n_examples is None else -(-n_examples // batch_size)
+    if updates is None or (n_epochs is not None and updates > n_epochs * updates_per_epoch):
+        return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch
+    # the epoch that n_examples cuts off drops nothing
+    return updates, (updates - 1) // updates_per_epoch * dropped_per_epoch
 
 
 @dataclass
@@ -51,38 +104,35 @@ class TrainingData:
     train: PromptTable
     test: PromptTable
     report: Preflight
-    digest: str = ""  # of the examples of `train`, in order
-    test_digest: str = ""
 
     @property
     def identity(self) -> tuple[str, ...]:
         """Digests of examples and how they are truncated, and of their token ids."""
-        return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
+        train, test = self.report.train, self.report.test
+        return train.digest, test.digest, train.token_digest, test.token_digest
 
     @classmethod
-    def open(cls, table: Path, facts: Facts, tokenizer: Any, plan: Plan) -> TrainingData:
+    def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
         """Open a table; in an online run each prompt counts as one training example."""
-        train, test = (SplitReport(**facts["reports"][split]) for split in SPLITS)
+        facts = read_facts(table)
+        train, test = (SplitReport(**facts[split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
-        updates, dropped_examples = count_updates(
+        updates, dropped = count_updates(
             per_epoch, batch_size=plan.data.batch_size, n_epochs=plan.data.n_epochs, n_examples=plan.data.n_examples
         )
         return cls(
             tokenizer,
             TextEncoder(tokenizer, largest=facts["largest"]),
-            PromptTable(table / "train.arrow"),
-            PromptTable(table / "test.arrow"),
-            Preflight(train, test, updates, dropped_examples, per_epoch),
-            digest=facts["digests"]["train"],
-            test_digest=facts["digests"]["test"],
+            PromptTable(table / "train.jsonl"),
+            PromptTable(table / "test.jsonl"),
+            Preflight(train, test, facts["notes"], updates, dropped, per_epoch),
         )
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
     """Load the data of a run; every process must call this.
 
-    One process of each machine finds or builds the table, and all of them map it. The table is in the run's
-    `local_dir`, but a new table of a dry run is nowhere once it is mapped.
+    One process of each machine finds or builds the table, and all of them map it.
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
@@ -93,54 +143,51 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         chat=plan.chat,
     )
     with tempfile.TemporaryDirectory() as folder:  # a mapped table stays readable after its files are removed
-        scratch = Path(folder) if plan.run.dry_run else None
-
-        def prepare() -> str:
-            try:
-                found = prepare_data(plan, tokenizer, get_dataset, identify, scratch=scratch, silent=silent)
-            except BadRecordsError as error:
-                listed_in = None if plan.run.dry_run else Path(plan.run.local_dir)
-                raise explain_refusal(error, listed_in, plan.run.exp_name) from error
-            return json.dumps([str(found[0]), found[1]])
-
-        table, facts = json.loads(once_per_machine(prepare))
-        data = TrainingData.open(Path(table), facts, tokenizer, plan)
-    names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
-    template = str(getattr(tokenizer, "chat_template", None))
-    check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
+        scratch = Path(folder)
+        table = once_per_machine(
+            lambda: str(prepare_data(plan, tokenizer, get_dataset, identify, scratch=scratch, silent=silent))
+        )
+        data = TrainingData.open(Path(table), tokenizer, plan)
+        names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
+        template = str(getattr(tokenizer, "chat_template", None))
+        check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
     check_fits(plan, data)
     if not silent:
         warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))
-        print(*facts["notes"], data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
+        print(data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
     return data
 
 
 def prepare_data(
-    plan: Plan,
-    tokenizer: Any,
-    get_dataset: GetDataset,
-    identify: Identify,
-    *,
-    scratch: Path | None = None,
-    silent: bool = True,
-) -> tuple[Path, Facts]:
-    """Find or build the table; return its directory and facts. Raises InputError for unusable data."""
+    plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify, *, scratch: Path, silent: bool = True
+) -> Path:
+    """Find or build the table of a run's data; return its directory.
 
-    def build(directory: Path) -> Facts:
-        return build_table(directory, plan, tokenizer, get_dataset, silent=silent)
+    It is in the run's `local_dir`. The table of a dry run, and one of data that cannot be named, is in `scratch`.
+    """
 
     def find_key() -> str | None:
         return make_key(plan, tokenizer, get_dataset, identify)
 
-    found = find_or_build(Path(plan.run.local_dir) / FOLDER, find_key, build, scratch=scratch)
-    release_freed_memory()  # the loaders' texts were Python strings
-    return found
+    def build(directory: Path) -> Facts:
+        facts = build_table(directory, plan, tokenizer, get_dataset, silent=silent)
+        if find_key() != key:
+            raise InputError(f"the data of {', '.join(plan.data.datasets)} has changed while it was read: start again")
+        return facts
+
+    key, folder = find_key(), Path(plan.run.local_dir)
+    try:
+        return find_or_build(folder / FOLDER, key, build, scratch=scratch if plan.run.dry_run or key is None else None)
+    except BadRecordsError as error:
+        raise explain_refusal(error, None if plan.run.dry_run else folder, plan.run.exp_name) from error
+    finally:
+        release_freed_memory()  # the loaders' texts were Python strings
 
 
 def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True) -> Facts:
     """Write both splits to a directory; return what was counted meanwhile, and the loaders' notes."""
     data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
-    encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
+    encode, notes, reports = TextEncoder(tokenizer), [], {}
     held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
 
     def load(split: str, report: SplitReport) -> Iterator[tuple[str, PreferenceData]]:
@@ -167,7 +214,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             yield name, loaded
 
     for split in SPLITS:
-        path = directory / f"{split}.arrow"
+        path = directory / f"{split}.jsonl"
         counter = SplitCounter(
             encode, max_length=data.max_length, max_prompt_length=data.max_prompt_length, trains_on=trains_on
         )
@@ -176,16 +223,16 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             prompts = _drop_long(prompts, counter, plan)
         elif data.truncation != "auto":
             prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
-        write_prompts(path, counter.watch(prompts), trains_on=trains_on)
+        write_prompts(path, counter.watch(prompts))
         report = counter.count_tokens(PromptTable(path))
         if not (report.prompts if plan.online else report.examples):
             too_long = f"{report.too_long:,} are too long: raise max_length, or choose truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
-        reports[split], digests[split] = asdict(report), counter.digest.hexdigest()[:32]
-    train, test = (PromptTable(directory / f"{split}.arrow") for split in SPLITS)
+        reports[split] = asdict(report)
+    train, test = (PromptTable(directory / f"{split}.jsonl") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
-    return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
+    return {**reports, "largest": encode.largest, "notes": notes}
 
 
 def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
@@ -206,11 +253,11 @@ def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:
     """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
     remaining, new_tokens = iter(prompts), plan.online.max_new_tokens if plan.online else 0
-    while batch := list(islice(remaining, ROWS_PER_BATCH)):
-        examples = [example for prompt in batch for example in list_examples(prompt) or [TextExample.of(prompt, 0)]]
+    while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
+        examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
         kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
-        for (prompt, index, *_), example in zip(examples, encoded, strict=True):
+        for (prompt, index), example in zip(examples, encoded, strict=True):
             if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
                 counter.report.count("too_long", prompt, index)
             else:

@@ -1,39 +1,32 @@
-"""Prompts with their responses, in Arrow files that all processes map.
+"""Prompts with their responses, in files that all processes map, so that texts are in memory once per machine.
 
-So texts are in memory once per machine. A table is a directory `dpo-examples/KEY-...` in a directory of `local_dirs`.
-It holds `train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and a
-checksum of all three files, which every run verifies. A table is built under a temporary name, and renamed once it is
-complete; it replaces nothing. Tables may be deleted at any time: the next run builds a new one.
+A table is a directory `dpo-examples/KEY-...` in a directory of `local_dirs`. For each split it has a file of JSON
+lines, and one that says where they end; `facts.json` has what was counted while the table was built, and a checksum of
+all files, which every run verifies. A table is built under a temporary name, and renamed once it is complete; it
+replaces nothing. Tables may be deleted at any time: the next run builds a new one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
 from dpo.data.tokenization import split_at_cuts, unescape
 from dpo.errors import InputError, RunError
-from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import check_readable, make_directory, read_json, remove
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 TEMPORARY = ".dpo-table-"  # what temporary names begin with
-FACTS = "facts.json"
 SPLITS = ("train", "test")
 Facts = Mapping[str, Any]  # counts taken while a table is built
-ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while they are written
 
 
 class Prompt(NamedTuple):
@@ -55,10 +48,19 @@ class Prompt(NamedTuple):
     cuts: list[list[int]] | None = None
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
 
-    def texts(self, example_index: int) -> dict[str, str]:
+    @property
+    def written(self) -> str:
+        """What the user wrote: the contents of the messages, or the text."""
+        if self.messages is None:
+            return unescape(self.text)
+        return "\n\n".join(message.get("content") or "" for message in self.messages)
+
+    def roles(self, example_index: int) -> dict[str, int]:
         """The responses of an example by role; empty for a prompt without examples."""
-        roles = self.examples[example_index] if self.examples else {}
-        return {role: self.responses[i] for role, i in roles.items()}
+        return self.examples[example_index] if self.examples else {}
+
+    def texts(self, example_index: int) -> dict[str, str]:
+        return {role: self.responses[i] for role, i in self.roles(example_index).items()}
 
     def pieces(self, indices: Iterable[int]) -> list[list[str]]:
         """The pieces of some responses (`split_at_cuts`)."""
@@ -90,9 +92,7 @@ def iterate_prompts(
             if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
                 continue
             cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
-            weights, margins, rows = (
-                [getattr(record, name) for record, _ in made] for name in ("weight", "margin", "row")
-            )
+            weights, margins, rows = ([getattr(each, key) for each, _ in made] for key in ("weight", "margin", "row"))
             yield Prompt(
                 text,
                 [response for record in records for response in record.responses],
@@ -112,67 +112,30 @@ def iterate_prompts(
             index += 1
 
 
-def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pairs") -> None:
-    """Write prompts with examples of a kind to an Arrow file, a few at a time."""
-    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # "prompts", not in TRAINS_ON, may have pairs
-    schema = pa.schema(
-        {
-            "text": pa.large_string(),
-            "responses": pa.list_(pa.large_string()),
-            "examples": pa.list_(pa.struct({role: pa.int32() for role in roles})),
-            "truncation_mode": pa.string(),
-            "rendered": pa.bool_(),
-            "apart": pa.bool_(),
-            "dataset": pa.string(),
-            "messages": pa.large_string(),  # as JSON
-            "tools": pa.large_string(),  # as JSON
-            "cuts": pa.list_(pa.list_(pa.int32())),
-            "weights": pa.list_(pa.float64()),
-            "margins": pa.list_(pa.float64()),
-            "rows": pa.list_(pa.int64()),
-        }
-    )
-    remaining = iter(prompts)
-    with path.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
-        while batch := list(islice(remaining, ROWS_PER_BATCH)):
-            lines = []
-            for prompt in batch:
-                chat = {"messages": prompt.messages, "tools": prompt.tools}
-                as_json = {name: None if value is None else json.dumps(value) for name, value in chat.items()}
-                lines.append(json.dumps(prompt._asdict() | as_json) + "\n")
-            text = "".join(lines).encode()
-            # `from_pylist` would import pandas (0.5 s, 60 MB); so would `to_numpy` in `PromptTable`
-            table = pyarrow.json.read_json(
-                pa.BufferReader(text),
-                read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(text)),  # a line must fit
-                parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
-            )
-            writer.write_table(table)
-    pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts as lines of JSON, and beside them where each line ends and how many examples it has."""
+    index = []
+    with path.open("wb") as file:
+        file.write(b"\n")  # an empty file cannot be mapped
+        for prompt in prompts:
+            file.write(json.dumps(prompt._asdict(), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            index.append((file.tell(), len(prompt.examples)))
+    np.save(path.with_suffix(".npy"), np.array(index, dtype=np.int64).reshape(-1, 2))
 
 
 class PromptTable(Sequence[Prompt]):
-    """The prompts of a split, in a memory-mapped Arrow file.
+    """The prompts of a split, in a memory-mapped file.
 
     Each access to an item decodes a `Prompt` anew. `counts` has the number of examples per prompt.
     """
 
     def __init__(self, path: Path) -> None:
-        self._table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
-        # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
-        counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table["examples"].chunks]
-        self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
-        # columns without any value, such as messages and weights in most data, need not be decoded
-        self.columns = [name for name in self._table.column_names if self._table[name].null_count < len(self._table)]
+        self._lines = np.memmap(path, dtype=np.uint8, mode="r")
+        ends, self.counts = np.load(path.with_suffix(".npy")).T
+        self._limits = np.concatenate([[1], ends])
 
     def __len__(self) -> int:
         return len(self.counts)
-
-    def iterate_texts(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield what the user wrote of each prompt, and the responses; faster than decoding whole prompts."""
-        for batch in self._table.select(["text", "messages", "responses"]).to_batches():
-            for text, messages, responses in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                yield find_written(text, None if messages is None else json.loads(messages)), responses
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -182,44 +145,29 @@ class PromptTable(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # handles negative indices, and raises IndexError
-        row = {name: self._table[name][index].as_py() for name in self.columns}
-        # Arrow gives a null for each role that an example does not have
-        row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
-        row |= {name: json.loads(row[name]) for name in ("messages", "tools") if row.get(name) is not None}
-        return Prompt(**row, index_in_split=index)
-
-
-def find_written(text: str, messages: Messages | None) -> str:
-    """Find what the user wrote of a prompt: the contents of its messages, or the text."""
-    if messages is None:
-        return unescape(text)
-    return "\n\n".join(message.get("content") or "" for message in messages)
+        line = self._lines[self._limits[index] : self._limits[index + 1]]
+        return Prompt(**json.loads(line.tobytes()))
 
 
 def find_or_build(
-    folder: Path, find_key: Callable[[], str | None], build: Callable[[Path], Facts], *, scratch: Path | None = None
-) -> tuple[Path, Facts]:
-    """Find the table of the data in `folder`, or build it in `scratch`, or else in `folder`; return it with its facts.
+    folder: Path, key: str | None, build: Callable[[Path], Facts], *, scratch: Path | None = None
+) -> Path:
+    """Find the table named `key` in `folder`, or build it there, or in `scratch`.
 
-    `find_key` names the data, and returns None if that is not possible; `build` writes both splits into a directory. A
-    table without a key, or whose data has changed meanwhile, is named after its content. Raises RunError if it cannot
-    be written.
+    `build` writes both splits into a directory, and returns what it counted. Raises RunError if it cannot write.
     """
-    key, parent = find_key(), scratch or folder
-    if key and (found := find_table(folder, key)):
+    tables = sorted(folder.glob(f"{key}-*")) if key else ()
+    if found := next((table for table in tables if is_whole(table)), None):
         return found
+    parent = scratch or folder
     try:
         make_directory(parent)
         directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
         try:
             facts = build(directory)
-            digest = _make_digest(directory, facts)
-            text = json.dumps({"facts": facts, "sha256": digest}, indent=1)
-            (directory / FACTS).write_text(text + "\n", encoding="utf-8")
-            name = key if key and key == find_key() else f"content-{digest[:32]}"
-            if found := find_table(parent, name):  # another process was faster
-                return found
-            return directory.rename(parent / directory.name.replace(TEMPORARY, f"{name}-")), facts
+            content = {"facts": facts, "sha256": _make_digest(directory, facts)}
+            (directory / "facts.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            return directory.rename(parent / directory.name.replace(TEMPORARY, f"{key}-"))
         finally:
             remove(directory)  # does nothing if the directory was renamed
     except OSError as error:
@@ -229,21 +177,23 @@ def find_or_build(
         ) from error
 
 
-def find_table(folder: Path, name: str) -> tuple[Path, Facts] | None:
-    """Find a table whose three files are as they were when it was built; return it with its facts."""
-    for table in sorted(folder.glob(f"{name}*")):
-        with suppress(InputError, OSError):
-            content = read_json(table / FACTS)
-            if isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts")):
-                return table, content["facts"]
-    return None
+def read_facts(table: Path) -> Facts:
+    """Read what was counted when a table was built."""
+    return read_json(table / "facts.json")["facts"]
+
+
+def is_whole(table: Path) -> bool:
+    """Return whether the files of a table are as they were when it was built."""
+    with suppress(InputError, OSError):
+        content = read_json(table / "facts.json")
+        return isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts"))
+    return False
 
 
 def _make_digest(table: Path, facts: Any) -> str:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for split in SPLITS:
-        path = table / f"{split}.arrow"
-        check_readable(path)
-        with path.open("rb") as file:
+    for name in (f"{split}.{suffix}" for split in SPLITS for suffix in ("jsonl", "npy")):
+        check_readable(table / name)
+        with (table / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

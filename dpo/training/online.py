@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo.data.examples import Example, TextExample, encode_examples, iterate_once, list_examples, text_digest
+from dpo.data.examples import Example, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
@@ -241,11 +241,10 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
     """
     [example] = encode_examples(
-        [TextExample(prompt, 0, {}, [])],
+        [(prompt._replace(examples=[]), 0)],
         data.encode,
-        max_length=plan.data.max_length,
+        max_length=plan.data.max_length - plan.online.max_new_tokens,
         max_prompt_length=plan.data.max_prompt_length,
-        new_tokens=plan.online.max_new_tokens,
     )
     return example._replace(roles=TRAINS_ON["pairs"])
 

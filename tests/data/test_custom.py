@@ -38,7 +38,7 @@ def take(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[di
     """The examples made of records, as texts by role."""
     data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
     prompts = iterate_prompts([("mine", data)], trains_on, **options)
-    return [texts for prompt in prompts for _, _, texts, _ in list_examples(prompt)]
+    return [prompt.texts(index) for prompt in prompts for _, index in list_examples(prompt)]
 
 
 def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
@@ -90,7 +90,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
 
     said = capsys.readouterr().out
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
-    assert re.search(r"train: 54 examples of 27 prompts; desirable: \d+; undesirable: \d+; ", said)
+    assert re.search(r"train: 54 examples of 27 prompts; desirable: \d+; undesirable: \d+\n", said)
     assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(tmp_path / "run", "train"))
     for row in read_ledger(tmp_path / "run").to_pylist():
         assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)

@@ -23,8 +23,8 @@ def prompt_of(text: str, chosen: str = "a", rejected: str = "b", system: str = "
 
 def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> SplitReport:
     for split, prompts in (("train", train), ("test", test)):
-        write_prompts(folder / f"{split}.arrow", prompts)
-    tables = (PromptTable(folder / f"{split}.arrow") for split in ("train", "test"))
+        write_prompts(folder / f"{split}.jsonl", prompts)
+    tables = (PromptTable(folder / f"{split}.jsonl") for split in ("train", "test"))
     return SplitReport(prompts=len(test), examples=len(test), **find_near_duplicates(*tables, tokenizer))
 
 

@@ -17,7 +17,7 @@ from support.runs import run_here, write_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dpo.data.custom import get_custom
-from dpo.data.examples import TextExample, encode_examples, list_examples
+from dpo.data.examples import encode_examples, list_examples
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import MARKERS, TextEncoder, escape_control, unescape
 
@@ -114,13 +114,14 @@ def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, befor
     for kind in ("pairs", "several turns", "targets", "lists", "labels", "texts"):
         prompt = read(tokenizer, kind, system)
         examples = list_examples(prompt)
-        for example, encoded in zip(
+        for (_, index), encoded in zip(
             examples,
             encode_examples(examples, TextEncoder(tokenizer), **LIMITS),
             strict=True,
         ):
-            all_cuts = encoded.cuts or [()] * len(example.pieces)
-            for pieces, response, cuts in zip(example.pieces, encoded.responses, all_cuts, strict=True):
+            all_pieces = prompt.pieces(prompt.roles(index).values())
+            all_cuts = encoded.cuts or [()] * len(all_pieces)
+            for pieces, response, cuts in zip(all_pieces, encoded.responses, all_cuts, strict=True):
                 whole = tokenizer(prompt.text + "".join(pieces), add_special_tokens=False)["input_ids"]
                 assert [*encoded.prompt, *response] == [*whole, tokenizer.eos_token_id], kind
                 limits = [0, *cuts, len(response) - 1]  # before each, the text of the pieces before it
@@ -201,9 +202,8 @@ def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_response
         if tokenizer_kind.startswith("bytes"):  # without a space to add, exactly as the text alone
             assert ids == tokenizer(text)["input_ids"]
     # a response that alone would not cross gets the same prompt, as all responses of a prompt do
-    [example] = encode_examples(
-        [TextExample(prompt, 0, {"rejected": " cat"}, [[" cat"]])], TextEncoder(tokenizer), **LIMITS
-    )
+    alone = prompt._replace(examples=[{"rejected": 1}])
+    [example] = encode_examples([(alone, 0)], TextEncoder(tokenizer), **LIMITS)
     assert example.prompt == tuple(tokens.prompt)
 
 

@@ -54,7 +54,8 @@ def three_pairs(tmp_path) -> Path:
 
 def prepare(folder: Path, tokenizer, **values) -> TrainingData:
     plan = plan_of_data(folder, {"hh": str(folder)}, **{"batch_size": 2, **values})
-    data = TrainingData.open(*prepare_data(plan, tokenizer, get_dataset, identify_dataset), tokenizer, plan)
+    table = prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=folder)
+    data = TrainingData.open(table, tokenizer, plan)
     check_fits(plan, data)
     return data
 
@@ -93,7 +94,7 @@ def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tmp_path, to
     file = write_rows(tmp_path / "mine.jsonl", rows)
     plan = plan_of_data(tmp_path, {"mine": str(file)}, **{"loss.offset_by_margin": True})
     with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
-        prepare_data(plan, tokenizer, get_dataset, identify_dataset)
+        prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=tmp_path)
 
 
 def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pairs, tokenizer):

@@ -21,7 +21,7 @@ from benchmarks.harness import compose
 from dpo.data import counts, table
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
-from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, find_table, write_prompts
+from dpo.data.table import Prompt, PromptTable, find_or_build, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
 from dpo.settings.plan import resolve
@@ -48,18 +48,16 @@ def source(tmp_path) -> Path:
 def prepare(folder: Path, sources: dict[str, str], **values) -> Path:
     """The table of these datasets in `folder / FOLDER`."""
     tokenizer, plan = load_tokenizer(str(GOLDEN / "tiny-llama")), plan_of_data(folder, sources, **values)
-    return prepare_data(plan, tokenizer, get_dataset, identify_dataset)[0]
+    return prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=folder / "scratch")
 
 
 def list_tables(folder: Path) -> set[Path]:
     return {*(Path(plan_of_data(folder, {}).run.local_dir) / table.FOLDER).iterdir()}
 
 
-@pytest.mark.parametrize("rows_per_batch", [1000, 3, 1])
-def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
-    monkeypatch.setattr(table, "ROWS_PER_BATCH", rows_per_batch)
-    write_prompts(tmp_path / "odd.arrow", iter(ODD))
-    stored = PromptTable(tmp_path / "odd.arrow")
+def test_prompts_come_back_as_they_were(tmp_path):
+    write_prompts(tmp_path / "odd.jsonl", iter(ODD))
+    stored = PromptTable(tmp_path / "odd.jsonl")
 
     assert list(stored) == ODD
     assert (len(stored), stored[-1], stored[1:]) == (4, ODD[3], ODD[1:])
@@ -69,15 +67,14 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
 
 
 def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch):
-    tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
-    # its columns, and test split, deserve a note
-    plan = plan_of_data(tmp_path, {"mine": str(source / "train.jsonl")})
-    first, facts = prepare_data(plan, tokenizer, get_dataset, identify_dataset)
-    assert ["columns chosen=chosen, rejected=rejected" in note for note in facts["notes"]] == [True, False]
-    assert facts["notes"][1].startswith("test split of mine")
+    sources = {"mine": str(source / "train.jsonl")}  # whose columns, and test split, deserve a note
+    first = prepare(tmp_path, sources)
+    columns, split = read_facts(first)["notes"]
+    assert "columns chosen=chosen, rejected=rejected" in columns
+    assert split.startswith("test split of mine")
 
     monkeypatch.setattr(preference_datasets, "load_rows", lambda *_: pytest.fail("read again"))
-    assert prepare_data(plan, tokenizer, get_dataset, identify_dataset) == (first, facts)
+    assert prepare(tmp_path, sources) == first
     assert list_tables(tmp_path) == {first}
 
 
@@ -90,7 +87,7 @@ def test_an_edited_file_makes_another_table_whatever_its_size_and_time(source, t
 
     second = prepare(tmp_path, {"hh": str(source)})
     assert second != first
-    assert PromptTable(second / "train.arrow")[11].text == "\n\nHuman: 12?\n\nAssistant:"
+    assert PromptTable(second / "train.jsonl")[11].text == "\n\nHuman: 12?\n\nAssistant:"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
     assert prepare(tmp_path, {"hh": str(source)}, **change) != first
 
 
-def test_a_file_that_changes_while_it_is_read_names_no_table(source, tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
     load_rows = preference_datasets.load_rows
 
     def edit_and_load(place, split, cache_dir):
@@ -113,10 +110,12 @@ def test_a_file_that_changes_while_it_is_read_names_no_table(source, tmp_path, m
         return load_rows(place, split, cache_dir)
 
     monkeypatch.setattr(preference_datasets, "load_rows", edit_and_load)
-    assert prepare(tmp_path, {"hh": str(source)}).name.startswith("content-")
+    with pytest.raises(InputError, match="the data of hh has changed while it was read: start again"):
+        prepare(tmp_path, {"hh": str(source)})
+    assert list_tables(tmp_path) == set()
 
 
-def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkeypatch):
+def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_path, monkeypatch):
     calls = []
 
     def get_own_kind(split, **_):
@@ -128,21 +127,20 @@ def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkey
     monkeypatch.setitem(preference_datasets.LOADERS, "hh", get_own_kind)
     first, second = (prepare(tmp_path, {"hh": "unused"}) for _ in range(2))
     assert calls == ["train", "test"] * 2
-    assert first == second
-    assert list_tables(tmp_path) == {first}
+    assert {first.parent, second.parent} == {tmp_path / "scratch"}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "facts", "junk", "fifo", "not ours"])
 def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
     place = prepare(tmp_path, {"hh": str(source)})
-    expected = list(PromptTable(place / "train.arrow"))
-    arrow, facts = place / "train.arrow", place / FACTS
+    expected = list(PromptTable(place / "train.jsonl"))
+    lines, facts = place / "train.jsonl", place / "facts.json"
     if damage == "flipped":
-        arrow.write_bytes(arrow.read_bytes().replace(b"11?", b"77?"))
+        lines.write_bytes(lines.read_bytes().replace(b"11?", b"77?"))
     elif damage in ("gone", "fifo"):
-        arrow.unlink()
+        lines.unlink()
         if damage == "fifo":
-            os.mkfifo(arrow)
+            os.mkfifo(lines)
     elif damage == "facts":
         facts.write_text(facts.read_text().replace('"examples": 12', '"examples": 13'))
     elif damage == "junk":
@@ -150,10 +148,10 @@ def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
     else:
         shutil.rmtree(place)
         place.write_text("mine")
-    assert find_table(place.parent, place.name) is None
+    assert not is_whole(place)
 
     another = prepare(tmp_path, {"hh": str(source)})
-    assert list(PromptTable(another / "train.arrow")) == expected
+    assert list(PromptTable(another / "train.jsonl")) == expected
     assert list_tables(tmp_path) == {place, another}
     assert prepare(tmp_path, {"hh": str(source)}) == another
 
@@ -162,13 +160,13 @@ def build_slowly(folder: Path, started) -> None:
     """Build the table `key`, for seconds once its first split is written."""
 
     def build(place: Path):
-        write_prompts(place / "train.arrow", ODD)
+        write_prompts(place / "train.jsonl", ODD)
         started.set()
         time.sleep(2)
-        write_prompts(place / "test.arrow", ODD)
+        write_prompts(place / "test.jsonl", ODD)
         return {}
 
-    assert find_or_build(folder, lambda: "key", build)[1] == {}
+    assert is_whole(find_or_build(folder, "key", build))
 
 
 @pytest.mark.slow
@@ -189,8 +187,7 @@ def test_a_killed_builder_leaves_no_table_and_two_that_build_at_once_leave_whole
         builder.join(120)
     assert [builder.exitcode for builder in builders] == [0, 0]
     tables = {*tmp_path.iterdir()} - {left}
-    assert tables
-    assert all(find_table(tmp_path, table.name) == (table, {}) for table in tables)
+    assert [is_whole(table) for table in tables] in ([True], [True, True])
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):

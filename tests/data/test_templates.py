@@ -99,8 +99,8 @@ def test_cuts_are_in_the_table_and_truncated_with_their_response(chat, tmp_path)
     tokenizer = chat(WITH_TOOLS)
     data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
     prompts = [*iterate_prompts([("mine", data)], "prompts")]
-    write_prompts(tmp_path / "train.arrow", prompts)
-    assert [*PromptTable(tmp_path / "train.arrow")] == prompts
+    write_prompts(tmp_path / "train.jsonl", prompts)
+    assert [*PromptTable(tmp_path / "train.jsonl")] == prompts
     assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
     assert prompts[0].cuts is not None
 
@@ -137,9 +137,9 @@ def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(ch
     tokenizer = chat(WITH_TOOLS)
     data = get_custom(rows, "mine", tokenizer)
     counter = SplitCounter(TextEncoder(tokenizer), max_length=10, max_prompt_length=8)
-    write_prompts(tmp_path / "a.arrow", counter.watch(iterate_prompts([("mine", data)], "pairs")))
+    write_prompts(tmp_path / "a.jsonl", counter.watch(iterate_prompts([("mine", data)], "pairs")))
     with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
-        counter.count_tokens(PromptTable(tmp_path / "a.arrow"))
+        counter.count_tokens(PromptTable(tmp_path / "a.jsonl"))
 
 
 def test_tools_reach_the_template_and_make_another_prompt(chat):

@@ -34,11 +34,10 @@ LIMITS = {"max_length": 60, "max_prompt_length": 40}
 
 
 class Built(NamedTuple):
-    """The encoded training examples, the counts, and a digest."""
+    """The encoded training examples, and the counts."""
 
     examples: list
     report: dict
-    digest: str
 
 
 def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **values: Any) -> Built:
@@ -46,9 +45,9 @@ def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **values: Any) -> Bu
         write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
     plan = plan_of_data(tmp_path, {"mine": str(tmp_path / "mine")}, **LIMITS, **values)
     facts = build_table(tmp_path, plan, tokenizer, get_dataset)
-    examples = [example for prompt in PromptTable(tmp_path / "train.arrow") for example in list_examples(prompt)]
+    examples = [example for prompt in PromptTable(tmp_path / "train.jsonl") for example in list_examples(prompt)]
     encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
-    return Built(encoded, facts["reports"]["train"], facts["digests"]["train"])
+    return Built(encoded, facts["train"])
 
 
 def chat_row(turns: list[dict], n_words: int = 9) -> dict:
@@ -93,7 +92,7 @@ def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(
 )
 def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, chat, turns, kept):
     tokenizer = chat(CHAT)
-    ([example], report, _) = build(tmp_path, tokenizer, [chat_row(turns, n_words=20)])
+    [example], report = build(tmp_path, tokenizer, [chat_row(turns, n_words=20)])
     text = tokenizer.decode(example.prompt)
     assert text.startswith("[system] Be kind.\n[user] ")
     assert text.endswith(kept)
@@ -102,7 +101,7 @@ def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, 
     assert (report["truncated_prompts"], example.prompt_is_cut) == (1, True)
     # the same prompt before an answer for which there is room is whole
     room = {"max_length": 999, "max_prompt_length": 40}
-    [whole] = encode_examples(list_examples(PromptTable(tmp_path / "train.arrow")[0]), TextEncoder(tokenizer), **room)
+    [whole] = encode_examples(list_examples(PromptTable(tmp_path / "train.jsonl")[0]), TextEncoder(tokenizer), **room)
     assert not whole.truncated
 
 
@@ -136,7 +135,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     long = {"prompt": "a b", "chosen": " c" * 70, "rejected": " d", "margin": 2}
     other = {"prompt": "a b c" * 30, "chosen": " c", "rejected": " d", "margin": 3}
     values = {"truncation": "drop", "loss.offset_by_margin": True}
-    examples, report, _ = build(tmp_path, tokenizer, [long, short, other], **values)
+    examples, report = build(tmp_path, tokenizer, [long, short, other], **values)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     [warning] = SplitReport(**report).find_warnings("train")
@@ -147,5 +146,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):
     row = {"prompt": "a b c" * 30, "chosen": " c" * 20, "rejected": " d"}
-    start, end = (build(tmp_path, tokenizer, [row], truncation=mode).digest for mode in ("keep_start", "keep_end"))
+    start, end = (
+        build(tmp_path, tokenizer, [row], truncation=mode).report["digest"] for mode in ("keep_start", "keep_end")
+    )
     assert start != end

@@ -16,7 +16,7 @@ from support.trainers import compose, make
 
 from dpo.analysis.ledger import read_ledger
 from dpo.checkpoint.files import read_state
-from dpo.data.examples import Example, TextExample, encode_examples, text_digest
+from dpo.data.examples import Example, encode_examples, text_digest
 from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
@@ -86,7 +86,7 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
             pair = Prompt(
                 row["prompt"], [row["chosen"], row["rejected"]], [{"chosen": 0, "rejected": 1}], "keep_end", False
             )
-            examples += encode_examples([TextExample.of(pair, 0)], trainer.data.encode, **lengths)
+            examples += encode_examples([(pair, 0)], trainer.data.encode, **lengths)
         if case == "margin":
             margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
             examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]

@@ -37,7 +37,7 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
-from dpo.data.collation import find_examples, padded_batch
+from dpo.data.collation import find_examples, get_collate_fn, make_rows
 from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.table import PromptTable, find_or_build, iterate_prompts, write_prompts
@@ -280,7 +280,7 @@ def test_a_link_in_place_of_a_directory_is_refused_and_nothing_is_written_where_
         (tmp_path / name).symlink_to(elsewhere)
     logps = ReferenceLogps(1, 1)
     for write_there in (
-        lambda: find_or_build(tmp_path / "dpo-examples", lambda: "key", lambda _: pytest.fail("built")),
+        lambda: find_or_build(tmp_path / "dpo-examples", "key", lambda _: pytest.fail("built")),
         lambda: logps.save(logps.find_path(tmp_path, "digest")),
         lambda: write_report([write_run(tmp_path / "run", [])], tmp_path / "report"),
     ):
@@ -348,14 +348,14 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, na
     try:
         options = {"trains_on": trains_on, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
         counter, data = SplitCounter(encode, **lengths), get_dataset(name, "train", **options)
-        write_prompts(tmp_path / "rows.arrow", counter.watch(iterate_prompts([(name, data)], trains_on)))
-        prompts = PromptTable(tmp_path / "rows.arrow")
+        write_prompts(tmp_path / "prompts.jsonl", counter.watch(iterate_prompts([(name, data)], trains_on)))
+        prompts = PromptTable(tmp_path / "prompts.jsonl")
         counter.count_tokens(prompts)
     except InputError:
         return
     order = {"batch_size": 1, "shuffle": True, "n_epochs": 1, "n_examples": None, "seed": 0}
     for places in iterate_examples(prompts.counts.tolist(), **order):
-        batch = padded_batch(read_examples(prompts, places), encode, **lengths)
+        batch = get_collate_fn(tokenizer)(make_rows(read_examples(prompts, places), encode, **lengths))
         for side in ("chosen",) if trains_on == "targets" else ("chosen", "rejected"):
             assert batch[f"{side}_input_ids"].shape[1] <= lengths["max_length"]
             assert (batch[f"{side}_labels"] != -100).any()
