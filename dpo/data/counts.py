@@ -125,7 +125,6 @@ class SplitCounter:
         self.encode, self.trains_on = encode, trains_on
         self.limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
         self.report = SplitReport()
-        self._digest = hashlib.sha256()
         self._weights = array("d")
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
         self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
@@ -149,8 +148,6 @@ class SplitCounter:
             prompt_format = find_format(prompt.text, rendered=prompt.rendered)
             if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
-            content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
-            self._digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
@@ -208,11 +205,7 @@ class SplitCounter:
                     lengths[role].append(n_scored[role])
                 if lengths.keys() <= n_scored.keys():
                     longer.append(n_scored["chosen"] > n_scored["rejected"])
-        report.tokenized, report.digest, report.token_digest = (
-            len(sample_ids),
-            self._digest.hexdigest()[:32],
-            digest.hexdigest(),
-        )
+        report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
         report.mean_chosen_tokens, report.mean_rejected_tokens, report.chosen_longer = (
             fmean(values) if values else None for values in (*lengths.values(), longer)
         )

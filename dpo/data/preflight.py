@@ -51,7 +51,6 @@ class Preflight:
     test: SplitReport
     notes: list[str]  # of the loaders
     updates: int
-    dropped_examples: int  # in the partial batches at the ends of all epochs
     examples_per_epoch: int  # in an online run every prompt is one example
 
     def longest(self, max_length: int) -> int:
@@ -64,10 +63,8 @@ class Preflight:
         reports = {"train": self.train, "test": self.test}
         lines = [report.describe(split) for split, report in reports.items()]
         lines += [f"warning: {text}" for split, report in reports.items() for text in report.find_warnings(split)]
-        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
-        if self.dropped_examples:
-            updates += f"; examples dropped in partial batches: {self.dropped_examples:,}"
-        return "\n".join([*self.notes, *lines, updates])
+        lines.append(f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run")
+        return "\n".join([*self.notes, *lines])
 
     def write(self, path: Path) -> None:
         """Write the counts, and beside them the records with problems."""
@@ -80,19 +77,12 @@ class Preflight:
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
-    """Count the updates and dropped examples of `iterate_examples`, without iterating.
-
-    `examples` is the number of examples in an epoch. `n_epochs` or `n_examples` is given.
-    """
-    updates_per_epoch, dropped_per_epoch = divmod(examples, batch_size)
-    if updates_per_epoch == 0:
-        return 0, examples
-    updates = None if n_examples is None else -(-n_examples // batch_size)
-    if updates is None or (n_epochs is not None and updates > n_epochs * updates_per_epoch):
-        return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch
-    # the epoch that n_examples cuts off drops nothing
-    return updates, (updates - 1) // updates_per_epoch * dropped_per_epoch
+def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> int:
+    """Count the updates of `iterate_examples`, without iterating; `examples` is their number in an epoch."""
+    per_epoch = examples // batch_size
+    limits = [] if n_epochs is None else [n_epochs * per_epoch]
+    limits += [] if n_examples is None else [-(-n_examples // batch_size)]
+    return min(limits) if per_epoch else 0
 
 
 @dataclass
@@ -117,15 +107,15 @@ class TrainingData:
         facts = read_facts(table)
         train, test = (SplitReport(**facts[split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
-        updates, dropped = count_updates(
+        updates = count_updates(
             per_epoch, batch_size=plan.data.batch_size, n_epochs=plan.data.n_epochs, n_examples=plan.data.n_examples
         )
         return cls(
             tokenizer,
-            TextEncoder(tokenizer, largest=facts["largest"]),
+            TextEncoder(tokenizer),
             PromptTable(table / "train.jsonl"),
             PromptTable(table / "test.jsonl"),
-            Preflight(train, test, facts["notes"], updates, dropped, per_epoch),
+            Preflight(train, test, facts["notes"], updates, per_epoch),
         )
 
 
@@ -148,9 +138,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             lambda: str(prepare_data(plan, tokenizer, get_dataset, identify, scratch=scratch, silent=silent))
         )
         data = TrainingData.open(Path(table), tokenizer, plan)
-        names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
         template = str(getattr(tokenizer, "chat_template", None))
-        check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
+        check_alike({"data or tokenizer": repr(data.identity), "chat template": template})
     check_fits(plan, data)
     if not silent:
         warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))
@@ -223,16 +212,16 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             prompts = _drop_long(prompts, counter, plan)
         elif data.truncation != "auto":
             prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
-        write_prompts(path, counter.watch(prompts))
+        digest = write_prompts(path, counter.watch(prompts))
         report = counter.count_tokens(PromptTable(path))
         if not (report.prompts if plan.online else report.examples):
             too_long = f"{report.too_long:,} are too long: raise max_length, or choose truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
-        reports[split] = asdict(report)
+        reports[split] = {**asdict(report), "digest": digest}
     train, test = (PromptTable(directory / f"{split}.jsonl") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
-    return {**reports, "largest": encode.largest, "notes": notes}
+    return {**reports, "notes": notes}
 
 
 def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:

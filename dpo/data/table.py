@@ -112,15 +112,21 @@ def iterate_prompts(
             index += 1
 
 
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Write prompts as lines of JSON, and beside them where each line ends and how many examples it has."""
-    index = []
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
+    """Write prompts as lines of JSON, and beside them where each line ends and how many examples it has.
+
+    Returns a digest of the prompts.
+    """
+    index, digest = [], hashlib.sha256()
     with path.open("wb") as file:
         file.write(b"\n")  # an empty file cannot be mapped
         for prompt in prompts:
-            file.write(json.dumps(prompt._asdict(), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            line = json.dumps(prompt._asdict(), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+            digest.update(line)
+            file.write(line)
             index.append((file.tell(), len(prompt.examples)))
     np.save(path.with_suffix(".npy"), np.array(index, dtype=np.int64).reshape(-1, 2))
+    return digest.hexdigest()[:32]
 
 
 class PromptTable(Sequence[Prompt]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -101,20 +102,16 @@ class Tokens(NamedTuple):
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
-    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest` is
-    the largest token id so far.
+    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. Raises
+    InputError for a token id without an embedding, once the number of embeddings is known.
     """
 
-    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
-        self.tokenizer, self.largest = tokenizer, largest
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.n_embeddings = tokenizer, math.inf
         self._lock = Lock()  # backends are made once
-        self._n_embeddings = math.inf  # unknown until `check_vocabulary`
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize the distinct texts, each apart; return the token ids of each.
-
-        Raises InputError for a token id without an embedding in the model.
-        """
+        """Tokenize the distinct texts, each apart; return the token ids of each."""
         return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items() if ids is not None}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
@@ -140,19 +137,6 @@ class TextEncoder:
             encoded.append(Tokens(ids[0][0], responses, crosses=found is None))
         return encoded
 
-    def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raise InputError for a token id without an embedding.
-
-        The texts tokenized so far are checked now, and later texts when they are tokenized: texts may be tokenized
-        before or after the model is loaded.
-        """
-        self._n_embeddings = n_embeddings
-        if self.largest >= n_embeddings:
-            raise InputError(
-                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; "
-                f"set model.tokenizer_name_or_path to the model's own tokenizer"
-            )
-
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
         """Tokenize texts that do not begin the whole, so that no space is put before them."""
         found: dict[str, list[int]] = {}
@@ -173,8 +157,12 @@ class TextEncoder:
                     encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
-        self.largest = max([self.largest, *(max(ids, default=-1) for cut in encoded.values() for ids in cut or ())])
-        self.check_vocabulary(self._n_embeddings)
+        largest = max((token for cut in encoded.values() for ids in cut or () for token in ids), default=-1)
+        if largest >= self.n_embeddings:
+            raise InputError(
+                f"the tokenizer gives token id {largest}, but the model has only {self.n_embeddings} embeddings; set "
+                f"model.tokenizer_name_or_path to the model's own tokenizer"
+            )
         return encoded
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:
@@ -229,30 +217,24 @@ class Backend:
         encoded: list[Ids | None] = []
         encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
+            starts = [start for start, _ in encoding.offsets]
             positions = accumulate(map(len, parts[:-1]))
-            limits = [self._find_limit(encoding, position, parts) for position in positions]
+            limits = [self._find_limit(encoding, starts, position, parts) for position in positions]
             ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
-            starts = pairwise((0, *limits, len(ids)))
-            encoded.append(None if None in limits else [ids[i:j] for i, j in starts])
+            cuts = pairwise((0, *limits, len(ids)))
+            encoded.append(None if None in limits else [ids[i:j] for i, j in cuts])
         return encoded
 
-    def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
-        """Count the tokens before a position."""
-        if position == 0:
-            return 0
-        index = encoding.char_to_token(position)
-        if index is None:  # the text ends here, or a normalizer has removed the character
-            spans = encoding.offsets
-            n_before = next((i for i, (start, _) in enumerate(spans) if start >= position), len(spans))
-            return None if any(end > position for _, end in spans[:n_before]) else n_before
-        start = encoding.token_to_chars(index)[0]  # of the first token with this character
-        if start == position:
-            return index
-        token = self._tokens.id_to_token(encoding.ids[index])
-        begin = "".join(parts).find(token, start) if token in self._stripping else -1
+    def _find_limit(self, encoding: Encoding, starts: Sequence[int], position: int, parts: Parts) -> int | None:
+        """Count the tokens before a position; None if one lies across it. `starts` are the tokens' first characters."""
+        n_before = bisect_left(starts, position)
+        if n_before == 0 or encoding.offsets[n_before - 1][1] <= position:
+            return n_before
+        token = self._tokens.id_to_token(encoding.ids[n_before - 1])
+        begin = "".join(parts).find(token, starts[n_before - 1]) if token in self._stripping else -1
         if position <= begin:  # only the spaces that the token takes from the text beside it are before
-            return index
-        return index + 1 if 0 <= begin <= position - len(token) else None
+            return n_before - 1
+        return n_before if 0 <= begin <= position - len(token) else None
 
 
 def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> None:

@@ -65,10 +65,10 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
     printed = data.report.describe(2)
     assert "train: 3 examples of 2 prompts" in printed
     assert "test: 1 example of 1 prompt" in printed
-    assert printed.endswith("2 updates of 2 examples will run; examples dropped in partial batches: 2")
+    assert printed.endswith("2 updates of 2 examples will run")
     data.report.write(tmp_path / "preflight.json")
     written = json.loads((tmp_path / "preflight.json").read_text())
-    assert (written["updates"], written["dropped_examples"], written["train"]["examples"]) == (2, 2, 3)
+    assert (written["updates"], written["train"]["examples"]) == (2, 3)
     assert [prompt.text for prompt in data.test] == ["\n\nHuman: c\n\nAssistant:"]
 
 
@@ -97,20 +97,11 @@ def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tmp_path, to
         prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=tmp_path)
 
 
-def test_a_model_that_embeds_fewer_tokens_than_the_texts_use_is_refused(three_pairs, tokenizer):
-    data = prepare(three_pairs, tokenizer)
-    largest = max(
-        max(data.tokenizer(text)["input_ids"]) for p in [*data.train, *data.test] for text in (p.text, *p.responses)
-    )
-    data.encode.check_vocabulary(largest + 1)
-    with pytest.raises(InputError, match=rf"token id {largest}, but the model has only {largest} embeddings"):
-        data.encode.check_vocabulary(largest)
-
-
-def test_a_text_that_is_tokenized_later_is_checked_too(tokenizer):
+def test_a_token_that_the_model_does_not_embed_is_refused(tokenizer):
     encode = TextEncoder(tokenizer)
     [id_of_a] = encode([" a"])[" a"]
-    encode.check_vocabulary(id_of_a + 1)
-    beyond = next(word for word in (" b", " c", " the", " zebra") if max(tokenizer(word)["input_ids"]) > id_of_a)
-    with pytest.raises(InputError, match=rf"the model has only {id_of_a + 1} embeddings"):
-        encode([beyond])
+    encode.n_embeddings = id_of_a + 1
+    assert encode([" a"]) == {" a": [id_of_a]}
+    encode.n_embeddings = id_of_a
+    with pytest.raises(InputError, match=rf"token id {id_of_a}, but the model has only {id_of_a} embeddings"):
+        encode.encode_whole([("a", [[" a"]])])

@@ -231,9 +231,8 @@ def load_and_weigh(rank, world_size, config, folder):
     found = {
         "loads": len(calls),
         "bytes": own_memory() - before,
-        "digest": data.digest,
+        "digest": data.identity,
         "updates": data.report.updates,
-        "largest": data.encode.largest,
         "first": [len(first.text), first.texts(0)["chosen"][:5]],
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
