@@ -27,7 +27,7 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.schema import Entry, PreferenceData, Row, get_field
-from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
+from dpo.data.sources import HUB_IDS, identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
@@ -42,7 +42,8 @@ def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, sil
     """Yield the rows of a split, each with its place, and show how many there are."""
     rows = load_rows(source, split, cache_dir)
     bar = tqdm.tqdm(rows, f"Processing {name}", disable=silent or None)  # with None, silent unless stderr is a terminal
-    yield from zip(bar, iterate_places(rows, f"{source.path} ({split})"), strict=True)
+    for number, row in enumerate(bar, start=1):
+        yield row, f"record {number} of {source.path} ({split})"
 
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
@@ -96,7 +97,8 @@ def get_hh(
             prompt = extract_anthropic_prompt(chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-        data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        data.add(prompt, [chosen, rejected], [(0, 1)], chosen)
     return data
 
 
@@ -118,7 +120,7 @@ def get_shp(
             raise InputError(f"{where}: neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
-        data.add_pair(prompt, *responses, better=0 if label == 1 else 1)  # label 1 means that A is preferred
+        data.add(prompt, responses, [(0, 1) if label == 1 else (1, 0)], None)  # label 1 means that A is preferred
         for response, score in zip(responses, (score_a, score_b), strict=True):
             scores[prompt].setdefault(response, score)  # a repeated text keeps its first score
     for prompt, entry in data.items():

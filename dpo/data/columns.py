@@ -16,20 +16,7 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, Row, is_message
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.places import (
-    FIELDS,
-    FORMS,
-    LABEL_FIELDS,
-    OPTIONAL_FIELDS,
-    PAIR_FIELDS,
-    PROMPT_FIELDS,
-    PROMPT_PARTS,
-    SCORED_FIELDS,
-    SYSTEM,
-    TARGET_FIELDS,
-    TOOLS,
-    WHOLE_PAIR_FIELDS,
-)
+from dpo.settings.places import FIELDS, FORMS, OPTIONAL_FIELDS, SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
 
 # words for the two responses of a pair, and what may stand before or after them, as in `good_answer`
 BETTER = (
@@ -59,8 +46,6 @@ SIDE = re.compile(f"(?:model|assistant|option|{'|'.join(NOUNS)})?([ab012])")
 TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
 N_INSPECTED = 100  # records whose values are looked at
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
-# the fields that are asked for if data has none of what a loss trains on
-ASKED = {"prompts": PROMPT_FIELDS, "targets": TARGET_FIELDS, "labels": LABEL_FIELDS, "lists": SCORED_FIELDS}
 
 
 class Columns(NamedTuple):
@@ -71,7 +56,7 @@ class Columns(NamedTuple):
     verdict: str | None = None  # the column that says which of two responses is better
     sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
 
-    def describe(self, n_ties: int = 0) -> str:
+    def describe(self, n_ties: int) -> str:
         """Say which columns are used, and which are not."""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if "chosen" in self.used and "prompt" not in self.used:
@@ -91,10 +76,10 @@ class Columns(NamedTuple):
         if not self.verdict:
             return self.used
         value = row.get(self.verdict)
-        side = _match_side(value)
-        if side and side[1] in self.sides:
-            [worse] = [column for name, column in self.sides.items() if name != side[1]]
-            return {**self.used, "chosen": self.sides[side[1]], "rejected": worse}
+        side = _find_side(value)
+        if side in self.sides:
+            [worse] = [column for name, column in self.sides.items() if name != side]
+            return {**self.used, "chosen": self.sides[side], "rejected": worse}
         if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
@@ -119,9 +104,7 @@ def recognize(
     are no other columns, or if the config gives chosen and rejected alone. Raises InputError, with the fix, if a field
     has no column or several.
     """
-    names = getattr(rows, "column_names", None)  # a dataset, which takes long to read through, knows them
-    records = (row for row in rows if isinstance(row, Mapping))
-    present = list(names if names is not None else dict.fromkeys(column for row in records for column in row))
+    present = list(dict.fromkeys(column for row in rows if isinstance(row, Mapping) for column in row))
     first_rows = list(islice((row for row in rows if isinstance(row, Mapping)), N_INSPECTED))
     key = f"dataset_sources.{name}.columns"
     given = [column for column in configured.values() if column is not None]
@@ -129,15 +112,7 @@ def recognize(
         raise InputError(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
-    verdict, sides = _find_verdict(present, configured)
-    if verdict:
-        matches = (_match_side(row.get(verdict)) for row in rows if isinstance(row, Mapping))
-        numbers = {match[1] for match in matches if match and match[1].isdigit()}
-        if not numbers.isdisjoint(sides) and not numbers <= sides.keys():
-            raise InputError(
-                f"{origin}: {verdict} has the numbers {' and '.join(sorted(numbers))}, so it is not known which of "
-                f"{' and '.join(sides.values())} each stands for: write the name of the better column"
-            )
+    verdict, sides = _find_verdict(first_rows, present, configured, origin)
     candidates = _collect_candidates([column for column in present if column not in sides.values()], configured)
     if verdict:
         candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
@@ -146,19 +121,17 @@ def recognize(
     are_whole = all(map(_begins_with_prompt, values))
     if candidates["chosen"] and candidates["rejected"] and not (candidates["prompt"] or are_whole):
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
-    fitting = [form for form in FORMS[trains_on] if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    form = next((form for form in fitting if all(candidates[field] for field in form)), None)
-    if form is None:
-        forms = (ASKED.get(trains_on, PAIR_FIELDS), *FORMS[trains_on])
-        fields = max(forms, key=lambda form: sum(bool(candidates[field]) for field in form))
+    forms = FORMS[trains_on]
+    fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
+    complete = [form for form in fitting if all(candidates[field] for field in form)]
+    nearest = max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form))
+    form = complete[0] if complete else nearest
+    if not fitting or any(len(candidates[field]) != 1 for field in form):
         raise InputError(
-            f"training on {trains_on} needs the columns {', '.join(fields)}; {origin} has {', '.join(present)}: name "
-            f"them with {_write_override(key, fields, candidates)} (docs/formats.md)"
+            f"training on {trains_on} needs the columns {' or '.join(', '.join(form) for form in forms)}, "
+            f"and it is not clear which of {', '.join(present)} in {origin} are these: name them, as in "
+            f"{_write_override(key, form, candidates)} (docs/formats.md)"
         )
-    for field in form:
-        if len(candidates[field]) > 1:
-            columns, fix = " or ".join(candidates[field]), _write_override(key, form, candidates)
-            raise InputError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
     # of several columns, none is a system turn for sure; a single word may name a model
     system = candidates[SYSTEM][0] if len(candidates[SYSTEM]) == 1 else ""
     has_words = any(not WORD.fullmatch(str(row.get(system, ""))) for row in first_rows)
@@ -166,7 +139,7 @@ def recognize(
     optional = {
         "weight": trains_on != "prompts",
         "margin": with_margins and "responses" not in form,
-        **dict.fromkeys(PROMPT_PARTS, "prompt" in form),
+        "input": "prompt" in form,
         TOOLS: True,
         SYSTEM: SYSTEM in configured or has_words,
     }
@@ -175,11 +148,10 @@ def recognize(
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
     texts = [column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)]
     if form == WHOLE_PAIR_FIELDS and texts and not are_whole:
-        with_prompt = {**candidates, "prompt": texts if len(texts) == 1 else []}
+        with_prompt = _write_override(key, ("prompt", *form), {**candidates, "prompt": texts})
         raise InputError(
-            f"{origin} has chosen and rejected, but it is not known which column is their prompt: it may be "
-            f"{' or '.join(texts)}. Give {_write_override(key, PAIR_FIELDS, with_prompt)}, or, if the prompt is what "
-            f"chosen and rejected begin with, {_write_override(key, WHOLE_PAIR_FIELDS, candidates)}"
+            f"{origin}: the prompt of chosen and rejected may be {' or '.join(texts)}, or what both begin with: give "
+            f"{with_prompt}, or {_write_override(key, form, candidates)}"
         )
     return Columns(used, unused, verdict, sides)
 
@@ -196,48 +168,58 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
     """Collect the columns that may be each field.
 
     A configured field has the column that the config gives, if any. Any other field has the column with the field's
-    name, or else all columns with one of its OTHER_NAMES.
+    name, or else all columns with one of its OTHER_NAMES. The `input` of Alpaca's data belongs to its instruction.
     """
     free = [column for column in present if column not in configured.values()]
-    candidates: dict[str, list[str]] = {part: [] for part in PROMPT_PARTS}
+    candidates: dict[str, list[str]] = {"input": []}
     for field in FIELDS:
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
         if field in configured:
             candidates[field] = [column for column in (configured[field],) if column is not None]
-    by_name = {column.lower(): [column] for column in candidates["prompt"]}
-    if "prompt" not in configured and "instruction" in by_name and by_name.keys() <= {"instruction", "input"}:
-        history = [column for column in ("history",) if column in present]
-        candidates |= {"prompt": by_name["instruction"], "input": by_name.get("input", []), "history": history}
+    by_name = {column.lower(): column for column in candidates["prompt"]}
+    if by_name.keys() == {"instruction", "input"}:
+        candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
     return candidates
 
 
-def _match_side(value: Any) -> re.Match[str] | None:
-    """Match a value that names one of two responses."""
+def _find_verdict(
+    rows: Sequence[Mapping[str, Any]], present: Sequence[str], configured: Mapping[str, str | None], origin: str
+) -> tuple[str | None, dict[str, str]]:
+    """Find a column that names the better of two responses, and their columns by letter or digit.
+
+    There is none beside a column of rejected responses, or if the config names responses. Raises InputError if numbers
+    may count from 0 or from 1.
+    """
+    by_name: dict[str, dict[str, str]] = {}
+    for column in sorted(present, key=normalize):
+        if match := RESPONSE.fullmatch(normalize(column)):
+            by_name.setdefault(match[1], {})[match[2]] = column
+    pairs = [sides for sides in by_name.values() if "".join(sides) in ("ab", "01", "12")]
+    named = [column for column in present if VERDICT.fullmatch(normalize(column))]
+    is_pair = _collect_candidates(present, {})["rejected"] or not configured.keys() <= {"prompt", *OPTIONAL_FIELDS}
+    if is_pair or not pairs or not named:
+        return None, {}
+    verdict, sides = min(named, key=lambda name: normalize(name).startswith("label")), pairs[0]
+    found = {_find_side(row.get(verdict)) for row in rows}
+    if sides.keys() & found and (others := found & {*"012"} - sides.keys()):
+        raise InputError(
+            f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
+            f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
+        )
+    return verdict, sides
+
+
+def _find_side(value: Any) -> str:
+    """Find which of two responses a value names: its letter or digit, or ""."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
-    return None if text.startswith("-") else SIDE.fullmatch(normalize(text))
+    match = SIDE.fullmatch(normalize(text))
+    return match[1] if match and not text.startswith("-") else ""
 
 
 def normalize(name: str) -> str:
     """Reduce a column's name, or a value, to small letters and digits."""
     return re.sub(r"[\W_]+", "", name.lower())
-
-
-def _find_verdict(present: Sequence[str], configured: Mapping[str, str | None]) -> tuple[str | None, dict[str, str]]:
-    """Find a column that names the better of two responses, and their columns by letter or digit.
-
-    There is none beside a column of rejected responses, or if the config names responses.
-    """
-    by_name: dict[str, dict[str, str]] = {}
-    for column in present:
-        if match := RESPONSE.fullmatch(normalize(column)):
-            by_name.setdefault(match[1], {})[match[2]] = column
-    pairs = [sides for sides in by_name.values() if "".join(sorted(sides)) in ("ab", "01", "12")]
-    named = [column for column in present if VERDICT.fullmatch(normalize(column))]
-    is_pair = _collect_candidates(present, {})["rejected"] or not configured.keys() <= {"prompt", *OPTIONAL_FIELDS}
-    if is_pair or not pairs or not named:
-        return None, {}
-    return min(named, key=lambda name: normalize(name).startswith("label")), dict(sorted(pairs[0].items()))
 
 
 def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:

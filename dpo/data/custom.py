@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from itertools import chain, cycle, islice
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +22,13 @@ from dpo.data.schema import (
     Row,
     common_start,
     get_field,
-    read_messages,
+    read_message,
     read_tools,
 )
-from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate, describe
 from dpo.data.tokenization import refuse_eos, remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
-from dpo.numbers import count
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.system.pool import map_chunks
 
@@ -68,26 +66,23 @@ def get_custom(
     BadRecordsError, which names records and `origin`, unless these can be skipped.
     """
     if not any(isinstance(row, Mapping) for row in rows):
-        raise BadRecordsError(name, [(number, str(row)) for number, row in enumerate(rows, start=1)], are_all=True)
+        raise BadRecordsError(name, [(number, str(row)) for number, row in enumerate(rows, start=1)])
     recognized = recognize(rows, columns, name=name, origin=origin, trains_on=trains_on, with_margins=with_margins)
-    reader = _Reader(tokenizer, recognized, trains_on)
-    reader.decide(zip(rows, iterate_places(rows, origin), strict=True), chat)
+    reader = _Reader(rows, recognized, tokenizer, origin=origin, trains_on=trains_on, chat=chat)
     mode = "keep_turns" if reader.is_rendered else "keep_end"
     data = PreferenceData(truncation_mode=mode, rendered=reader.is_rendered, apart=reader.is_apart)
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
-    placed_rows = zip(rows, enumerate(iterate_places(rows, origin), start=1), strict=True)
+    numbered = enumerate(rows, start=1)
     changes, bad, n_records = [], [], 0
-    for records, bad_ones, changed in map_chunks(
-        reader.read, placed_rows, len(rows), "reading records", rows_per_worker
-    ):
+    for records, bad_ones, changed in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
         for record in records:
-            data.add(record)
+            data.add_record(record)
         n_records += len(records)
         bad += bad_ones
         changes += changed
     if bad and (bad_records == "refuse" or not data):
-        raise BadRecordsError(name, bad, are_all=not data)
+        raise BadRecordsError(name, bad)
     data.bad_records = bad
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
     if reader.has_template and not reader.holds_chats:
@@ -103,44 +98,38 @@ def get_custom(
 
 
 class _Reader:
-    """Reads rows one by one, in any process."""
+    """Reads rows, in any process, in the way that the first ones decide."""
 
-    def __init__(self, tokenizer: Any, columns: Columns, trains_on: str) -> None:
-        self.tokenizer, self.columns, self.trains_on = tokenizer, columns, trains_on
+    def __init__(
+        self, rows: Iterable[Row], columns: Columns, tokenizer: Any, *, origin: str, trains_on: str, chat: str
+    ) -> None:
+        self.columns, self.tokenizer, self.origin, self.trains_on = columns, tokenizer, origin, trains_on
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.is_rendered = False  # all records are chats or become chats, and the template renders them
         self.holds_chats = False  # the first record is a chat
-        self.is_rendered = False  # all records become chats, and the template renders them
-        self.is_apart = False  # pairs in the format of HH, which are tokenized as the reference code does
-
-    def decide(self, placed_rows: Iterable[tuple[Row, str]], chat: str) -> None:
-        """Decide by the first records how all are read.
-
-        With `chat="auto"`, a template that exists renders texts, unless most prompts share the header of an answer, or
-        chosen and rejected hold the prompt.
-        """
         records: list[Record] = []
-        for row, where in islice(placed_rows, N_DECIDING):
+        for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
-                if record := self._read(row, where):
-                    records.append(record)
-        self.holds_chats = self.is_rendered = bool(records) and isinstance(records[0].prompt, list)
-        if not records or self.holds_chats:
-            return
-        self.is_rendered = chat == "always"
-        if chat == "auto" and self.has_template and "prompt" in self.columns.used:
+                records += filter(None, [self._read(row, origin)])
+        if records and isinstance(records[0].prompt, list):
+            self.holds_chats = self.is_rendered = True
+        elif chat == "auto" and self.has_template and "prompt" in columns.used:
             texts = [record.prompt for record in records if isinstance(record.prompt, str)]
             self.is_rendered = not share_header(texts)
-        used = {field: column for field, column in self.columns.used.items() if field not in NUMBER_FIELDS}
-        is_whole = used == {"chosen": "chosen", "rejected": "rejected"} and not self.columns.verdict
-        is_hh = is_whole and find_format(records[0].prompt, rendered=False) == HH
-        self.is_apart = is_hh and not self.is_rendered
+        else:
+            self.is_rendered = chat == "always"
+        used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
+        # pairs in the format of HH are tokenized as the reference code does
+        is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
+        self.is_apart = is_hh and bool(records) and find_format(records[0].prompt, rendered=False) == HH
 
     def read(
-        self, chunk: Sequence[tuple[Row, tuple[int, str]]]
+        self, chunk: Sequence[tuple[int, Row]]
     ) -> tuple[list[Record], list[tuple[int, str]], list[tuple[str, str]]]:
-        """Read rows with numbers and places; return records, bad ones, and what the template changes."""
+        """Read rows with their numbers; return records, bad ones, and what the template changes."""
         records, bad, template = [], [], ChatTemplate(self.tokenizer)
-        for row, (number, where) in chunk:
+        for number, row in chunk:
+            where = f"record {number} of {self.origin}"
             try:
                 record = self._read(row, where)
                 if record is None:  # a tie
@@ -149,8 +138,7 @@ class _Reader:
                 if self.is_rendered:
                     record = template.render(record, where)
                 else:
-                    texts = [*record.responses, *[record.prompt] * self.is_apart]
-                    refuse_eos(texts, self.tokenizer, where)
+                    refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer, where)
                 records.append(record._replace(row=number))
             except InputError as error:
                 bad.append((number, str(error)))
@@ -160,34 +148,27 @@ class _Reader:
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row, where)
-        if not used:
-            return None
         as_chat = self.is_rendered and not self.holds_chats
-        return read_record(row, used, where, self.tokenizer, as_chat=as_chat)
+        return read_record(row, used, where, self.tokenizer, as_chat=as_chat) if used else None
 
     def _check(self, record: Record, where: str) -> None:
         """Refuse a record that nothing can be learnt from."""
-        is_chat = isinstance(record.prompt, list)
-        if is_chat != self.is_rendered:
-            kind, other = ("chat messages", "text") if is_chat else ("text", "chat messages")
-            raise InputError(f"{where} holds {kind}, and earlier records hold {other}: use one kind")
-        if media := getattr(self.tokenizer, "media_tokens", ()):
-            texts = repr((record.prompt, record.responses))
-            if medium := next((token for token in media if token in texts), None):
-                raise InputError(
-                    f"{where}: a text has {medium}, which stands for an image, video or audio, and only text is "
-                    f"trained: remove the record"
-                )
-        is_learnt = bool(record.responses) and record.label is not False
-        if is_learnt and _is_empty(record.responses[record.best]):
+        if isinstance(record.prompt, list) != self.is_rendered:
+            raise InputError(f"{where} holds text and others hold chat messages, or the reverse: use one kind")
+        media, texts = getattr(self.tokenizer, "media_tokens", ()), (record.prompt, record.responses)
+        if medium := next((token for token in media if token in repr(texts)), None):
+            raise InputError(
+                f"{where}: a text has {medium}, which stands for an image, video or audio, and only text is trained: "
+                f"remove the record"
+            )
+        if record.responses and record.label is not False and _is_empty(record.responses[record.best]):
             raise InputError(f"{where}: the response to learn is empty: give it a value, or remove the record")
-        if record.scores and self.trains_on == "lists":
-            n, n_scores = len(record.scores), len(set(record.scores))
-            if n > LONGEST_LIST or n_scores < n:
-                raise InputError(
-                    f"{where}: this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
-                    f"with {n_scores}: remove some, or train with a loss of pairs, such as loss=dpo"
-                )
+        n, n_scores = len(record.scores), len(set(record.scores))
+        if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
+            raise InputError(
+                f"{where}: this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
+                f"with {n_scores}: remove some, or train with a loss of pairs, such as loss=dpo"
+            )
 
 
 def _is_empty(response: str | Messages) -> bool:
@@ -210,68 +191,54 @@ def read_record(
     Raises InputError, which says `where` the row is, if a field is wrong, or if prompt and responses do not go
     together.
     """
+    prompt: str | Messages
     responses: list[Any]
-    scores, pairs = [], []
+    scores: list[float] = []
     if "messages" in used:  # a chat that ends with its response
-        messages = _read_value(row, used["messages"], where)
-        if isinstance(messages, str):
-            raise InputError(f"{where}: {used['messages']} must be a list of chat messages, and is text")
+        messages = [read_message(message, where) for message in get_field(row, used["messages"], where, list)]
         prompt, responses = messages[:-1], [messages[-1:]]
     elif "responses" in used:
-        answers, scores = _read_list(row, used, where)
+        answers = _index_items(row, used["responses"], where)
+        scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
+        if "scores" in used:
+            given = _index_items(row, used["scores"], where)
+            scores = [_read_number(given, item, where) for item in given]
+        if len(answers) < 2 or len(scores) != len(answers):
+            raise InputError(
+                f"{where} has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
+                f"score each: correct it, or remove the record"
+            )
         prompt, responses = _read_answers(row, used, answers, [*answers], where)
     else:  # a pair, a target, a labelled response or a prompt
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
         prompt, responses = _read_answers(row, used, row, columns, where)
-        pairs = [(0, 1)] if "rejected" in used else []
-    if "input" in used and row.get(used["input"]) not in (None, ""):
-        texts = (get_field(row, used[field], where) for field in ("prompt", "input"))
-        prompt = "\n\n".join(filter(None, texts))
-    if prompt == "":
+    if not prompt:
         raise InputError(f"{where}: the prompt is empty: give it a value, or remove the record")
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
-    before = _read_turns_before(row, used, where)
     if as_chat and isinstance(prompt, str):
         is_dialogue = find_format(prompt, rendered=False) == HH
         prompt = split_turns(prompt, "")[:-1] if is_dialogue else [{"role": "user", "content": prompt}]
         # a response loses the one space that separates it from its prompt
-        responses = [text[1:] if re.match(r" \S", text) else text for text in responses]
-        responses = [[{"role": "assistant", "content": text}] for text in responses]
-    tools = []
-    if isinstance(prompt, list):
-        _check_chat(prompt, responses, where)
-        if prompt[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
-            prompt = before + prompt
-        tools = read_tools(row, used[TOOLS], where) if TOOLS in used else []
-    else:
-        prompt = "\n\n".join(filter(None, (*(turn["content"] for turn in before), prompt)))
+        responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
+    if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
+        raise InputError(f"{where}: a response must end with a message of the assistant: correct or remove the record")
+    if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
+        system = get_field(row, used[SYSTEM], where)
+        if isinstance(prompt, str):
+            prompt = f"{system}\n\n{prompt}"
+        elif prompt[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
+            prompt = [{"role": SYSTEM, "content": system}, *prompt]
     return Record(
         prompt,
         responses,
-        pairs,
+        pairs=[(0, 1)] if "rejected" in used else [],
         scores=scores,
         label=_read_label(row, used["label"], where) if "label" in used else None,
         weight=_read_number(row, used["weight"], where, above_zero=True) if "weight" in used else None,
         margin=_read_number(row, used["margin"], where) if "margin" in used else None,
-        tools=tools,
+        tools=read_tools(row, used[TOOLS], where) if TOOLS in used and isinstance(prompt, list) else [],
     )
-
-
-def _read_list(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[float]]:
-    """Read the responses and scores of a ranked list; without a column of scores, its best response comes first."""
-    column = used["responses"]
-    answers = {f"{column}[{i}]": value for i, value in enumerate(get_field(row, column, where, list))}
-    scores = [-float(i) for i in range(len(answers))]
-    if "scores" in used:
-        given = {f"{used['scores']}[{i}]": value for i, value in enumerate(get_field(row, used["scores"], where, list))}
-        scores = [_read_number(given, item, where) for item in given]
-    if len(answers) < 2 or len(scores) != len(answers):
-        raise InputError(
-            f"{where}: {column} has {count(len(answers), 'response')} and {count(len(scores), 'score')}, and needs 2 "
-            f"responses or more with a score each: correct it, or remove the record"
-        )
-    return answers, scores
 
 
 def _read_answers(
@@ -296,13 +263,15 @@ def _read_answers(
             )
         return prompt, responses
     prompt = _read_value(row, used["prompt"], where)
-    if are_texts:
-        is_chat = isinstance(prompt, list)
-        return prompt, [[{"role": "assistant", "content": text}] for text in values] if is_chat else values
-    if isinstance(prompt, list):
+    if "input" in used and row.get(used["input"]) not in (None, ""):
+        texts = (get_field(row, used[field], where) for field in ("prompt", "input"))
+        prompt = "\n\n".join(filter(None, texts))
+    if are_texts and isinstance(prompt, list):
+        return prompt, [_as_answer(text) for text in values]
+    if are_texts or isinstance(prompt, list):
         return prompt, values
-    if prompt and all(messages and messages[0]["role"] == "assistant" for messages in values):
-        return [{"role": "user", "content": prompt}], values
+    if all(messages and messages[0]["role"] == "assistant" for messages in values):
+        return [{"role": "user", "content": prompt}] if prompt else [], values
     shared, *rests = _split_shared_messages(values)
     if all(message["content"] != prompt for message in shared):
         raise InputError(
@@ -312,18 +281,8 @@ def _read_answers(
     return shared, rests
 
 
-def _check_chat(prompt: Messages, responses: Sequence[Messages], where: str) -> None:
-    """Check that a chat has a prompt and answers of the assistant."""
-    if not (prompt and all(responses)):
-        raise InputError(
-            f"{where}: a prompt and its responses need at least one message each: add messages, or remove the record"
-        )
-    for response in responses:
-        if (role := response[-1]["role"]) != "assistant":
-            raise InputError(
-                f"{where}: the last message is from {role}, and must be from assistant: remove the message, or the "
-                f"record"
-            )
+def _as_answer(text: str) -> Messages:
+    return [{"role": "assistant", "content": text}]
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
@@ -351,10 +310,10 @@ def _split_shared_messages(dialogues: Sequence[Messages]) -> list[Messages]:
 
 
 def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messages:
-    """Read a text, or messages in our form, whatever their format."""
+    """Read a text, a list of messages, or one message."""
     value = get_field(row, column, where, (str, list, dict))
     if not isinstance(value, str):
-        return read_messages(value, where)
+        return [read_message(message, where) for message in (value if isinstance(value, list) else [value])]
     if MESSAGES_AS_TEXT.match(value):
         raise InputError(
             f"{where}: {column} is a text that holds chat messages: write them as a list, in .jsonl or .parquet"
@@ -362,22 +321,9 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messag
     return value
 
 
-def _read_turns_before(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> Messages:
-    """Read the system turn and the history before a prompt; rows may lack either."""
-    turns = []
-    if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
-        turns.append({"role": SYSTEM, "content": get_field(row, used[SYSTEM], where)})
-    history = row.get(used["history"]) or [] if "history" in used else []
-    is_history = isinstance(history, list) and all(
-        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in history
-    )
-    if not is_history:
-        raise InputError(
-            f"{where}: {used['history']} must be a list of [instruction, response], and is {history!r:.80}: correct "
-            f"it, or remove the record"
-        )
-    roles = cycle(("user", "assistant"))
-    return turns + [{"role": role, "content": text} for role, text in zip(roles, chain(*history), strict=False)]
+def _index_items(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+    """Name the items of a list."""
+    return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, where, list))}
 
 
 def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:

@@ -55,8 +55,7 @@ def get_demo(split: str) -> PreferenceData:
             for openings in (COURTEOUS, CURT):
                 body, place = rng.choice(BODIES), rng.choice(PLACES)
                 answers.append(f" {rng.choice(openings)} {body.format(thing=thing, place=place)}")
-            if any(prompt in each for each in data.values()):
-                continue
-            entry = data[name].add_pair(prompt, *answers)
-            entry["sft_target"] = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
+            if not any(prompt in each for each in data.values()):
+                target = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
+                data[name].add(prompt, answers, [(0, 1)], target)
     return data[split]

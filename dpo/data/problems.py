@@ -17,16 +17,11 @@ SHOWN = 20  # bad records, or records of a kind, that a message names
 
 
 class BadRecordsError(InputError):
-    """Some records of a dataset cannot be used; `are_all`: none can."""
+    """Some records of a dataset cannot be used: their numbers and reasons."""
 
-    def __init__(self, name: str, found: list[tuple[int, str]], *, are_all: bool) -> None:
-        reasons = {reason.partition(": ")[2] for _, reason in found}  # without the record's place
-        if are_all and len(reasons) == 1 < len(found):  # such as a template that cannot render anything
-            text = f"dataset {name}: none of its {len(found):,} records can be used: {reasons.pop()}"
-        else:
-            text = found[0][1] if len(found) == 1 else list_bad(name, found)
-        super().__init__(text)
-        self.name, self.found, self.are_all = name, found, are_all
+    def __init__(self, name: str, found: list[tuple[int, str]]) -> None:
+        super().__init__(list_bad(name, found))
+        self.name, self.found = name, found
 
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
@@ -38,20 +33,14 @@ def list_bad(name: str, found: list[tuple[int, str]]) -> str:
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
     """Name all bad records in a new file of `folder`, if that is given, and how to leave them out."""
-    if error.are_all:
-        return InputError(str(error))
     where = ""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         prefix = f"bad_records-{exp_name.replace('/', '_')}-"
         with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
-            path = Path(file.name)
-        problems = [
-            {"dataset": error.name, "record": number, "problem": BAD, "reason": reason}
-            for number, reason in error.found
-        ]
-        write_problems(path, problems)
-        where = f"; {path} names all of them"
+            where = f"; {file.name} names all of them"
+        facts = {"dataset": error.name, "problem": BAD}
+        write_problems(Path(file.name), ({**facts, "record": n, "reason": reason} for n, reason in error.found))
     return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
 
 

@@ -28,10 +28,9 @@ TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     (int, float): "a number",
 }
-SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}  # in ShareGPT's messages, with their roles
-ROLES = ("system", "user", "assistant", "tool", "function_call")  # that these messages may have
-# roles of messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
-CALLERS = ("function_call", "tool_call")
+CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
+ROLES = ("system", "user", "assistant", "tool", CALLER)
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}  # ShareGPT's
 
 
 class Record(NamedTuple):
@@ -67,7 +66,7 @@ class Record(NamedTuple):
         if trains_on == "labels":
             labelled = [] if self.label is None else [{"chosen" if self.label else "rejected": 0}]
             return labelled + [
-                {role: i} for better, worse in pairs for role, i in (("chosen", better), ("rejected", worse))
+                {role: i} for pair in pairs for role, i in zip(("chosen", "rejected"), pair, strict=True)
             ]
         if ranked and list_pairs == "best_worst":
             ranked = [self.best, scores.index(min(scores))]
@@ -85,17 +84,14 @@ class Entry(TypedDict):
 
 
 class PreferenceData(dict[str, Entry]):
-    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts.
-
-    It also has `notes` about the data, to be printed.
-    """
+    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts."""
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False, apart: bool = True) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
         self.apart = apart  # as the reference code tokenizes prompt and response; otherwise as one text
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # about the data, to be printed
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
         self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
@@ -103,23 +99,24 @@ class PreferenceData(dict[str, Entry]):
     def has_margins(self) -> bool:
         return any(record.margin is not None for entry in self.values() for record in entry.get("records", ()))
 
-    def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> Entry:
-        """Add a pair, whose `better` response becomes the prompt's SFT target; return the prompt's entry."""
+    def add(
+        self, prompt: str, responses: Sequence[str], pairs: Sequence[tuple[int, int]], sft_target: str | None
+    ) -> Entry:
+        """Add responses to a prompt, with pairs of indices into them; a target replaces the prompt's earlier one."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-        n_before = len(entry["responses"])
-        entry["responses"] += [first, second]
-        entry["pairs"].append((n_before + better, n_before + 1 - better))
-        entry["sft_target"] = (first, second)[better]
+        first = len(entry["responses"])
+        entry["responses"] += responses
+        entry["pairs"] += [(first + better, first + worse) for better, worse in pairs]
+        if sft_target is not None:
+            entry["sft_target"] = sft_target
         return entry
 
-    def add(self, record: Record) -> None:
+    def add_record(self, record: Record) -> None:
         """Add a record of texts, whose best response becomes the prompt's SFT target."""
-        entry = self.setdefault(record.prompt, {"responses": [], "pairs": [], "sft_target": ""})
-        first = len(entry["responses"])
-        entry["responses"] += record.responses
-        entry["pairs"] += [(first + better, first + worse) for better, worse in record.pairs]
-        if record.responses and record.label is not False:
-            entry["sft_target"] = record.responses[record.best]
+        is_learnt = bool(record.responses) and record.label is not False
+        target = record.responses[record.best] if is_learnt else None
+        entry = self.add(record.prompt, record.responses, record.pairs, target)
+        first = len(entry["responses"]) - len(record.responses)
         entry.setdefault("records", []).append(record._replace(first=first))
 
     def hold_out(self) -> PreferenceData:
@@ -160,11 +157,7 @@ def get_field(row: Row, key: str, where: str, types: type | tuple[type, ...] = s
 def check_unicode(text: str, what: str, where: str) -> None:
     """Refuse a text that UTF-8 cannot hold; the message names it `what`."""
     if surrogate := SURROGATE.search(text):
-        context = text[max(0, surrogate.start() - 40) : surrogate.end() + 40]
-        raise InputError(
-            f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {context!r}: replace it, or remove the "
-            f"record"
-        )
+        raise InputError(f"{where}: {what} has an unpaired UTF-16 surrogate at character {surrogate.start() + 1}")
 
 
 def is_message(value: Any) -> bool:
@@ -172,60 +165,32 @@ def is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= value.keys())
 
 
-def read_messages(value: Any, where: str) -> Messages:
-    """Read a list of messages, or one; a call after a turn of the assistant belongs to that turn."""
-    messages: Messages = []
-    for original in value if isinstance(value, list) else [value]:
-        message = read_message(original, where)
-        is_call = original.get("role", original.get("from")) in CALLERS
-        if is_call and messages and messages[-1]["role"] == "assistant":
-            turn = messages[-1]
-            messages[-1] = {**message, **turn, "tool_calls": turn.get("tool_calls", []) + message["tool_calls"]}
-        else:
-            messages.append(message)
-    return messages
-
-
 def read_message(message: Any, where: str) -> dict[str, Any]:
     """Check a chat message of any format, and return it as chat templates expect.
 
     A message that calls tools may have no content. Null fields and an empty list of calls are left out.
     """
+    given = drop_nulls(message)
     if is_message(message) and "role" not in message:
-        speaker = get_field(message, "from", where)
-        role = SPEAKERS.get(speaker, speaker)
-        if role not in ROLES:
-            raise InputError(
-                f"{where}: a message is from {speaker!r}, and must be from one of {', '.join((*SPEAKERS, *ROLES))}: "
-                f"rename the speaker, or remove the record"
-            )
-        others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {**others, "role": role, "content": message["value"]}
-    role, given = get_field(message, "role", where), drop_nulls(message)
-    if isinstance(given.get("content"), list):
-        given["content"] = _join_parts(given["content"], where)
-    if role == "tool_response":  # ms-swift's
-        given["role"] = "tool"
-    elif role in CALLERS:
-        calls = get_field(given, "content", where)
-        with suppress(ValueError):
-            calls = json.loads(calls)
+        speaker, given["content"] = get_field(given, "from", where), given.pop("value", None)
+        given["role"] = SPEAKERS.get(given.pop("from"), speaker)
+        if given["role"] not in ROLES:
+            raise InputError(f"{where}: a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
+    role, content = get_field(given, "role", where), given.get("content")
+    if isinstance(content, list):  # of parts, as OpenAI's may be
+        if other := {get_field(part, "type", where) for part in content} - {"text"}:
+            raise InputError(f"{where}: content has a part of type {other.pop()!r}, and must be text")
+        given["content"] = "".join(get_field(part, "text", where) for part in content)
+    if role == CALLER:
+        calls = _parse_json(get_field(given, "content", where))
         given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if "tool_calls" in given:
-        calls = [_read_call(call, where) for call in get_field(given, "tool_calls", where, list)]
-        del given["tool_calls"]
-        given = {"content": "", **given, "tool_calls": calls} if calls else given
+    if calls := given.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise InputError(f"{where}: tool_calls is {calls!r:.80}, and must be a list")
+        given = {"content": "", **given, "tool_calls": [_read_call(call, where) for call in calls]}
     for key in ("content", *(key for key in THOUGHTS if key in given)):
         get_field(given, key, where)
     return given
-
-
-def _join_parts(parts: list[Any], where: str) -> str:
-    """Join the texts of a content that is a list of parts."""
-    kinds = [get_field(part, "type", where) for part in parts]
-    if other := next((kind for kind in kinds if kind != "text"), None):
-        raise InputError(f"{where}: content has a part of type {other!r}, and must be text: remove the record")
-    return "".join(get_field(part, "text", where) for part in parts)
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
@@ -233,41 +198,36 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     outer = call if isinstance(call, Mapping) and "function" in call else {"function": call}
     function = outer["function"]
     name = get_field(function, "name", where)
-    given = arguments = function.get("arguments") or {}
-    with suppress(ValueError):
-        arguments = json.loads(given) if isinstance(given, str) else given
+    arguments = _parse_json(function.get("arguments") or {})
     if not isinstance(arguments, Mapping):
         raise InputError(
-            f"{where}: the arguments of {name} must be an object or JSON of one, and are {given!r:.80}: correct them, "
-            f"or remove the record"
+            f"{where}: the arguments of {name} are {arguments!r:.80}, and must be an object or JSON of one"
         )
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
 def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
-    """Read the tools of a chat, which rows may lack.
-
-    They are a list of schemas, or such a list as JSON. Schemas of functions alone, as in LLaMA-Factory's data, become
-    tools.
-    """
-    value = row.get(column)
-    tools = drop_nulls(value)
-    with suppress(ValueError):
-        tools = json.loads(value) if isinstance(value, str) and value else tools
-    if not tools:
-        return []
+    """Read the tools of a chat, which rows may lack: a list of schemas, of functions too, or JSON of such a list."""
+    tools = drop_nulls(_parse_json(row.get(column))) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
-            f"{where}: {column} must be a list of function schemas (objects), or JSON of such a list, and is "
-            f"{value!r:.80}: correct it, or leave it out, for a column with columns={{tools: null}}"
+            f"{where}: {column} is {tools!r:.80}, and must be a list of function schemas (objects), or JSON of such a "
+            f"list; columns={{tools: null}} leaves a column out"
         )
     return [
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
     ]
 
 
+def _parse_json(value: Any) -> Any:
+    """Parse a text that is JSON; return anything else as it is."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
 def drop_nulls(value: Any) -> Any:
-    """Remove the null fields of objects: Arrow gives each object of a column the fields of all others."""
+    """Copy a value without the null fields of objects: Arrow gives each object of a column the fields of all others."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import csv
 import gzip
-import itertools
 import json
 import re
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.schema import Row, is_message
+from dpo.data.schema import Row
 from dpo.errors import InputError, one_sentence
-from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, find_suffix, seen_from
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_readable
 
 HUB_IDS = {
@@ -31,43 +28,7 @@ HUB_IDS = {
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
-SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
-
-
-class FileRows(list[Row]):
-    """Records of files, with an error in place of each that cannot be parsed."""
-
-    def __init__(self) -> None:
-        self.files: list[tuple[int, Path]] = []  # each with the index of its first record
-        self.lines = array("q")  # on which records end; 0 if a file is not read by lines
-
-    def read(self, file: Path, limit: int | None) -> None:
-        """Add the records of a file or saved dataset."""
-        self.files.append((len(self), file))
-        try:
-            for line, row in itertools.islice(_read_values(file), limit):
-                self.lines.append(line)
-                self.append(row)
-                if not isinstance(row, (Mapping, InputError)):
-                    self[-1] = InputError(
-                        f"{self.find_place(len(self) - 1)} is {type(row).__name__}, not an object with fields"
-                    )
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{file} cannot be read: it is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8 (in "
-                f"a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
-            ) from error
-        except InputError:
-            raise
-        except Exception as error:  # the libraries that parse files raise anything for damage
-            raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
-
-    def find_place(self, index: int) -> str:
-        """Find where a record is, as in `record 2 of FILE (line 3)`."""
-        first, file = self.files[bisect_right(self.files, index, key=lambda entry: entry[0]) - 1]
-        line = self.lines[index]
-        return f"record {index - first + 1} of {file}" + (f" (line {line})" if line else "")
 
 
 class ArrowRows(Sequence[Mapping[str, Any]]):
@@ -107,13 +68,6 @@ def _name_classes(value: Any, feature: Any) -> Any:
     return [_name_classes(part, feature.get("feature")) for part in value] if isinstance(value, list) else value
 
 
-def iterate_places(rows: Sequence[Row], origin: str) -> Iterator[str]:
-    """Yield where each record is: in its file, or in `origin`."""
-    if isinstance(rows, FileRows):
-        return map(rows.find_place, range(len(rows)))
-    return (f"record {number} of {origin}" for number in range(1, len(rows) + 1))
-
-
 def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
     """Load the records of a split; with `limit`, only so many of each local file.
 
@@ -128,9 +82,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
             f"dataset source {source.path} does not exist{seen_from(path)}: give a directory, a file or a Hub id"
         )
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
-    rows = FileRows()
-    for file in files:
-        rows.read(file, limit)
+    rows = [row for file in files for row in islice(_read_file(file), limit)]
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -149,8 +101,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
         return [source.path, dict(source.columns), files] if files else None
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
-        files = [path] if path.is_file() else entries
-        stats = [(str(file), file.stat()) for file in files if file.is_file()]
+        stats = [(str(file), file.stat()) for file in (entries or [path]) if file.is_file()]
     except OSError:  # loading the source will raise an error that says why it cannot be read
         return None
     # every write sets ctime, but a program such as rsync may restore mtime
@@ -162,21 +113,18 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
     """Load a split from the Hub, under its first existing name."""
     import datasets
 
-    load = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
-    *first_names, last_name = SPLIT_NAMES.get(split, (split,))
-    try:
-        for name in first_names:
-            try:
-                return load(split=name)
-            except ValueError as error:
-                if not UNKNOWN_SPLIT.match(str(error)):
-                    raise
-        return load(split=last_name)
-    except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
-        raise InputError(
-            f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "
-            f"its cache: {one_sentence(error)}. Without network, point dataset_sources at a local directory"
-        ) from error
+    names = list(SPLIT_NAMES.get(split, (split,)))
+    while True:
+        name = names.pop(0)
+        try:
+            return datasets.load_dataset(source.path, split=name, cache_dir=cache_dir, revision=source.revision or None)
+        except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
+            if not (names and UNKNOWN_SPLIT.match(str(error))):
+                raise InputError(
+                    f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from "
+                    f"the Hub or its cache: {one_sentence(error)}. Without network, point dataset_sources at a local "
+                    f"directory"
+                ) from error
 
 
 def _find_files(folder: Path, split: str) -> list[Path]:
@@ -202,25 +150,35 @@ def _find_files(folder: Path, split: str) -> list[Path]:
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
         for files in found.values():
             return files
-    present = ", ".join(entry.name for entry in entries[:8] if entry.parent == folder) or "nothing"
     raise InputError(
-        f"{folder} has no {split} split: it needs {split}.jsonl, {split}.csv or such a file ({', '.join(SUFFIXES)}), "
-        f"named {' or '.join(names)}; it holds {present}. datasets={folder}/FILE takes both splits from one file: a "
-        f"tenth of its prompts is the test split"
+        f"{folder} has no {split} split, a file or saved dataset named {' or '.join(names)} (such as {split}.jsonl or "
+        f"{split}.csv); datasets={folder}/FILE takes both splits from one file"
     )
 
 
-def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the values in a file, not yet checked to be records.
+def _read_file(file: Path) -> Iterator[Row]:
+    """Yield the records of a file or saved dataset, with an error in place of each that cannot be parsed."""
+    try:
+        for number, row in enumerate(_parse_file(file), start=1):
+            is_row = isinstance(row, (Mapping, InputError))
+            yield row if is_row else InputError(f"record {number} of {file} is {row!r:.80}, not an object with fields")
+    except InputError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8 (in a spreadsheet as CSV "
+            f"UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
+        ) from error
+    except Exception as error:  # the libraries that parse files raise anything for damage
+        raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
 
-    In place of a value that cannot be parsed there is an InputError. Each value comes with the line that it ends on, or
-    0 if the file is not read by lines.
-    """
+
+def _parse_file(file: Path) -> Iterator[Any]:
     suffix = find_suffix(file.name)
     if file.is_dir():
         import datasets
 
-        yield from ((0, row) for row in ArrowRows(datasets.load_from_disk(file)))
+        yield from ArrowRows(datasets.load_from_disk(file))
         return
     check_readable(file)
     if suffix == ".parquet":
@@ -230,7 +188,7 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
         features = about.get("info", {}).get("features")
         for batch in table.iter_batches(ROWS_PER_BATCH):
-            yield from ((0, _name_classes(row, features)) for row in batch.to_pylist())
+            yield from (_name_classes(row, features) for row in batch.to_pylist())
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
@@ -239,65 +197,42 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
                 f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
             )
     if not suffix:
-        raise InputError(
-            f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
-        )
+        raise InputError(f"{file} is not one of {', '.join(f'*{each}' for each in SUFFIXES)}")
+    parse = {".jsonl": _parse_json_lines, ".json": _parse_json, ".csv": _parse_table}[suffix.removesuffix(".gz")]
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
+        yield from parse(lines, file)
 
 
-def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, Any]]:
+def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            value = json.loads(line.rstrip())  # so errors at its end name its last column
-        except json.JSONDecodeError as error:
-            value = InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}")
-        except (ValueError, RecursionError) as error:  # too many digits of a number, or levels of lists
-            value = InputError(f"line {number} of {file} cannot be read: {error}")
-        yield number, value
+            if line.strip():
+                yield json.loads(line)
+        except (ValueError, RecursionError) as error:  # also too many digits of a number, or levels of lists
+            yield InputError(f"line {number} of {file} is not JSON: {one_sentence(error)}")
 
 
-def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
-    """Parse a list of records, an object that has one or is a record, or JSON lines."""
+def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
+    """Parse a list of records, or JSON lines."""
     text = lines.read()
-    if not text.strip():
-        return
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data" or text.lstrip().startswith("["):
-            raise
-        yield from _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
-        return
-    if isinstance(content, Mapping):
-        lists = [value for key, value in content.items() if key != TOOLS and _are_records(value)]
-        if len(lists) > 1:
-            raise InputError(f"{file} holds {len(lists)} lists of records: give each a file of its own")
-        content = lists[0] if lists else [content] if any(content.values()) else []
-    for value in content if isinstance(content, list) else [content]:
-        yield 0, value
+    if text.lstrip().startswith("["):
+        return iter(json.loads(text))
+    return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
 
 
-def _are_records(value: Any) -> bool:
-    """Return whether a value is a list of objects that are not the messages of one record."""
-    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) and not is_message(v) for v in value)
-
-
-def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, Any]]:
+def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
-    if separator == ",":  # Excel writes semicolons where 0.5 is 0,5
-        separator = max(SEPARATORS, key=re.sub('"[^"]*"', "", first_line).count)
-    reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
+    # Excel writes semicolons where 0.5 is 0,5
+    separator = max(",;\t", key=re.sub('"[^"]*"', "", first_line).count)
+    reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
-    n_records = n_lines = 0  # lines of the file up to the end of the last record
+    end = 0  # line on which the last record ends
     try:
         for fields in reader:
-            n_lines = reader.line_num
+            begin, end = end + 1, reader.line_num
             if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
                 continue
             if not header:
@@ -307,27 +242,16 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
                 names = [name for name in header if name]
                 if len(set(names)) < len(names):
                     raise InputError(f"{file}: the first line names a column twice: {', '.join(names)}")
-                continue
-            n_records += 1
-            if len(fields) < len(header) or any(fields[len(header) :]):
-                problem = (
-                    f"record {n_records} of {file} (line {n_lines}) has {len(fields)} fields, and the first line names "
-                    f"{len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes, and let the first "
-                    f"line, with no title above it, name the columns"
+            elif len(fields) < len(header) or any(fields[len(header) :]):
+                yield InputError(
+                    f"the record on line {begin} of {file} has {len(fields)} fields, and the first line names "
+                    f"{len(header)}: put fields with {separator!r} or newlines in quotes, and let the first line, with "
+                    f"no title above it, name the columns"
                 )
-                yield n_lines, InputError(problem)
-                continue
-            yield n_lines, {name: field for name, field in zip(header, fields, strict=False) if name}
+            else:
+                yield {name: field for name, field in zip(header, fields, strict=False) if name}
     except csv.Error as error:
         raise InputError(
-            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: quote a "
-            f'field that contains quotation marks, and double these marks, as in "say ""yes"""'
+            f"{file} cannot be read: {error}, in the record that begins on line {end + 1}: quote a field that "
+            f'contains quotation marks, and double these marks, as in "say ""yes"""'
         ) from error
-
-
-PARSERS: dict[str, Callable[..., Iterator[tuple[int, Any]]]] = {  # yield each value with the line that it ends on
-    ".jsonl": _parse_json_lines,
-    ".json": _parse_json,
-    ".csv": partial(_parse_table, separator=","),
-    ".tsv": partial(_parse_table, separator="\t"),
-}

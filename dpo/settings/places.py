@@ -24,7 +24,7 @@ from dpo.system.plain_files import make_directory, replacing
 from dpo.system.run_directory import get_local_dir
 
 BUILT_IN = ("hh", "shp", "se", "demo")  # datasets that preference_datasets.py loads
-SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
+SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
@@ -58,7 +58,6 @@ TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
 FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
-PROMPT_PARTS = ("input", "history")  # parts of a prompt in Alpaca's data, beside the instruction
 
 
 class Problem(NamedTuple):

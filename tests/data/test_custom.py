@@ -13,10 +13,8 @@ from support.runs import read_metrics
 
 from dpo.analysis.ledger import read_ledger
 from dpo.data import custom
-from dpo.data.columns import recognize
-from dpo.data.custom import get_custom, read_record
+from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
-from dpo.data.schema import Record
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.system import pool
@@ -137,12 +135,8 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
 
 
-def read(row: dict[str, Any]) -> Record:
-    used = recognize([row], {}, name="mine", origin="rows", trains_on="pairs").used
-    return read_record(row, used, "record 1 of rows")
-
-
-DIALOGUE = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+QUESTION = "\n\nHuman: a\n\nAssistant:"
+DIALOGUE = f"{QUESTION} b\n\nHuman: c\n\nAssistant:"
 
 
 @pytest.mark.parametrize(
@@ -155,16 +149,12 @@ DIALOGUE = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
         # a dialogue is cut at its last shared marker, though " I " is shared beyond it
         (f"{DIALOGUE} I do", f"{DIALOGUE} I don't", (DIALOGUE, " I do", " I don't")),
         # dialogues that part at the first answer are cut there, whatever follows
-        (
-            f"{DIALOGUE} d",
-            "\n\nHuman: a\n\nAssistant: e",
-            ("\n\nHuman: a\n\nAssistant:", " b\n\nHuman: c\n\nAssistant: d", " e"),
-        ),
+        (f"{DIALOGUE} d", f"{QUESTION} e", (QUESTION, " b\n\nHuman: c\n\nAssistant: d", " e")),
     ],
 )
-def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected):
-    record = read({"chosen": chosen, "rejected": rejected})
-    assert (record.prompt, *record.responses) == expected
+def test_texts_without_a_prompt_share_their_beginning(tokenizer, chosen, rejected, expected):
+    [(prompt, entry)] = get_custom([{"chosen": chosen, "rejected": rejected}], "rows", tokenizer).items()
+    assert (prompt, *entry["responses"]) == expected
 
 
 PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
@@ -181,43 +171,41 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (PAIR, {"prompt": ""}, "the prompt is empty: give it a value, or remove the record"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
         (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list of messages: correct it, or remove the record"),
-        (PAIR, {"chosen": None}, "chosen is null, and must be text"),
+        (PAIR, {"chosen": " \n"}, "the response to learn is empty"),
+        (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16 surrogate"),
+        (PAIR, {"rejected": None}, "rejected is null, and must be text"),
         (PAIR, {"rejected": math.nan}, "rejected is nan, and must be text"),
         (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common, which would be the prompt: give"),
         (WHOLE, {"rejected": HELLO["rejected"]}, "chosen and rejected must all be text or all be chat messages"),
         (ALPACA, {"input": 0}, "input is 0, and must be text"),
-        (ALPACA, {"history": [["Hi"]]}, "history must be a list of [instruction, response], and is [['Hi']]"),
         (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
         (PAIR, {"weight": "two"}, "weight is two, and must be a finite number above 0"),
-        (PAIR, {"weight": 10**400}, "weight is 1000000"),
-        (PAIR, {"margin": -math.inf}, "margin is -inf, and must be a finite number: correct it, or remove"),
-        (HELLO, {"chosen": []}, "need at least one message each"),
+        (PAIR, {"margin": 10**400}, "margin is 1000000"),
+        (HELLO, {"chosen": []}, "a response must end with a message of the assistant"),
+        (HELLO, {"chosen": [assistant(" ")]}, "the response to learn is empty"),
         (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
         (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
         (HELLO, {"prompt": [IMAGE]}, "content has a part of type 'image_url', and must be text"),
-        (HELLO, {"chosen": [LOOKS]}, "the arguments of look must be an object or JSON of one, and are '[1]'"),
+        (HELLO, {"chosen": [LOOKS]}, "the arguments of look are [1], and must be an object or JSON of one"),
     ],
     "labels": [
         (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
         (LABEL, {"label": None}, "label is None, which does not say"),
+        (LABEL, {"completion": " "}, "the response to learn is empty"),
     ],
     "targets": [
         (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "a message is from 'bing', and must be from o"),
-        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "the last message is from user, and must be from a"),
-        (TARGET, {"messages": [assistant("La")]}, "a prompt and its responses need at least one message each"),
-        (TARGET, {"messages": "Hi"}, "messages must be a list of chat messages, and is text"),
+        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "a response must end with a message of the assistant"),
+        (TARGET, {"messages": [assistant("La")]}, "the prompt is empty"),
+        (TARGET, {"messages": "Hi"}, "messages is 'Hi', and must be a list"),
     ],
     "lists": [
         (RANKED, {}, "takes up to 16 responses with different scores, and there are 4 with 3: remove some, or train"),
         (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be a finite number"),
-        (RANKED, {"scores": [1, 2]}, "responses has 4 responses and 2 scores, and needs 2 responses or more with a "),
-        (RANKED, {"responses": [" a"], "scores": [1]}, "responses has 1 response and 1 score"),
+        (RANKED, {"scores": [1, 2]}, "has 4 responses and 2 scores, and needs 2 responses or more with a score each"),
+        (RANKED, {"responses": [" a"], "scores": [1]}, "has 1 responses and 1 scores"),
         (RANKED, {"responses": [" a", 3], "scores": [1, 2]}, "responses[1] is 3, and must be text"),
-        (
-            RANKED,
-            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
-            "responses[0] and responses[1] must all be text or all be chat messages",
-        ),
+        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "the response to learn is empty"),
     ],
 }
 
@@ -229,7 +217,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         with pytest.raises(InputError) as error:
             get_custom([{**base, **change}], "mine", tokenizer, trains_on=trains_on, with_margins=True)
         assert message in str(error.value), change
-        assert str(error.value).startswith("record 1 of mine")
+        assert str(error.value).startswith("dataset mine: 1 record that cannot be used\n  - record 1 of mine")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +226,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         ([HELLO], None, "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokeni"),
         ([HELLO], REFUSES, "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alter"),
         ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
-        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text, and earlier records hold chat messages: u"),
+        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text and others hold chat messages"),
         # a prompt that other records have is not taken from what the responses share
         ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list of"),
     ],

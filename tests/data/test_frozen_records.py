@@ -25,7 +25,6 @@ SAID = {"chosen": gpt(YES), "rejected": gpt(NO)}
 TALK = [user("Hi!"), assistant("Yes?"), *ASK]
 HH = "\n\nHuman: Hi!\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
 DIALOGUES = {"chosen": f"{HH} Blue.", "rejected": f"{HH} Green."}
-SWIFT = [{"role": "tool_call", "content": LOOK}, {"role": "tool_response", "content": "A clear day"}]
 OBSERVED = [{"from": "function_call", "value": LOOK}, {"from": "observation", "value": "A clear day"}]
 AGAIN = [user("Why?"), assistant("So.")]
 
@@ -103,7 +102,6 @@ TABLE = [
             {"prompt": TALK, **ANSWERS},
             {"chosen": TALK + BLUE, "rejected": TALK + GREEN},
             {"prompt": "Hi!", "chosen": TALK + BLUE, "rejected": TALK + GREEN},
-            {"instruction": Q, "history": [["Hi!", "Yes?"]], **TEXTS},
             {"conversations": [human("Hi!"), gpt("Yes?"), human(Q)], **SAID},
         ],
     ),
@@ -112,7 +110,7 @@ TABLE = [
         (CALLED, *COLOURS),
         [
             {"prompt": [*ASK, CALL, RESULT], **ANSWERS, "tools": TOOLS},
-            {"prompt": [*ASK, *SWIFT], **ANSWERS, "tools": json.dumps(TOOLS)},
+            {"prompt": [*ASK, CALL, RESULT], **ANSWERS, "tools": json.dumps(TOOLS)},
             {"conversations": [human(Q), *OBSERVED], **SAID, "tools": [TOOLS[0]["function"]]},
         ],
     ),
@@ -160,16 +158,8 @@ TABLE = [
     Frozen("pair", (f"{Q}\nAnswer:", " A", " B"), [{"prompt": f"{Q}\nAnswer:", "chosen": " A", "rejected": " B"}]),
     Frozen(
         "pair",
-        ("Be kind.\n\nHi!\n\nYes?\n\nSum up.\n\nA long text.", "Blue.", "Green."),
-        [
-            {
-                "instruction": "Sum up.",
-                "input": "A long text.",
-                "history": [["Hi!", "Yes?"]],
-                "system": "Be kind.",
-                **TEXTS,
-            }
-        ],
+        ("Be kind.\n\nSum up.\n\nA long text.", "Blue.", "Green."),
+        [{"instruction": "Sum up.", "input": "A long text.", "system": "Be kind.", **TEXTS}],
         chat="never",
     ),
     Frozen(
@@ -204,7 +194,7 @@ TABLE = [
             {"prompt": Q, "responses": [NO, YES], "scores": [0, 1]},
         ],
     ),
-    Frozen("target", (CALLED, "Blue.;"), [{"messages": [*ASK, *SWIFT, *BLUE], "tools": TOOLS}]),
+    Frozen("target", (CALLED, "Blue.;"), [{"messages": [*ASK, CALL, RESULT, *BLUE], "tools": TOOLS}]),
     Frozen("prompt", (ASKED,), [{"prompt": Q}, {"question": Q}, {"prompt": ASK}]),
     Frozen(
         "list",

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from support.formats import assistant, user
 from support.runs import train, write_rows
 
 from dpo.data.problems import SHOWN
@@ -14,38 +13,25 @@ from dpo.errors import InputError
 from preference_datasets import get_dataset
 
 GOOD = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}
-TARGET = {"prompt": "Is it?", "completion": " Yes."}
 NAMED = {"prompt": "Is it?", "response_a": " a", "response_b": " b", "winner": "a"}
-LABEL = {**TARGET, "label": True}
-LIST = {"prompt": "Is it?", "responses": [" Yes.", " No."], "scores": [2, 1]}
-CHAT = {"prompt": [user("Is it?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")]}
-EMPTY_IN_CHAT = {**CHAT, "chosen": [assistant(" ")]}
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "trains_on", "reason"),
+    ("good", "bad", "reason"),
     [
-        (GOOD, {**GOOD, "chosen": " \n"}, "pairs", "the response to learn is empty: give it a value, or remove the r"),
-        (GOOD, {"prompt": "Is it?", "chosen": " Yes."}, "pairs", "rejected is missing, and must be text"),
-        (GOOD, {**GOOD, "chosen": "\ud800"}, "pairs", "unpaired UTF-16 surrogate"),
-        (GOOD, {**GOOD, "chosen": " Yes.{EOS} No."}, "pairs", "contains the EOS token"),
-        (GOOD, 7, "pairs", "is int, not an object with fields"),
-        (GOOD, "{broken", "pairs", "is not JSON"),
-        (TARGET, {**TARGET, "completion": ""}, "targets", "is empty"),
-        (LABEL, {**LABEL, "completion": " "}, "labels", "is empty"),
-        (LIST, {**LIST, "responses": [" ", " No."]}, "lists", "is empty"),
-        (CHAT, EMPTY_IN_CHAT, "pairs", "is empty"),
-        (NAMED, {**NAMED, "winner": "x"}, "pairs", "does not say whether response_a or response_b is better"),
+        (GOOD, {**GOOD, "chosen": " \n"}, "the response to learn is empty"),
+        (GOOD, {**GOOD, "rejected": " No.<|endoftext|> Yes."}, "contains the EOS token"),
+        (GOOD, 7, "is 7, not an object with fields"),
+        (GOOD, "{broken", "is not JSON"),
+        (NAMED, {**NAMED, "winner": "x"}, "does not say whether response_a or response_b is better"),
     ],
-)  # fmt: skip
-def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, trains_on, reason, tokenizer, chat, tmp_path):
-    if good is CHAT:
-        tokenizer = chat("{% for message in messages %}<{{ message.role }}>{{ message.content }};{% endfor %}")
-    text = json.dumps(bad).replace("{EOS}", tokenizer.eos_token) if bad != "{broken" else bad
+)
+def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokenizer, tmp_path):
     file = tmp_path / "mine.jsonl"
+    text = bad if isinstance(bad, str) else json.dumps(bad)
     goods = [json.dumps(good).replace("Is it?", f"Is it {i}?") for i in range(3)]
     file.write_text("\n".join([goods[0], text, goods[1], text, goods[2]]) + "\n")
-    options: dict[str, Any] = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer, "trains_on": trains_on}
+    options: dict[str, Any] = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer}
     with pytest.raises(InputError) as refused:
         get_dataset("mine", "train", **options)
     assert "dataset mine: 2 records that cannot be used" in str(refused.value)
@@ -54,11 +40,8 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, trains_on, rea
 
     splits = [get_dataset("mine", split, bad_records="skip", **options) for split in ("train", "test")]
     assert sum(len(split) for split in splits) == 3
-    assert {record.row for split in splits for entry in split.values() for record in entry.get("records", ())} == {
-        1,
-        3,
-        5,
-    }
+    kept = {record.row for split in splits for entry in split.values() for record in entry.get("records", ())}
+    assert kept == {1, 3, 5}
     assert [number for number, _ in splits[0].bad_records] == [2, 4]
     notes = [note for split in splits for note in split.notes]
     assert sum("warning: left out: dataset mine: 2 records" in note for note in notes) == 1

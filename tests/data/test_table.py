@@ -121,7 +121,7 @@ def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_
     def get_own_kind(split, **_):
         calls.append(split)
         data = PreferenceData(truncation_mode="keep_end")
-        data.add_pair("Why?", " Because.", " So.")
+        data.add("Why?", [" Because.", " So."], [(0, 1)], " Because.")
         return data
 
     monkeypatch.setitem(preference_datasets.LOADERS, "hh", get_own_kind)

@@ -205,11 +205,11 @@ def test_what_a_template_changes_is_said(row, template, note, chat):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": "[{"}, "record 1 of mine: tools must be a list of function schemas (objects), or JSON of "),
+        ({"tools": "[{"}, "record 1 of mine: tools is '[{', and must be a list of function schemas"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
         (
             {"prompt": [*ASK, make_call("sky"), RESULT]},
-            "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
+            "record 1 of mine: the arguments of look are 'sky', and must be an object or JSON of one",
         ),
         ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: a message has an unpaired UTF-16 surrogate"),
         ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
