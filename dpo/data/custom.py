@@ -22,7 +22,7 @@ from dpo.data.schema import (
     Row,
     common_start,
     get_field,
-    read_message,
+    read_messages,
     read_tools,
 )
 from dpo.data.templates import ChatTemplate, describe
@@ -195,7 +195,7 @@ def read_record(
     responses: list[Any]
     scores: list[float] = []
     if "messages" in used:  # a chat that ends with its response
-        messages = [read_message(message, where) for message in get_field(row, used["messages"], where, list)]
+        messages = read_messages(get_field(row, used["messages"], where, list), where)
         prompt, responses = messages[:-1], [messages[-1:]]
     elif "responses" in used:
         answers = _index_items(row, used["responses"], where)
@@ -313,7 +313,7 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messag
     """Read a text, a list of messages, or one message."""
     value = get_field(row, column, where, (str, list, dict))
     if not isinstance(value, str):
-        return [read_message(message, where) for message in (value if isinstance(value, list) else [value])]
+        return read_messages(value, where)
     if MESSAGES_AS_TEXT.match(value):
         raise InputError(
             f"{where}: {column} is a text that holds chat messages: write them as a list, in .jsonl or .parquet"

@@ -165,7 +165,12 @@ def is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= value.keys())
 
 
-def read_message(message: Any, where: str) -> dict[str, Any]:
+def read_messages(value: Any, where: str) -> Messages:
+    """Read a list of messages, or one."""
+    return [_read_message(message, where) for message in (value if isinstance(value, list) else [value])]
+
+
+def _read_message(message: Any, where: str) -> dict[str, Any]:
     """Check a chat message of any format, and return it as chat templates expect.
 
     A message that calls tools may have no content. Null fields and an empty list of calls are left out.
