@@ -185,7 +185,13 @@ class SplitCounter:
         longer = []
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
-        sample_ids = sorted({*_sample_examples(counts), *self._late})
+        numbers = np.arange(counts.sum())  # examples counted through all prompts
+        if len(numbers) > COUNTED_WHOLE:
+            numbers = np.sort(random.Random(0).sample(range(len(numbers)), SAMPLE_SIZE))
+        firsts = np.cumsum(counts) - counts
+        indices = np.searchsorted(firsts + counts, numbers, side="right")
+        sampled = zip(indices.tolist(), (numbers - firsts[indices]).tolist(), strict=True)
+        sample_ids = sorted({*sampled, *self._late})
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             encoded = encode_examples(texts, self.encode, **self.limits)
@@ -213,13 +219,3 @@ class SplitCounter:
             weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
         return report
-
-
-def _sample_examples(counts: np.ndarray) -> list[ExampleId]:
-    """Ids of all examples, or of a random sample; `counts` has the number of examples per prompt."""
-    numbers = np.arange(counts.sum())  # examples counted through all prompts
-    if len(numbers) > COUNTED_WHOLE:
-        numbers = np.sort(random.Random(0).sample(range(len(numbers)), SAMPLE_SIZE))
-    first_numbers = np.cumsum(counts) - counts
-    prompt_indices = np.searchsorted(first_numbers + counts, numbers, side="right")
-    return list(zip(prompt_indices.tolist(), (numbers - first_numbers[prompt_indices]).tolist(), strict=True))

@@ -229,8 +229,7 @@ def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
     trains_on_labels = not plan.online and plan.loss.trains_on == "labels"
     if trains_on_labels and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
         raise InputError(
-            f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
-            f"which makes each chosen response desirable and each rejected one undesirable"
+            f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true"
         )
     if plan.loss.needs_margins and not data.has_margins:
         raise InputError(
@@ -290,14 +289,13 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         place = f"the {split} split of {datasets}"
         if plan.loss.mismatched and counts.prompts < 2:
             raise InputError(
-                f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another "
-                f"prompt: give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the "
-                f"test split, so the file needs 20"
+                f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another: "
+                f"give 2 prompts or more in each split; one file, of which a tenth is the test split, needs 20"
             )
         if not plan.loss.takes_weights and counts.effective_examples is not None:
             raise InputError(
-                f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
-                f"no weights: remove the column, or choose another loss, such as loss=dpo"
+                f"{place} has a column weight, and loss={plan.loss.name} takes none: remove the column, or choose "
+                f"another loss, such as loss=dpo"
             )
     if report.examples_per_epoch < batch_size:
         n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
@@ -319,9 +317,8 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(tokenizer, "chat_template", None):
         yield (
-            f"the tokenizer has a chat template, and the text of {' and '.join(texts)} is used as it is: a chat model "
-            f"would be trained without the template with which it is prompted later. For a chat model, give messages "
-            f"in place of text, or chat=always for texts of your own; for a base model, text is fine"
+            f"the tokenizer has a chat template, and the text of {' and '.join(texts)} is used as it is: for a chat "
+            f"model, give messages in place of text, or chat=always for texts of your own; for a base model, it is fine"
         )
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -6,8 +6,7 @@ tools, questions and the headers of turns are not. In messages, the strings of c
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -21,15 +20,16 @@ from dpo.data.asking import (
     render_open,
 )
 from dpo.data.schema import THOUGHTS, Messages, Record, common_start
-from dpo.data.tokenization import remove_final_eos, unescape
+from dpo.data.tokenization import remove_final_eos
 from dpo.errors import InputError
 
+PARTS = ("tool_calls", *THOUGHTS)  # of a message, which a template may not read
 SHOWN = 60  # characters of a text in a note
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 # what a template does to conversations, and the note on it; {example} is the first text that it is of
 NOTES = {
-    "changed": "warning: {origin}: the chat template leaves out or changes text, in conversations: {n}, such as "
-    "{example}",
+    "unread": "warning: {origin}: the chat template does not read {example}, so the model does not see it, in records: "
+    "{n}",
     "rewritten": "warning: {origin}: the chat template renders earlier turns of the response differently once others "
     "follow, in conversations: {n}, so only the last answer is scored: give one record for each answer to train on all",
     "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
@@ -83,11 +83,9 @@ class ChatTemplate:
         except TemplateRejects as error:
             what = "messages or tools" if tools else "messages"
             raise InputError(f"{where}: the tokenizer's chat template rejects these {what}: {error}") from error
-        functions = [tool["function"] for tool in tools or () if isinstance(tool.get("function"), dict)]
-        names = [str(function.get("name", "")) for function in functions]
-        for chat, dialogue in zip(chats or [before], dialogues or [prompt], strict=True):
-            if lost := _find_lost(names, prompt) or _find_lost(_list_parts(chat), dialogue):
-                self.changes.append(("changed", unescape(lost)[:SHOWN]))
+        given = {key for chat in (before, *answers) for message in chat for key in PARTS if message.get(key)}
+        unread = [key for key in (*given, *["tools"] * bool(tools)) if key not in str(self.tokenizer.chat_template)]
+        self.changes += (("unread", key) for key in unread[:1])
         texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
         return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
 
@@ -168,19 +166,3 @@ def _continue(prompt: Messages, answer: Messages) -> Messages:
     """Join a prompt's last turn with the answer that continues it."""
     [*before, begun], [first, *others] = prompt, answer
     return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
-
-
-def _list_parts(chat: Messages) -> Iterator[str]:
-    """Yield the texts that the model should see."""
-    for message in chat:
-        yield from (message[key] for key in ("content", *THOUGHTS) if message.get(key))
-        for call in message.get("tool_calls", ()):
-            yield from (call["function"]["name"], *iterate_texts(call["function"]["arguments"]))
-
-
-def _find_lost(texts: Iterable[str], rendered: str) -> str | None:
-    """Find a text that is not in the rendered text, as it is or as a template writes JSON."""
-    for text in map(str.strip, texts):
-        if text not in rendered and json.dumps(text, ensure_ascii=False)[1:-1] not in rendered:
-            return text
-    return None

@@ -79,6 +79,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, "set batch_size=2 or add data"),
         ({"batch_size": 4, "gradient_accumulation_steps": 4}, "batch_size=4: add data"),
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
+        ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: give pairs"),
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: give unpair=t"),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],
@@ -87,14 +88,6 @@ def test_data_that_the_run_cannot_train_on_is_refused_before_it_starts(three_pai
     with pytest.raises(InputError) as error:
         prepare(three_pairs, tokenizer, **{"gradient_accumulation_steps": 1, **values})
     assert message in str(error.value)
-
-
-def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tmp_path, tokenizer):
-    rows = [{"prompt": f"{i}:", "chosen": " a", "rejected": " b"} for i in range(4)]
-    file = write_rows(tmp_path / "mine.jsonl", rows)
-    plan = plan_of_data(tmp_path, {"mine": str(file)}, **{"loss.offset_by_margin": True})
-    with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
-        prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=tmp_path)
 
 
 def test_a_token_that_the_model_does_not_embed_is_refused(tokenizer):

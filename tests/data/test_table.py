@@ -18,7 +18,7 @@ from support.runs import GOLDEN, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
-from dpo.data import counts, table
+from dpo.data import counts
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
 from dpo.data.table import Prompt, PromptTable, find_or_build, is_whole, read_facts, write_prompts
@@ -52,7 +52,7 @@ def prepare(folder: Path, sources: dict[str, str], **values) -> Path:
 
 
 def list_tables(folder: Path) -> set[Path]:
-    return {*(Path(plan_of_data(folder, {}).run.local_dir) / table.FOLDER).iterdir()}
+    return {*folder.glob("*/dpo-examples/*")}
 
 
 def test_prompts_come_back_as_they_were(tmp_path):
@@ -60,10 +60,7 @@ def test_prompts_come_back_as_they_were(tmp_path):
     stored = PromptTable(tmp_path / "odd.jsonl")
 
     assert list(stored) == ODD
-    assert (len(stored), stored[-1], stored[1:]) == (4, ODD[3], ODD[1:])
-    assert stored.counts.tolist() == [2, 1, 0, 1]
-    with pytest.raises(IndexError):
-        stored[4]
+    assert (stored[-1], stored[1:], stored.counts.tolist()) == (ODD[3], ODD[1:], [2, 1, 0, 1])
 
 
 def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch):
@@ -190,13 +187,6 @@ def test_a_killed_builder_leaves_no_table_and_two_that_build_at_once_leave_whole
     assert [is_whole(table) for table in tables] in ([True], [True, True])
 
 
-def test_bad_data_leaves_nothing(source, tmp_path):
-    (source / "test.jsonl").write_text("{}\n")
-    with pytest.raises(InputError, match="chosen is missing"):
-        prepare(tmp_path, {"hh": str(source)})
-    assert list_tables(tmp_path) == set()
-
-
 def test_a_full_disk_is_one_sentence(source, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -208,19 +198,13 @@ def test_a_full_disk_is_one_sentence(source, tmp_path):
     assert list_tables(tmp_path) == set()
 
 
-# --- several processes ---------------------------------------------------------------------------------------------
-
-N_ROWS, TEXT_BYTES = 2000, 10_000
-
-
-def own_memory() -> int:
-    """Bytes that neither another process nor a file has."""
-    gc.collect()
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
-
-
 def load_and_weigh(rank, world_size, config, folder):
+    def own_memory() -> int:
+        """Bytes that neither another process nor a file has."""
+        gc.collect()
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
+
     calls, load_rows = [], preference_datasets.load_rows
     preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
     counts.SAMPLE_SIZE = 10  # or it would mostly tokenize
@@ -228,24 +212,16 @@ def load_and_weigh(rank, world_size, config, folder):
     before = own_memory()
     data = preference_datasets.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
-    found = {
-        "loads": len(calls),
-        "bytes": own_memory() - before,
-        "digest": data.identity,
-        "updates": data.report.updates,
-        "first": [len(first.text), first.texts(0)["chosen"][:5]],
-    }
+    found = [len(calls), own_memory() - before, data.identity, data.report.updates, first.text, first.texts(0)]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
 def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
-    dialogue = "\n\nHuman: {}\n\nAssistant: {}"
-    for split, n in (("train", N_ROWS), ("test", 4)):  # 2,000 pairs of 20 KB: 40 MB
-        rows = [
-            {key: dialogue.format(i, f"{key} {i} " + "x" * TEXT_BYTES) for key in ("chosen", "rejected")}
-            for i in range(n)
-        ]
+    n_rows, dialogue = 2000, "\n\nHuman: {}\n\nAssistant:{}"
+    texts = {key: f" {key} " + "x" * 10_000 for key in ("chosen", "rejected")}  # 40 MB in all
+    for split, n in (("train", n_rows), ("test", 4)):
+        rows = [{key: dialogue.format(i, text) for key, text in texts.items()} for i in range(n)]
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
     config = compose(
         [f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null", "datasets=[hh]", "loss=dpo",
@@ -255,10 +231,10 @@ def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
     )  # fmt: skip
     launch(load_and_weigh, 2, config, tmp_path, process_group=True)
 
-    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert (one.pop("loads"), two.pop("loads")) == (2, 0)  # two splits
-    bytes_of = [found.pop("bytes") for found in (one, two)]
-    assert max(bytes_of) < N_ROWS * 2 * TEXT_BYTES, bytes_of
-    assert one == two
-    assert one["updates"] == 500
-    assert one["first"] == [len("\n\nHuman: 0\n\nAssistant:"), " chos"]
+    (loads_0, bytes_0, *found_0), (loads_1, bytes_1, *found_1) = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert (loads_0, loads_1) == (2, 0)  # two splits
+    assert max(bytes_0, bytes_1) < n_rows * 20_000
+    assert found_0 == found_1
+    assert found_0[1:] == [500, dialogue.format(0, ""), texts]

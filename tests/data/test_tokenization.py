@@ -6,9 +6,7 @@ The tiny tokenizer gives one token to each of "a" 65, "b" 66, " b" 276, " c" 272
 from __future__ import annotations
 
 import copy
-import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
-from dpo.data.tokenization import TextEncoder, escape_control, unescape
+from dpo.data.tokenization import escape_control, unescape
 from dpo.errors import InputError
 
 
@@ -67,18 +65,6 @@ def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
         tokenize_batch_element(
             **texts, truncation_mode="keep_end", tokenizer=tokenizer, max_length=9, max_prompt_length=4
         )
-
-
-def test_threads_get_the_ids_of_their_own_texts(tokenizer):
-    encode = TextEncoder(tokenizer)
-    expected = {text: tokenizer(text)["input_ids"] for text in map(str, range(40))}
-
-    def ask(seed: int) -> bool:
-        drawn = random.Random(seed).choices(list(expected), k=30)
-        return all(expected[text] == ids for text, ids in encode(drawn).items())
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, range(100)))
 
 
 @pytest.mark.parametrize(
