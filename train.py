@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.system import host
-from dpo.system.signals import Stopped, abort, end_on_stop_signals, ending_on_stop_signals
+from dpo.system.signals import ABORTED, Stopped, end_on_stop_signals, end_process, ending_on_stop_signals
 
 if __name__ == "__main__":  # before the other imports, which take a while: a signal may come during them
-    host.open_standard_streams()
     host.print_whatever_happens()
     end_on_stop_signals()
 
@@ -35,7 +34,7 @@ from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system.launching import get_open_port, init_distributed, launch
-from dpo.system.run_directory import RunLog, exiting_on_failure, explaining_full_disk, read_record
+from dpo.system.run_directory import RunLog, exiting_on_failure, read_record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,13 +125,11 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
     """Open the run's directory, then load and train, in one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
-    with ending_on_stop_signals(plan.run.local_run_dir), explaining_full_disk(plan.run.local_run_dir):
-        with host.without_collecting_garbage():
+    with ending_on_stop_signals(plan.run.local_run_dir):
+        with host.importing():
             import trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import opening_run
             from dpo.reporting.table import LOGS
-        if models is None:  # the caller's models may be in reference cycles, which must stay collectable
-            host.never_collect_imports()
         with opening_run(plan, LOGS) if rank == 0 else nullcontext() as run:
             work_in_run_dir(run, rank, plan, models)
 
@@ -241,4 +238,4 @@ if __name__ == "__main__":
         else:
             run_or_exit(plan)
     except KeyboardInterrupt:
-        abort()
+        end_process("aborted: nothing more is saved\n", ABORTED)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +99,6 @@ class Trainer:
                 # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 self.callbacks.emit("update", self.train_step(batch))
-                self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
             self.sample_if_due()
@@ -193,8 +191,6 @@ class Trainer:
                 raise
             finally:
                 self.progress.close()
-                if not isinstance(sys.exception(), KeyboardInterrupt):  # a second Ctrl-C abandons the checkpoint
-                    self.checkpoints.wait()
         self.callbacks.emit("end")
 
     def _record_signal(self, signal_number: int) -> str:
@@ -266,7 +262,7 @@ class Trainer:
             step_idx=state.example_counter,
             metrics=metrics,
             quality=None if metrics is None else sign * metrics.get(ranking_metric, math.nan),
-            facts=lambda: {
+            facts={
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
                 "samples_due": state.samples_due,

@@ -47,26 +47,20 @@ def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[Non
 
 @contextmanager
 def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Context that replaces whatever a library raises by what `make` returns.
+    """Context that replaces whatever a library raises, as it reads what is not ours, by what `make` returns.
 
-    It is for a library's call that reads what is not ours: damaged or foreign content can make it raise anything, also
-    a MemoryError for a length that no file has. Errors that are explained already pass, and those of torch that are no
-    fault of the content: too little memory of a GPU, or another process that has failed.
+    Errors pass that are explained already, and those of a GPU's memory or of another process.
     """
     try:
         yield
-    except (InputError, RunError):
-        raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError" or is_lost_contact(error):
+        is_explained = isinstance(error, (InputError, RunError))
+        if is_explained or type(error).__name__ == "OutOfMemoryError" or is_lost_contact(error):
             raise
         raise make(error) from error
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Return whether it is an error of a collective or the store, probably because another process failed.
-
-    Gloo's errors have no class of their own, but their text begins with the path of its source.
-    """
+    """Return whether it is an error of a collective or the store, probably because another process failed."""
     classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
-    return "DistError" in classes or "/gloo/" in str(error)
+    return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source

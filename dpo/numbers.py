@@ -47,17 +47,11 @@ def large(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text, such as `8.4 s` or `2 h 5 min`."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    if seconds < 59.95:
-        return f"{figure(seconds)} s"
-    rounded = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
-    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))  # each with the next smaller unit
-    size, unit, lower_size, lower_unit = next(row for row in units if rounded >= row[0])
-    rest = rounded % size // lower_size
-    return f"{rounded // size} {unit}" + (f" {rest} {lower_unit}" if rest else "")
+def clock_time(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    m, s = divmod(round(seconds), 60)
+    h, m = divmod(m, 60)
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 
 def shortened(text: str) -> str:

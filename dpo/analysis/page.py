@@ -31,9 +31,9 @@ from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
-from dpo.numbers import count, duration, figure, percent, shortened, signed
+from dpo.numbers import clock_time, count, figure, percent, shortened, signed
 from dpo.settings.keys import dotted, load_defaults
-from dpo.system.plain_files import make_directory, replacing
+from dpo.system.plain_files import replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
@@ -60,7 +60,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
     contents = read_runs(runs, ended=ended)
     page = out / REPORT.name
     try:
-        make_directory(out)
+        out.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(page) and not (page.is_file() and TITLE_END in page.read_bytes()):
             raise InputError(f"{out} has {page.name}, not of a report: give another directory with --out")
         html = render(contents, draw_all(contents))
@@ -161,7 +161,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     results["Examples"] = f"{run.examples:,}", detail
     (secs, updating), (device, n_devices) = measure_seconds(run), count_devices(run)
     if secs > 0:
-        results["Time"] = duration(secs), "in updates alone" if secs == updating else ""
+        results["Time"] = clock_time(secs), "in updates alone" if secs == updating else ""
         if n_devices > 0:  # they are known
             results[f"{device}-hours"] = figure(secs * n_devices / 3600), count(n_devices, device)
     return results

@@ -12,23 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpo.errors import InputError, RunError, one_sentence
-from dpo.system.plain_files import check_link, check_readable, read_json, remove, replacing
+from dpo.errors import InputError, RunError, explaining
+from dpo.system.plain_files import check_readable, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")
-TEMPORARY, FORMER, PRUNED = (f"dpo-{name}" for name in ("tmp", "former", "pruned"))  # endings of hidden names of ours
+TEMPORARY, FORMER = "dpo-tmp", "dpo-former"  # endings of hidden names of ours
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
@@ -41,12 +39,10 @@ class DamagedCheckpoint(InputError):
 def write_checkpoint(
     directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
-    """Write a checkpoint, complete or not at all.
+    """Write a checkpoint, complete or not at all; raises RunError if writing fails.
 
     Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and then the manifest, into a
-    temporary directory that is renamed at the end. Each state is freed before the next is requested. Raises RunError if
-    writing fails; then an earlier checkpoint at the same step is kept. A directory that the run (`facts["run"]`) did
-    not write is not replaced.
+    temporary directory that is renamed at the end. An earlier checkpoint at the same step is kept until then.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
@@ -85,16 +81,10 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
 
 
-@contextmanager
-def _explaining(directory: Path) -> Iterator[None]:
+def _explaining(directory: Path) -> AbstractContextManager[None]:
     """Turn errors of writing into RunErrors inside."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # torch.save may raise a RuntimeError that says less than the system's error behind it
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = str(cause).strip().split("\n")[0]
-        raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
+    said = f"checkpoint {directory} could not be written"
+    return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -120,7 +110,6 @@ def sync(path: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make a link (LATEST, BEST) to a sibling directory, atomically."""
-    check_link(link)  # raises if `link` is a directory, as in a copy of a run that was made by following links
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync(link.parent)
@@ -151,7 +140,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in linked:
-            pruned = directory.with_name(f".{directory.name}.{PRUNED}")
+            pruned = directory.with_name(f".{directory.name}.{TEMPORARY}")
             remove(pruned)
             directory.rename(pruned)  # so that a `step-N` is complete even if the removal is interrupted
             shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes what is left
@@ -163,8 +152,7 @@ def tidy(run_dir: Path) -> None:
         directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
         if not os.path.lexists(directory):
             former.rename(directory)
-    endings = (TEMPORARY, FORMER, PRUNED)
-    for pattern in (*(f".step-*.{ending}" for ending in endings), f"step-*/.{EXPORTED}.dpo.*.tmp"):
+    for pattern in (f".step-*.{TEMPORARY}", f".step-*.{FORMER}", f"step-*/.{EXPORTED}.dpo.*.tmp"):
         for leftover in run_dir.glob(pattern):
             remove(leftover)
 
@@ -173,21 +161,19 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
     """Verify every byte of a checkpoint, or of the files `only`; return its manifest, or raise DamagedCheckpoint."""
     try:
         manifest = _read_manifest(directory)
-        files = {directory / name: facts for name, facts in manifest["files"].items() if only is None or name in only}
-        with ThreadPoolExecutor(thread_name_prefix="verify") as threads:
-            list(threads.map(_check_file, files.keys(), files.values()))  # a list, to get what a thread raises
+        for name, facts in manifest["files"].items():
+            if only is not None and name not in only:
+                continue
+            path = directory / name
+            check_readable(path)
+            # the size first, as it takes no time
+            if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
+                raise DamagedCheckpoint(f"{path}: checksum mismatch")
     except DamagedCheckpoint:
         raise
     except (OSError, *WRONG_FORM) as error:
         raise DamagedCheckpoint(f"{directory} cannot be read ({error})") from error
     return manifest
-
-
-def _check_file(path: Path, facts: Mapping[str, Any]) -> None:
-    check_readable(path)
-    # the size first, as it takes no time
-    if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
-        raise DamagedCheckpoint(f"{path}: checksum mismatch")
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
@@ -210,20 +196,12 @@ def read_state(path: Path) -> Any:
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's file: a mapping with `state`.
-
-    Tensors are memory-mapped, so the caller must copy those that it keeps: the file may be deleted. Raises
-    DamagedCheckpoint for any other file, such as one with pickled objects.
-    """
+    """Read a checkpoint's file, whose tensors are mapped: copy those that you keep, as it may be deleted."""
+    check_readable(path)
     try:
-        check_readable(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (MemoryError, DamagedCheckpoint):
-        raise
-    except pickle.UnpicklingError as error:  # torch's message would advise to run the code in the file
+    except Exception as error:  # damaged or forged bytes can raise anything; torch would advise to run code in them
         raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
-    except Exception as error:  # reading damaged or forged bytes can raise anything
-        raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error)}") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
     return content

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dpo.checkpoint.files import (
     MANIFEST,
     STEP,
-    WRONG_FORM,
     DamagedCheckpoint,
     check_complete,
     find_checkpoints,
@@ -28,24 +27,16 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.settings.keys import KEYS, REMOVED, Resume, dotted
 from dpo.settings.plan import Plan
-from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
+from dpo.system.plain_files import move_aside, replacing
 from dpo.system.redaction import redact
-from dpo.system.run_directory import (
-    FILES,
-    ORIGIN,
-    check_free,
-    create_run_dir,
-    lock_run_dir,
-    read_record,
-    write_record,
-)
+from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_record, write_record
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
 WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys without effect, as dropout is always off
 
-# --- the directory and its checkpoint ------------------------------------------------------------------------------
+# --- the directory and its checkpoint --------------------------------------------------------------------------------
 
 
 class ResumePoint(NamedTuple):
@@ -59,23 +50,14 @@ class Run(NamedTuple):
     """A run's directory, locked by this process, and its resume point."""
 
     directory: Path
-    lock: IO
     resume_point: ResumePoint | None
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether all updates, the last evaluation and its samples are done."""
+        """Return whether all updates and the last evaluation are done, and no samples were due after it."""
         if self.resume_point is None:
             return False
         manifest = self.resume_point.manifest
-        if manifest["updates"] < updates or not manifest["evaluated"]:
-            return False
-        if not manifest["samples_due"]:
-            return True
-        try:  # samples are drawn after the checkpoint is saved, so only their file tells whether they were
-            last = json.loads((self.directory / "samples.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-            return last["examples"] == manifest["examples"] and "policy" in last
-        except (OSError, *WRONG_FORM):
-            return False
+        return manifest["updates"] >= updates and manifest["evaluated"] and not manifest["samples_due"]
 
     def record(self, plan: Plan) -> None:
         """Write the config, and facts about this start of the run, into its directory."""
@@ -88,17 +70,17 @@ class Run(NamedTuple):
 
 @contextmanager
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
-    """Context in an open run, whose lock is released at its end, as a caller in Python may start another run.
+    """Context in an open run, whose directory is locked.
 
     A run that is refused before it writes logs or checkpoints leaves nothing that was not there.
     """
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
-    run = open_run(plan, logs)
-    with run.lock:
+    source = _find_source(plan, logs)
+    with lock_run_dir(run_dir):
         try:
-            yield run
+            yield Run(run_dir, _go_back(plan, source, logs) if source else None)
         except InputError:
             made = set(os.listdir(run_dir)) - before
             if made <= {*FILES}:  # neither logs nor checkpoints
@@ -110,68 +92,63 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
             raise
 
 
-def open_run(plan: Plan, logs: Sequence[str]) -> Run:
-    """Create or reopen a run's directory, locked, and find its resume point.
+def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
+    """The checkpoint that `opening_run` would continue from, or its InputError; writes nothing."""
+    source = _find_source(plan, logs)
+    return _find_resume_point(source, plan) if source else None
+
+
+def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
+    """What a run continues from, if it exists: a run, which may be this one, or a checkpoint.
+
+    Raises InputError if the run's directory has something that is not of this run, or that it would overwrite.
+    """
+    resume, run_dir = plan.run.resume, _find_run_dir(plan)
+    if resume is None:
+        check_free(run_dir, logs)
+        return None
+    # not Path.resolve, which raises for a link that leads to itself
+    source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
+    checkpoints = find_checkpoints(run_dir)
+    if run_dir not in (source, source.parent) or not (checkpoints or read_record(run_dir)):
+        check_free(run_dir, logs)
+    elif source != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
+        raise InputError(
+            f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give another "
+            f"local_run_dir, to which checkpoint and logs are copied"
+        )
+    return source
+
+
+def _find_run_dir(plan: Plan) -> Path:
+    return Path(os.path.realpath(plan.run.local_run_dir))
+
+
+def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
+    """Make the run's directory as it was at its resume point, and return this point.
 
     A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`.
     """
-    own, resume_point = _find_source(plan, logs)
-    run_dir = create_run_dir(plan.run.local_run_dir, logs=logs)
-    lock = lock_run_dir(run_dir)
-    if own:
+    run_dir = _find_run_dir(plan)
+    is_own = run_dir in (source, source.parent)
+    if is_own:
         tidy(run_dir)
-        resume_point = _find_resume_point(own, plan)
-    elif resume_point is not None:
+    resume_point = _find_resume_point(source, plan)
+    if resume_point is None:
+        return None
+    if not is_own:
         _copy_checkpoint(resume_point, run_dir, logs)
-    if resume_point is not None:
-        print(f"continuing from {resume_point.path}")
-        for checkpoint in find_checkpoints(run_dir):
-            if parse_step(checkpoint) > parse_step(resume_point.path):
-                move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
-        resume_point = resume_point._replace(path=run_dir.resolve() / resume_point.path.name)
-        # set the links again, as a run may be killed between saving and setting them
-        point(run_dir / "LATEST", resume_point.path)
-        best = run_dir / f"step-{resume_point.manifest['best_at']}"
-        if best.exists():
-            point(run_dir / "BEST", best)
-    return Run(run_dir, lock, resume_point)
-
-
-def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from, or its InputError; writes nothing."""
-    own, other = _find_source(plan, logs)
-    return _find_resume_point(own, plan) if own else other
-
-
-def _find_source(plan: Plan, logs: Sequence[str]) -> tuple[Path | None, ResumePoint | None]:
-    """What a run continues from: its directory or a checkpoint in it, another run's checkpoint, or neither.
-
-    The run's own checkpoint is searched for later, once the directory is locked. Raises InputError if the directory has
-    something that is not of this run.
-    """
-    # os.path.realpath, as Path.resolve raises for a link that leads to itself
-    run_dir = Path(os.path.realpath(plan.run.local_run_dir))
-    own, other, began_here = None, None, False
-    if plan.run.resume is not None:
-        path = run_dir if plan.run.resume == "auto" else Path(os.path.realpath(os.path.expanduser(plan.run.resume)))
-        checkpoints, origin = find_checkpoints(run_dir), run_dir / ORIGIN
-        if path == run_dir or (STEP.fullmatch(path.name) and path.parent == run_dir):
-            own, began_here = path, bool(checkpoints or origin.exists() or read_record(run_dir))
-            if path != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(path):
-                raise InputError(
-                    f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); "
-                    f"give another local_run_dir, to which checkpoint and logs are copied"
-                )
-        else:
-            other = _find_resume_point(path, plan)
-            assert other is not None  # only `resume=auto` may find nothing
-            check_writable(origin)
-            began_here = origin.exists() and origin.read_bytes() == other.manifest["sha256"].encode()
-            if began_here and checkpoints:  # the same command ran before, and saved here
-                own = run_dir
-    if not began_here:
-        check_free(plan.run.local_run_dir, logs)
-    return own, other
+    print(f"continuing from {resume_point.path}")
+    for checkpoint in find_checkpoints(run_dir):
+        if parse_step(checkpoint) > parse_step(resume_point.path):
+            move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
+    resume_point = resume_point._replace(path=run_dir / resume_point.path.name)
+    # set the links again, as a run may be killed between saving and setting them
+    point(run_dir / "LATEST", resume_point.path)
+    best = run_dir / f"step-{resume_point.manifest['best_at']}"
+    if best.exists():
+        point(run_dir / "BEST", best)
+    return resume_point
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
@@ -201,10 +178,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     """Copy another run's checkpoint, completely or not at all, and its logs."""
     checkpoint = resume_point.path
-    (run_dir / ORIGIN).write_text(resume_point.manifest["sha256"])
     for log in (checkpoint.parent / name for name in logs):
         if log.exists():
-            check_readable(log)
             shutil.copyfile(log, run_dir / log.name)
             sync(run_dir / log.name)
     with replacing(run_dir / checkpoint.name) as copy:
@@ -270,23 +245,17 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if resume_point is None:
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)
-    problems = [
-        f"{name} has changed since {resume_point.path}{consequence}"
-        for key, name, consequence in (
-            ("data", "the training data", ", so the remaining examples are unknown"),
-            ("test_data", "the test data", ", so its evaluations cannot be compared with the earlier ones"),
-            ("tokens", "the tokenizer", ": it encodes the same texts differently"),
-        )
-        if saved[key] != current[key]
-    ]
+    names = {"data": "the training data", "test_data": "the test data", "tokens": "the tokenizer"}
+    changed = [name for key, name in names.items() if saved[key] != current[key]]
     former, model = saved["model"], current["model"]
     keys = former.keys() | model.keys()
     if former.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys
         keys = (former.keys() & model.keys()) - {VERSION_KEY}
-    if changed := sorted(key for key in keys if model.get(key) != former.get(key)):
-        changes = ", ".join(f"{key}={model.get(key)} (was {former.get(key)})" for key in changed)
-        problems.append(f"the model's config.json has changed since {resume_point.path}: {changes}")
-    if problems:
+    for key in sorted(key for key in keys if model.get(key) != former.get(key)):
+        changed.append(f"{key}={model.get(key)} (was {former.get(key)}) in the model's config.json")
+    if changed:
+        where = resume_point.path
         raise InputError(
-            f"{problems[0]}; restore what has changed, or start a new run with model.archive={resume_point.path}"
+            f"{' and '.join(changed)} has changed since {where}; restore what has changed, or start a new run with "
+            f"model.archive={where}"
         )

@@ -21,7 +21,7 @@ import numpy as np
 from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
 from dpo.data.tokenization import split_at_cuts, unescape
 from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_readable, make_directory, read_json, remove
+from dpo.system.plain_files import check_readable, read_json, remove
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 TEMPORARY = ".dpo-table-"  # what temporary names begin with
@@ -167,7 +167,7 @@ def find_or_build(
         return found
     parent = scratch or folder
     try:
-        make_directory(parent)
+        parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
         try:
             facts = build(directory)

@@ -364,13 +364,9 @@ def policy_part(model: torch.nn.Module) -> ModelPart:
 class AdapterPart(ModelPart):
     """The checkpoint's part with a policy's adapter, also in PEFT's format."""
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in adapter_weights(self.source, POLICY).values())
-
-    def gather(self, *, copy: bool) -> dict[str, torch.Tensor]:
+    def gather(self) -> dict[str, torch.Tensor]:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
-        return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
+        return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()})
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         config = dict(self.source.adapter_configs[POLICY])

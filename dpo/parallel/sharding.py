@@ -6,7 +6,6 @@ every collective is skipped, and transformers' `device_map` may spread the model
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
-from dpo.system.host import host_memory
 
 
 def distribute(
@@ -34,16 +32,13 @@ def distribute(
     reshard_after_forward: bool = True,
     frozen_whole: bool = False,
 ) -> Any:
-    """Distribute a model's weights, one FSDP unit per transformer block.
+    """Distribute a model's weights, one FSDP unit per transformer block; embeddings and head are in the root unit.
 
     Rank 0's weights are broadcast; other ranks' may be on the meta device. Each unit is broadcast, sharded along
     `tensor` and then by FSDP before the next unit, so that a process never holds more than its shards and one unit.
-    Embeddings and head, tied or not, belong to the root unit. Raises InputError for a `block_name` that the model does
-    not have, and for a model that cannot be sharded along `tensor`.
-
     Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
     `frozen_whole` parameters that are not trained are whole on every process (or slices along `tensor`), in
-    `compute_dtype`, and a model without trained parameters has no units.
+    `compute_dtype`. Raises InputError for a model without such blocks, or that cannot be sharded along `tensor`.
     """
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -118,11 +113,6 @@ def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
-    if {name: shape for name, (shape, _) in own_specs.items()} != {name: shape for name, (shape, _) in specs.items()}:
-        raise InputError(
-            f"rank {dist.get_rank()} and rank 0 load different models under the same name: put the same files on every "
-            f"machine"
-        )
     return specs
 
 
@@ -178,12 +168,8 @@ def release_gathered(model: Any) -> None:
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
-        return
-    if hasattr(model, "reset_iter_state"):
+    if units and model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
         model.reset_iter_state()
-    else:  # torch 2.11
-        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
 def _list_units(model: Any) -> list[Any]:
@@ -192,31 +178,21 @@ def _list_units(model: Any) -> list[Any]:
 
 
 @contextmanager
-def gathered_weights(model: Any) -> Iterator[bool]:
-    """Gather all weights inside, which sampling needs for each token, if they fit; yields whether they do.
-
-    They fit if every process has twice the memory that they take.
-    """
+def gathered_weights(model: Any) -> Iterator[None]:
+    """Gather all weights inside, which sampling needs for each token, if every GPU has twice the memory for them."""
     units = _list_units(model)
-    if not units:
-        yield True
-        return
     device = next(model.parameters()).device
-    if device.type == "cuda":
+    if units and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
         free = torch.cuda.mem_get_info(device)[0] + cached
-    else:
-        free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
-    dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
-    if not fits_everywhere.item():
-        yield False
-        return
+        fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
+        dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
+        units = units if fits_everywhere.item() else []
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
-        yield True
+        yield
     finally:
         for unit in units:
             unit.reshard()
@@ -229,11 +205,9 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     for module in model.modules():
         if type(module).__name__ == block_class_name and module is not model:
             return type(module)
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
-    repeated = {type(modules[0]).__name__ for modules in lists}
     raise InputError(
-        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; use one of its repeated "
-        f"blocks ({', '.join(sorted(repeated))}), or model.block_name=null for those that its class declares"
+        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; null takes the blocks "
+        f"that its class declares"
     )
 
 

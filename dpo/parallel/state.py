@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
@@ -34,12 +31,10 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
 
 
 def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor, gathered as far as `other` is.
-
-    `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole.
-    """
+    """This process's part of a tensor, gathered as far as `other` is."""
     if not isinstance(tensor, DTensor):
         return tensor
+    # `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole
     n_axes_of_other = other.device_mesh.ndim if isinstance(other, DTensor) else 0
     n_gathered = tensor.device_mesh.ndim - n_axes_of_other
     placements = [Replicate()] * n_gathered + [*tensor.placements[n_gathered:]]
@@ -51,74 +46,31 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_state(state: Any, *, copy: bool = False) -> Any:
-    """A state dict with every sharded tensor gathered, on the CPU; on ranks other than 0 every tensor is None.
-
-    Every process must call it. Gathers one tensor at a time. With `copy` the result does not change while training
-    continues; tied tensors stay tied.
-    """
-    copies: dict[tuple, torch.Tensor] = {}
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
-        gathered = full_tensor(tensor).detach()
-        if not is_rank_0():
-            return None
-        if not copy or gathered.device.type != "cpu":
-            return gathered.cpu()
-        if gathered.untyped_storage().data_ptr() != local_tensor(tensor).untyped_storage().data_ptr():
-            return gathered  # gathering has made a copy already
-        identity = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)  # equal for tied tensors
-        if identity not in copies:
-            copies[identity] = gathered.clone()
-        return copies[identity]
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return gather(value)
-        if isinstance(value, Mapping):
-            return {key: visit(item) for key, item in value.items()}
-        return value
-
-    return visit(state)
+def full_state(state: Any) -> Any:
+    """A state dict with every sharded tensor gathered, one at a time, on rank 0's CPU; None on the other ranks."""
+    if isinstance(state, torch.Tensor):
+        gathered = full_tensor(state).detach()
+        return gathered.cpu() if is_rank_0() else None
+    if isinstance(state, Mapping):
+        return {key: full_state(value) for key, value in state.items()}
+    return state
 
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip a gradient by its global norm; return the norm before clipping.
-
-    As torch does it, but on local shards: DTensor is slow, as it plans every operation anew for every tensor.
-    """
+    """Clip a gradient by its global norm over all shards; return the norm before clipping."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    # this process's gradient shards, by the process groups over which their parameters are sharded
-    shards_by_groups = defaultdict(list)
     for parameter in parameters:
         # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
-        if parameter.grad.placements != parameter.placements:
+        if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        mesh = parameter.device_mesh
-        axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        groups = tuple(mesh.get_group(axis) for axis in axes)
-        shards_by_groups[groups].append(parameter.grad.to_local())
-    total = torch.zeros((), device=parameters[0].device)
-    for groups, shards in shards_by_groups.items():
-        squares = torch.nn.utils.get_total_norm(shards).float().square()  # float32, as float16 could overflow
-        for group in groups:
-            dist.all_reduce(squares, group=group)
-        total += squares
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    for shard in chain.from_iterable(shards_by_groups.values()):
-        shard.mul_(scale)
+    norm = full_tensor(torch.nn.utils.get_total_norm(parameter.grad for parameter in parameters))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def optimized(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """What an optimizer updates: this process's shards of sharded parameters, and other parameters themselves.
-
-    DTensor is slow, as it plans every operation anew for every tensor. A shard has its parameter as `whole`.
-    """
+    """What an optimizer updates: this process's shards, each with its parameter as `whole`, and other parameters."""
     tensors = []
     for parameter in parameters:
         tensor = parameter

@@ -2,15 +2,13 @@
 
 A plan maps the names of modules to styles, which say how to shard a module. It comes from the model's class; GPT-2 and
 GPT-J have none. Parameters become DTensors, so that clipping and checkpoints account for the slices. Forward and
-backward passes use their local tensors alone, so that a layer costs no more than its one collective (Shoeybi et al.
-2019, arXiv 1909.08053).
+backward passes use their local tensors alone, and the collectives of Shoeybi et al. 2019 (arXiv 1909.08053).
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,30 +95,6 @@ class Style(NamedTuple):
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
 
 
-class _SharedInput:
-    """An input that sibling modules share, such as queries, keys and values, converted once for all.
-
-    In the backward pass their gradients are summed before the collective, so there is one collective.
-    """
-
-    def __init__(self) -> None:
-        self.n_modules = 0  # modules that share the input
-        self._original: Any = None
-        self._converted: Any = None
-        self._n_waiting = 0  # modules that have not received the converted input yet
-
-    def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Convert `x` for the first module; return the result to all."""
-        if self._original is not x:
-            self._original, self._converted = x, COPIED(x, mesh, x.shape[-1])
-            self._n_waiting = self.n_modules
-        converted = self._converted
-        self._n_waiting -= 1
-        if self._n_waiting == 0:
-            self._original = self._converted = None  # free both tensors
-        return converted
-
-
 STYLES = {
     "colwise": Style("out", COPIED),
     "rowwise": Style("in", None, ADDED),
@@ -151,27 +125,36 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 def find_plan(model: Any) -> dict[str, Style]:
     """The style of each module to shard, by full name; raises InputError for an unsupported model."""
-    style_names = dict(getattr(model, "_tp_plan", None) or {})  # by pattern of module names
-    if not style_names:
-        raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     embedding_name, head_name = names[embedding], names.get(head, "")  # a reward model has no such head
-    style_names = {embedding_name: "embedding_rowwise", **style_names}  # the plan may name another style
+    own_plan = getattr(model, "_tp_plan", None) or {}  # by pattern of module names
+    style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
     unknown = sorted(set(style_names.values()) - STYLES.keys())
-    if unknown:
-        raise InputError(
-            f"the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}, "
-            f"which is not supported here; use trainer=FSDPTrainer"
-        )
+    if unknown or not own_plan:
+        problem = f"uses {', '.join(unknown)}, which is not supported here" if unknown else "is empty"
+        raise _refusal(model, problem)
     plan: dict[str, Style] = {}
     for pattern, style_name in style_names.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         plan |= {name: STYLES[style_name] for name in names.values() if regex.fullmatch(name)}
-    _check_cover(model, plan, ignore={embedding_name, head_name})
+
+    # A parameter that may see slices and has no style would train on wrong gradients. A module may see slices if it is
+    # the parent or a sibling of a module with sliced outputs, which only those of embedding and head do not reach.
+    sliced = {name for name, style in plan.items() if style == STYLES["colwise"]} - {embedding_name, head_name}
+    parents = {name.rpartition(".")[0] for name in sliced}
+    for module, name in names.items():
+        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
+        may_see_slices = name in parents or name.rpartition(".")[0] in parents
+        if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
+            raise _refusal(model, f"does not say how to shard {name}")
     return plan | _plan_adapters(model, plan)
+
+
+def _refusal(model: Any, problem: str) -> InputError:
+    return InputError(f"the tensor-parallel plan of {type(model).__name__} {problem}; use trainer=FSDPTrainer")
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
@@ -195,57 +178,26 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
     return styles
 
 
-def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raise InputError if a parameter that may see slices has no style: it would train on wrong gradients.
-
-    A module may see slices if it is the parent or a sibling of a module with sliced outputs. `ignore` names modules
-    whose slices no other module sees.
-    """
-    sliced = {name for name, style in plan.items() if style == STYLES["colwise"]} - ignore
-    parents = {name.rpartition(".")[0] for name in sliced}
-    for name, module in model.named_modules():
-        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
-        may_see_slices = name in parents or name.rpartition(".")[0] in parents
-        if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
-            raise InputError(
-                f"the tensor-parallel plan of {type(model).__name__} does not say how to shard {name}; "
-                f"use trainer=FSDPTrainer"
-            )
-
-
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Shard the modules' own parameters, and make forwards compute with slices.
 
     `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in one call.
     """
     slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps the keys alive, so that no id is reused
-    shared_inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share it
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
                 slices[parameter] = _slice(parameter, _cut_dim(key, style), mesh)
             module.register_parameter(key, slices[parameter])
-        shared_input = None
-        if style.enter is COPIED:
-            parent = name.rpartition(".")[0]
-            shared_input = shared_inputs[parent]
-            shared_input.n_modules += 1
-        has_parameters = next(module.parameters(recurse=False), None) is not None
-        if style.enter or style.leave or has_parameters:
-            _compute_with_slices(module, style, mesh, shared_input)
+        if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
+            _compute_with_slices(module, style, mesh)
         if style.cut == "in" and isinstance(module, torch.nn.Dropout):
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
             module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
 
 
-def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
-    """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
-    kept = torch.nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
-    return x * kept[..., _own_slice(width, mesh)]
-
-
-def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_input: _SharedInput | None) -> None:
+def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     """Replace a module's forward by one that computes with local parameters."""
     forward, rank = module.forward, mesh.get_local_rank()
     width = getattr(module, "out_features", 0)
@@ -254,8 +206,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_inp
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            x = shared_input.convert(args[0], mesh) if shared_input else style.enter(args[0], mesh, width)
-            args = (x, *args[1:])
+            args = (style.enter(args[0], mesh, width), *args[1:])
         dtensors = dict(module._parameters)
         try:
             for name, parameter in dtensors.items():
@@ -267,6 +218,12 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_inp
         return style.leave(y, mesh, width) if style.leave else y
 
     module.forward = local_forward
+
+
+def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
+    """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
+    kept = torch.nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
+    return x * kept[..., _own_slice(width, mesh)]
 
 
 def _cut_dim(name: str, style: Style) -> int | None:

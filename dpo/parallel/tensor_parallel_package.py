@@ -19,46 +19,35 @@ from dpo.errors import InputError
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 
 FAMILIES = ("gpt2", "gpt_neox", "llama")
-ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """Shard a copy of a model, which should be on the CPU, over devices of this process."""
-    _check_support(model, len(devices))
-    check_tensor_parallel(model.config, len(devices))
-    try:
-        importlib.import_module("tensor_parallel")
-    except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
-        raise _refusal(
-            f"needs the package tensor_parallel, which cannot be imported ({error})",
-            "pip install tensor_parallel==2.0.0 'setuptools>=77,<82'",
-        ) from error
-    return SplitModel(model, [torch.device(device) for device in devices])
+    """Shard a copy of a model, which should be on the CPU, over devices of this process.
 
-
-def _refusal(problem: str, fix: str) -> InputError:
-    backend = "tensor_parallel.backend"
-    return InputError(f"{backend}=tensor_parallel {problem}; {fix}, or use {backend}=dtensor")
-
-
-def _check_support(model: Any, n_devices: int) -> None:
-    """Raise InputError for a model that the package cannot shard."""
-    config, family = model.config, model.config.model_type
-    is_llama = family == "llama"
-    is_odd = is_llama and (
+    Raises InputError for a model that the package cannot shard.
+    """
+    config = model.config
+    is_known = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa")
+    is_odd = config.model_type == "llama" and (
         config.attention_bias or config.mlp_bias or config.head_dim * config.num_attention_heads != config.hidden_size
     )
     # backward would recompute one device's part, and wait forever for the parts of the other devices
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    for is_refused, problem, fix in (
-        (n_devices < 2, "needs two or more devices", "set tensor_parallel_size=2"),
-        (family not in FAMILIES, f"cannot shard {family}", f"use a model of {', '.join(FAMILIES)}"),
-        (config._attn_implementation not in ATTENTION, "cannot shard this attention", "use eager or sdpa"),
-        (is_odd, "cannot shard a Llama with biases, or whose heads do not fill hidden_size", "use another model"),
-        (recomputes, "cannot recompute activations", "set activation_checkpointing=false"),
-    ):
-        if is_refused:
-            raise _refusal(problem, fix)
+    if len(devices) < 2 or not is_known or is_odd or recomputes:
+        raise InputError(
+            f"tensor_parallel.backend=tensor_parallel shards models of {', '.join(FAMILIES)} over two or more devices, "
+            f"with eager or sdpa attention, without activation checkpointing, a Llama without biases and with heads "
+            f"that fill hidden_size; this {config.model_type} is none: use tensor_parallel.backend=dtensor"
+        )
+    check_tensor_parallel(config, len(devices))
+    try:
+        importlib.import_module("tensor_parallel")
+    except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
+        raise InputError(
+            f"the package tensor_parallel cannot be imported ({error}); pip install tensor_parallel==2.0.0 "
+            f"'setuptools>=77,<82', or use tensor_parallel.backend=dtensor"
+        ) from error
+    return SplitModel(model, [torch.device(device) for device in devices])
 
 
 class SplitModel(torch.nn.Module):
@@ -110,10 +99,7 @@ class SplitModel(torch.nn.Module):
         return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
 
     def _forget_gathered(self) -> None:
-        """Make the package gather the weights of norm layers again.
-
-        After an evaluation it would go on with the weights gathered there, through which no gradient flows.
-        """
+        """Make the package gather norm layers' weights anew, as no gradient flows through those of an evaluation."""
         self.sliced.sharding_manager._last_versions = None
 
 

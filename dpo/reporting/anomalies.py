@@ -14,7 +14,6 @@ from dpo.data.tokenization import unescape
 from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
-from dpo.system.plain_files import make_directory
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
@@ -80,7 +79,7 @@ class NonFiniteGuard(Callback):
             if prompt.margins is not None:
                 record["margin"] = example.margin
             lines.append(json.dumps(record) + "\n")
-        make_directory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -17,7 +17,7 @@ from dpo.models.answers import Drawn
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.plain_files import move_aside
-from dpo.system.run_directory import add_to_record, create_run_dir, now
+from dpo.system.run_directory import add_to_record, now
 
 
 class Appender(Callback):
@@ -43,7 +43,6 @@ class Appender(Callback):
             return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
-        create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived))
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path, logged = self.run_dir / name, self._sizes.get(name)
             size_now = path.stat().st_size if path.exists() else 0

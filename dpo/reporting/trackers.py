@@ -13,7 +13,6 @@ from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
-from dpo.system.plain_files import make_directory
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
@@ -34,7 +33,6 @@ class TensorBoardLogger(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.context.run_dir / "tensorboard"
-        make_directory(folder)
         # TensorBoard hides older events from this step on: the checkpoint, from which they come again, knows none
         self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.keys import REMOVED, are_names, is_text, load_defaults
-from dpo.system.plain_files import make_directory, replacing
+from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir
 
 BUILT_IN = ("hh", "shp", "se", "demo")  # datasets that preference_datasets.py loads
@@ -221,7 +221,7 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
             content, suffix = "".join(f"{line}\n" for line in lines).encode(), ".jsonl"
     folder = Path(local_dir, ROWS_FOLDER).absolute()
-    make_directory(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
     if not file.exists():
         with replacing(file) as temporary:

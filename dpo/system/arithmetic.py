@@ -50,14 +50,13 @@ def without_tf32() -> Iterator[None]:
 def without_compilation(*, cache_implementation: str | None = None) -> Iterator[None]:
     """Run code eagerly inside, unless the cache of a generation is static.
 
-    Generation with a cache that grows would compile a graph for every length, and so use up the recompile limit that
-    training needs. Nondeterministic operations only give a warning inside: top-p sampling needs a cumulative sum, which
-    is not deterministic on CUDA.
+    A cache that grows would need a graph for every length, and so use up the recompile limit that training needs.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # if torch._dynamo was not imported, nothing was compiled
     has_graphs = cache_implementation is None and "torch._dynamo" in sys.modules
+    # only a warning: top-p sampling needs a cumulative sum, which is not deterministic on CUDA
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     try:
         with torch.compiler.set_stance("force_eager") if has_graphs else nullcontext():

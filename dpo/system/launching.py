@@ -1,7 +1,7 @@
 """Starting a run's processes, or joining a launcher's, and ending them together.
 
-torch is imported inside functions: a parent starts its workers first, and imports torch while they do. `docs/LOG.md`
-says why torch's own launchers are not used.
+torch is imported inside functions, as a parent needs none of it. `docs/LOG.md` says why torch's own launchers are not
+used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,14 +24,9 @@ from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError, is_lost_contact
-from dpo.system.host import (
-    keep_freed_memory,
-    print_whatever_happens,
-    return_freed_memory,
-    without_collecting_garbage,
-)
+from dpo.system.host import importing, keep_freed_memory, print_whatever_happens, return_freed_memory
 from dpo.system.redaction import redact
-from dpo.system.signals import ASKED, Stopped, handling_signals, on_stop_signals
+from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +40,6 @@ DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, b
 # times out, a rank that lost contact waits GRACE_SECS before it exits, or NCCL's watchdog aborts the waiting ranks in
 # turn. After those that are done, the others may be in a last collective.
 PATIENCE = {BAD_INPUT: 1, FAILED: 1, ASKED: 60, LOST_CONTACT: 60, DONE: math.inf}
-KILLED = {signal.SIGKILL: ", as the kernel does when memory runs out", signal.SIGABRT: ", as NCCL does at a timeout"}
 
 
 def launch(
@@ -65,8 +57,6 @@ def launch(
     `port` (None: a free one). A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input
     that a worker found, Stopped if the run was asked to stop, and RunError if a worker did not finish.
     """
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # for workers that share many tensors
     rank_env = find_rank_env()
     if rank_env is not None:
         status, message = _run_in_group(rank_env, worker, args, timeout_secs)
@@ -75,12 +65,12 @@ def launch(
             time.sleep(GRACE_SECS)
         if message:
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
-        _exit_now(status)
-    elif not process_group:
+        end_process("", status)
+    elif process_group:
+        _spawn(worker, world_size, args, port=port or get_open_port(), timeout_secs=timeout_secs)
+    else:
         keep_freed_memory()
         worker(0, 1, *args)
-    else:
-        _spawn(worker, world_size, args, port=port or 0, timeout_secs=timeout_secs)
 
 
 # --- the rank that a launcher assigned -------------------------------------------------------------------------------
@@ -100,29 +90,23 @@ class RankEnv(NamedTuple):
 def find_rank_env() -> RankEnv | None:
     """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
-
-    def number(name: str, default: int | None = None) -> int:
-        text = str(environ.get(name, default))
-        if not text.isdigit():
-            raise InputError(f"{name}={text} is not a number: correct it, or unset all variables of a launcher")
-        return int(text)
-
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
-        rank = number("RANK")
-        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
+        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        address, port = environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", 29500))
         serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return RankEnv(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, serves_store)
-    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
-        rank, size = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
+        return RankEnv(rank, size, int(environ.get("LOCAL_RANK", rank)), address, port, serves_store)
+    size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
+    if size > 1:
+        rank = int(environ["SLURM_PROCID"])
         # the first node of a list: node03 of "node[03-05,9]"
         first_node = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
         address = environ.get("MASTER_ADDR") or first_node
-        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)  # jobs on one node rarely collide
-        return RankEnv(rank, size, number("SLURM_LOCALID"), address, port, serves_store=rank == 0)
+        port = int(environ.get("MASTER_PORT") or 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000)  # jobs rarely collide
+        return RankEnv(rank, size, int(environ["SLURM_LOCALID"]), address, port, serves_store=rank == 0)
     return None
 
 
-# --- in a worker ---------------------------------------------------------------------------------------------------
+# --- in a worker -----------------------------------------------------------------------------------------------------
 
 
 def get_open_port() -> int:
@@ -162,13 +146,13 @@ def init_distributed(
 
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Run the worker in a process group; return exit status and message, "" for a worker that is done."""
-    with without_collecting_garbage():
+    with importing():
         import torch
         import torch.distributed as dist
-        import tqdm
+
+        from dpo.system import waiting
 
     return_freed_memory()
-    tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     rank, world_size, local_rank, address, port, serves_store = rank_env
     timeout, backend = timedelta(seconds=timeout_secs), "nccl" if torch.cuda.is_available() else "gloo"
     status, message = DONE, ""
@@ -194,35 +178,21 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
         message = f"rank {rank} {what}:\n{traceback.format_exc()}"
     if dist.is_initialized():
         with suppress(dist.DistError):  # rank 0 may have taken the store with it
-            message += _tell_the_others(has_lost_contact=status == LOST_CONTACT)
+            waiting.default_store().set(waiting.FAILURE, "")  # ranks that wait for this one give up
+            if status == LOST_CONTACT:
+                message += _name_silent_ranks(rank, world_size)
     return status, message
 
 
-def _tell_the_others(*, has_lost_contact: bool) -> str:
-    """Make ranks that wait for this one give up; if it lost contact itself, name those that did not."""
-    import torch.distributed as dist
-
-    from dpo.system.waiting import FAILURE, default_store
+def _name_silent_ranks(rank: int, world_size: int) -> str:
+    """Say, after a while, which ranks have not lost contact: one of these is the reason why the others have."""
+    from dpo.system.waiting import default_store
 
     store = default_store()
-    store.set(FAILURE, "")
-    if not has_lost_contact:
-        return ""
-    store.set(f"rank {dist.get_rank()} lost contact", "")
+    store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
-    others = [f"rank {r}" for r in range(dist.get_world_size()) if not store.check([f"rank {r} lost contact"])]
+    others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
     return f"because {' and '.join(others)} failed, was killed, or did not answer in time\n" if others else ""
-
-
-def _exit_now(status: int) -> None:
-    """Exit without finalizing the interpreter.
-
-    Other threads may be stuck in a collective, or may still free the tensors of the last collectives. A thread that
-    needs the interpreter while it is being finalized would abort the process.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
@@ -236,57 +206,31 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
     pipe.send((status, message[-15_000:]))
-    _exit_now(status)
+    end_process("", status)
 
 
-# --- in the parent -------------------------------------------------------------------------------------------------
-
-
-class _Worker(NamedTuple):
-    """A spawned process, and the end of the pipe on which it says how its work ended."""
-
-    rank: int
-    process: Any
-    pipe: Any
-
-    def find_end(self, stop_signals: list[int]) -> tuple[int, str]:
-        """Status and message of a worker that has exited: what it sent, or else what its exit status says."""
-        self.process.join()
-        if self.pipe.poll():
-            with suppress(EOFError):
-                return self.pipe.recv()
-        status = self.process.exitcode
-        if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
-            return ASKED, ""
-        if status >= 0:
-            return FAILED, f"rank {self.rank} exited with status {status} before it was done"
-        message = f"rank {self.rank} was killed by {signal.Signals(-status).name}{KILLED.get(-status, '')}"
-        return LOST_CONTACT if status == -signal.SIGABRT else FAILED, message
+# --- in the parent ---------------------------------------------------------------------------------------------------
 
 
 def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start the workers, wait until all are done or raise why they are not, and leave none behind."""
-    try:  # bind the port before any worker starts, as this process will serve the store there
-        server = socket.create_server(("127.0.0.1", port))
-    except OSError as error:
-        raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
-    address, port = server.getsockname()
     context = multiprocessing.get_context(START_METHOD)
-    workers: list[_Worker] = []
+    processes: list[Any] = []  # by rank
+    pipes: list[Any] = []  # on which each says how its work ended
     stop_signals: list[int] = []
 
     def forward(number: int) -> str:
         """Pass a stop signal on as SIGTERM, on which workers save and stop."""
         stop_signals.append(number)
-        for worker in workers:
-            if worker.process.is_alive():
-                os.kill(worker.process.pid, signal.SIGTERM)
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
         return "stopping after saving what was trained"
 
     try:
         with on_stop_signals(forward):
             for rank in range(world_size):
-                rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
+                rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port, serves_store=rank == 0)
                 receiver, sender = context.Pipe(duplex=False)
                 worker_args = (rank_env, os.getpid(), sender, function, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
@@ -294,32 +238,26 @@ def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port:
                 with handling_signals(signal.SIG_IGN, signal.SIGINT):
                     process.start()
                 sender.close()
-                workers.append(_Worker(rank, process, receiver))
-            with without_collecting_garbage():
-                import torch.distributed as dist
-
-            # The store's server is a thread. It starts after the workers, which may be forked: a process with threads
-            # should not fork. It lives until they end, as they need it.
-            listening = server.detach()
-            store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+                processes.append(process)
+                pipes.append(receiver)
             if stop_signals:  # it came while a worker was starting, and did not reach this worker
                 forward(stop_signals.pop())
-            _wait(workers, stop_signals, timeout_secs)
-            del store
+            _wait(processes, pipes, stop_signals, timeout_secs)
     finally:
-        for worker in workers:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
 
 
-def _wait(workers: list[_Worker], stop_signals: list[int], timeout_secs: float) -> None:
+def _wait(processes: list[Any], pipes: list[Any], stop_signals: list[int], timeout_secs: float) -> None:
     """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
-    running = {worker.process.sentinel: worker for worker in workers}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ends: list[tuple[int, str]] = []  # status and message, in the order of their exits
     status, seconds_left = DONE, None
     while running and (exited := wait_for_any(running, seconds_left)):
-        ends += [running.pop(sentinel).find_end(stop_signals) for sentinel in exited]
+        for rank in [running.pop(sentinel) for sentinel in exited]:
+            ends.append(_find_end(rank, processes[rank], pipes[rank], stop_signals))
         status = next(status for status in PATIENCE if status in {of_worker for of_worker, _ in ends})
         seconds_left = min(PATIENCE[status], timeout_secs)
 
@@ -331,10 +269,26 @@ def _wait(workers: list[_Worker], stop_signals: list[int], timeout_secs: float) 
     if status == ASKED:
         raise Stopped(*stop_signals[:1])
     if running:  # at least one of these hangs: make all print their stacks
-        for worker in running.values():
-            os.kill(worker.process.pid, signal.SIGABRT)
+        for rank in running.values():
+            os.kill(processes[rank].pid, signal.SIGABRT)
         wait_for_any(running, GRACE_SECS)
-        hanging = " and ".join(f"rank {worker.rank}" for worker in running.values())
+        hanging = " and ".join(f"rank {rank}" for rank in running.values())
         messages.insert(0, f"{hanging} did not answer within collective_timeout_secs={timeout_secs:g}")
     if running or status == LOST_CONTACT:
         raise RunError("\n".join(filter(None, messages)))
+
+
+def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
+    """Status and message of a worker that has exited: what it sent, or else what its exit status says."""
+    process.join()
+    if pipe.poll():
+        with suppress(EOFError):
+            return pipe.recv()
+    status = process.exitcode
+    if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
+        return ASKED, ""
+    if status >= 0:
+        return FAILED, f"rank {rank} exited with status {status} before it was done"
+    hint = ", as the kernel does when memory runs out" if status == -signal.SIGKILL else ""
+    message = f"rank {rank} was killed by {signal.Signals(-status).name}{hint}"
+    return LOST_CONTACT if status == -signal.SIGABRT else FAILED, message  # NCCL aborts at a timeout

@@ -1,7 +1,4 @@
-"""Regular files: checks before opening, parsing, and atomic replacement.
-
-Files are checked because opening a FIFO blocks forever, and writing through a symbolic link changes another file.
-"""
+"""Files checked before they are opened, parsed, renamed, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -23,28 +20,9 @@ from dpo.errors import InputError, one_sentence
 
 
 def check_readable(path: Path) -> None:
-    """Raise InputError unless the path is or links to a regular file."""
+    """Raise InputError unless the path is or links to a regular file: opening a FIFO would block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{path} is not a regular file")
-
-
-def check_writable(path: Path) -> None:
-    """Raise InputError if the path exists and is not a regular file."""
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise InputError(f"{path} is not a regular file: move {path} away")
-
-
-def check_link(path: Path) -> None:
-    """Raise InputError if the path exists and is not a symbolic link."""
-    if os.path.lexists(path) and not path.is_symlink():
-        raise InputError(f"{path} is not a symbolic link to a step-N directory: remove {path}")
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory; raise InputError for a link, as what is written there would be elsewhere."""
-    if path.is_symlink():
-        raise InputError(f"{path} is not a directory: move {path} away")
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
@@ -78,14 +56,10 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a path atomically by the file or directory that the body writes to the yielded path beside it.
-
-    The yielded path's name has this host and process, as others may be replacing `path` too. Removes temporary files
-    that killed processes of this host left.
-    """
+    """Replace a path atomically by the file or directory that the body writes to the yielded path beside it."""
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
-    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # of processes of this host that were killed
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():
             remove(leftover)

@@ -48,10 +48,7 @@ def map_chunks(
 
 
 def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], workers: int) -> Iterator[Result]:
-    """Yield a function's results in order, as `map` does, in processes that inherit neither GPU nor threads nor locks.
-
-    Few items are read ahead.
-    """
+    """Yield a function's results in order, and read few items ahead; the processes are new, not forked."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))

@@ -22,8 +22,6 @@ URL_SECRETS = re.compile(
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
-KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
-INNER_KEY = re.compile(r"(?<![\w-])([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
@@ -36,18 +34,9 @@ def is_secret(name: Any) -> bool:
 
 
 def secrets_in(overrides: list[str]) -> list[str]:
-    """The values of secrets, which are no interpolations (`${oc.env:NAME}`), in a command line, well-formed or not."""
-    values = []
-    value_may_follow = False  # after `key` in `key = VALUE`, which a shell passes as three overrides
-    for override in overrides:
-        keys = [match for match in (KEY.match(override), *INNER_KEY.finditer(override)) if match]
-        secret_keys = [match for match in keys if is_secret(match[1])]
-        if secret_keys or value_may_follow:
-            start = min((match.end() for match in secret_keys), default=0)
-            value = override[start:].strip(" ='\"{")
-            values.append(value)
-            value_may_follow = not value
-    return [value for value in values if value and not INTERPOLATION.match(value)]
+    """The values of secrets in a command line that are no interpolations (`${oc.env:NAME}`)."""
+    pairs = [(key.lstrip("+~"), value.strip("'\"")) for key, _, value in (text.partition("=") for text in overrides)]
+    return [value for key, value in pairs if is_secret(key) and value and not INTERPOLATION.match(value)]
 
 
 def redact(value: Any) -> Any:

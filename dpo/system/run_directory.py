@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import getpass
 import json
@@ -25,18 +24,17 @@ from typing import IO, Any
 import yaml
 
 from dpo.errors import InputError, RunError, explaining
-from dpo.system.plain_files import check_link, check_writable, read_json, replacing
+from dpo.system.plain_files import read_json, replacing
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
 
 # files of a run
 LOCK = ".lock"
-ORIGIN = ".continues"  # in a run that continues another run's checkpoint: the checksum of that checkpoint's manifest
 REPORT = Path("report", "report.html")  # with report=true
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 RUN_LOG = "log.txt"  # only appended to
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
-FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, ORIGIN, RUN_LOG)
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, RUN_LOG)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
@@ -59,10 +57,7 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
 
 
 def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a run would overwrite something.
-
-    What a run of ours that never began to train left there is accepted.
-    """
+    """Raise InputError if a run would overwrite anything but what a run of ours left that never began to train."""
     run_dir = Path(path)
     with _explaining_errors(path):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
@@ -70,25 +65,54 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
     if not read_record(run_dir):
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
-    has_our_lock = lock.is_file() and (not lock.stat().st_size or lock.read_text().startswith(HOLDER))
-    ours = {LOCK} if has_our_lock else set()  # of a run that was refused
-    if held := [name for name in names if name not in ours and any(fnmatchcase(name, p) for p in patterns)]:
+    if lock.is_file() and lock.read_bytes()[: len(HOLDER)] in (HOLDER.encode(), b""):
+        names.remove(LOCK)  # of a run that was killed while it started
+    if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(held)}), or other files of these names: choose "
             f"another directory, move them away, or continue the run with resume=auto"
         )
 
 
-def create_run_dir(path: str, *, logs: Iterable[str] = ()) -> Path:
-    """Create a run's directory, unless it exists; check that the files that it will have are regular files."""
-    run_dir = Path(path)
+def lock_run_dir(path: str | Path) -> IO:
+    """Create the directory, unless it exists, and lock it while the returned file is open."""
     with _explaining_errors(path):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (*FILES, *logs):
-            check_writable(run_dir / name)
-        for name in ("LATEST", "BEST"):
-            check_link(run_dir / name)
-    return run_dir
+        Path(path).mkdir(parents=True, exist_ok=True)
+        file = (Path(path) / LOCK).open("a+", encoding="utf-8", errors="replace")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with file:
+            file.seek(0)
+            holder = file.read(200).strip()
+        raise InputError(
+            f"local_run_dir={path} is locked by {holder}: stop that process first, or choose another directory"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: {path} cannot be locked ({error}): do not start a second run there")
+    else:
+        file.truncate(0)
+        print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    return file
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a running process is known to hold the directory's lock."""
+    try:
+        with (run_dir / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
+    """Turn errors of writing a run's directory into InputErrors inside."""
+    advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
+    return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))
+
+
+# --- facts about the run ---------------------------------------------------------------------------------------------
 
 
 def write_record(
@@ -113,9 +137,9 @@ def write_record(
     seconds_before: float | None = 0.0
     if continues_from is not None:
         former = read_record(run_dir)  # empty if the run continues another's checkpoint
-        started = datetime.fromisoformat(former["started"]).timestamp() if former else 0
-        before = former.get("seconds_before")
-        seconds_before = None if before is None else before + max(0.0, continues_from - started)
+        seconds_before = former.get("seconds_before")
+        if seconds_before is not None:
+            seconds_before += max(0.0, continues_from - datetime.fromisoformat(former["started"]).timestamp())
     commit = _run_git("rev-parse", "HEAD")
     changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
     facts = {
@@ -139,10 +163,10 @@ def write_record(
 
 def _run_git(*arguments: str) -> str:
     """Git's output for the checkout with this file; "" without a checkout."""
+    command = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
     try:
-        command = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
+    except OSError:  # there is no git
         return ""
 
 
@@ -170,59 +194,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def lock_run_dir(run_dir: Path) -> IO:
-    """Lock the directory while the returned file is open, at most until this process ends.
-
-    Raises InputError if another process holds the lock; the file says which.
-    """
-    with _explaining_errors(run_dir):
-        file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        with file:
-            file.seek(0)
-            holder = file.read(200).strip() or "a running process"
-        raise InputError(
-            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
-    else:
-        file.truncate(0)
-        print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-    return file
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Return whether a running process is known to hold the directory's lock."""
-    try:
-        with (run_dir / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-@contextmanager
-def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
-    """Turn errors of a full disk into RunErrors inside."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
-
-
-def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
-    """Turn errors of writing a run's directory into InputErrors inside."""
-    advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
-    return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))
-
-
 # --- log.txt ---------------------------------------------------------------------------------------------------------
 
 
@@ -240,8 +211,7 @@ class RunLog:
         """Record from now on; `kept` was printed before."""
         self.close()
         self._kept, self._unfinished = kept, ""
-        for name in ("stdout", "stderr"):
-            setattr(sys, name, RecordedStream(getattr(sys, name), self))
+        sys.stdout, sys.stderr = RecordedStream(sys.stdout, self), RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
         """Append to the log in a run's directory, from now on."""
@@ -251,10 +221,7 @@ class RunLog:
     def close(self) -> None:
         """End the record, and leave the streams as they were."""
         self._path = None
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if isinstance(stream, RecordedStream):
-                setattr(sys, name, stream.screen)
+        sys.stdout, sys.stderr = getattr(sys.stdout, "screen", sys.stdout), getattr(sys.stderr, "screen", sys.stderr)
 
     def hand_over(self) -> str:
         """Return, and forget, the text that is not written yet."""

@@ -32,10 +32,7 @@ class PressedAgain(KeyboardInterrupt):
 
 
 class Stopped(BaseException):
-    """The run stopped on a signal; `run_dir` may hold a checkpoint.
-
-    It is not an Exception, as libraries catch Exceptions and go on.
-    """
+    """The run stopped on a signal; `run_dir` may hold a checkpoint. Libraries would catch an Exception, and go on."""
 
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
         super().__init__(number)
@@ -48,21 +45,16 @@ class Stopped(BaseException):
         return f"stopped by {_name_signal(self.number)}: {advice if has_checkpoint else 'nothing to save'}"
 
 
-def abort() -> NoReturn:
-    """End this process at once, even while a checkpoint is being written."""
-    _end("aborted: nothing more is saved", ABORTED)
-
-
 def end_on_stop_signals() -> None:
     """Make signals end this process at once, with a message."""
     for number in _list_handled():
-        signal.signal(number, partial(_end_by_signal, None))
+        signal.signal(number, partial(_end, None))
 
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
     """Make signals end this process at once inside; a Stopped that is raised inside gets the `run_dir`."""
-    with handling_signals(partial(_end_by_signal, run_dir)):
+    with handling_signals(partial(_end, run_dir)):
         try:
             yield
         except Stopped as stopped:
@@ -70,17 +62,18 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
             raise
 
 
-def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
+def _end(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
     stopped = Stopped(number, run_dir)
-    _end(str(stopped) if _prints_for_run() else "", stopped.status)
+    end_process(f"{stopped}\n" if _prints_for_run() else "", stopped.status)
 
 
-def _end(message: str, status: int) -> NoReturn:
+def end_process(message: str, status: int) -> NoReturn:
+    """End this process at once, without finalizing the interpreter, as a group's threads might then abort it."""
     with suppress(OSError, RuntimeError):  # a signal may have interrupted a write
         sys.stdout.flush()
         sys.stderr.flush()
     with suppress(OSError):
-        os.write(2, f"{message}\n".encode() if message else b"")
+        os.write(2, message.encode())
     os._exit(status)
 
 
@@ -110,13 +103,10 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 @contextmanager
 def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
-    """Set a handler for signals inside, by default for all stop signals that are not ignored.
-
-    Does nothing outside the main thread, which alone may set handlers.
-    """
+    """Set a handler for signals inside, by default for all stop signals that are not ignored."""
     former_handlers = {}
     try:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in numbers or _list_handled():
                 former_handlers[number] = signal.signal(number, handler)
         yield

@@ -54,22 +54,17 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 def meet_rank_0(place: str) -> None:
     """Wait until rank 0, which does not wait, has reached a place, whose name is used once in a run."""
-    if not is_shared():
-        return
-    key = f"rank 0 at {place}"
-    if dist.get_rank() == 0:
-        default_store().set(key, "")
-    else:
-        wait_for(key)
+    after_rank_0(place, lambda: None)
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
     """Call `act()` on rank 0, then on the other ranks; each gets its own result."""
+    key = f"rank 0 at {place}"
     if is_shared() and dist.get_rank() != 0:
-        meet_rank_0(place)
-        return act()
+        wait_for(key)
     result = act()
-    meet_rank_0(place)  # lets the other ranks go on
+    if is_shared() and dist.get_rank() == 0:
+        default_store().set(key, "")  # lets the other ranks go on
     return result
 
 
@@ -89,11 +84,14 @@ def once_per_machine(make: Callable[[], str]) -> str:
     return results[machines.index(machines[rank])]
 
 
-def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Record this rank's arrival at a place; return whether all ranks get there.
+def identify_machine() -> str:
+    """An id shared by processes that see the same files."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
+    return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
-    It waits for another rank for `patience_secs`, and not at all if they are 0.
-    """
+
+def all_arrive(place: str, *, patience_secs: float) -> bool:
+    """Record this rank's arrival at a place; return whether each other one gets there in time, if it waits at all."""
     if not is_shared():
         return True
     rank, store = dist.get_rank(), default_store()
@@ -120,12 +118,6 @@ def check_alike(facts: Mapping[str, str]) -> None:
                 f"rank {rank} on {host} has not the same as rank 0 on {host_0}: {', '.join(different)}; give all "
                 f"machines the same files"
             )
-
-
-def identify_machine() -> str:
-    """An id shared by processes that see the same files."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
-    return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
 def leave_together() -> None:

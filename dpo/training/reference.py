@@ -22,7 +22,7 @@ from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import gather_like, local_tensor
-from dpo.system.plain_files import check_readable, make_directory, replacing
+from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
 TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half-precision rounding
@@ -77,7 +77,7 @@ class ReferenceLogps:
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def save(self, path: Path) -> None:
-        make_directory(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, logps=self.table)
             file.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from support.runs import PARTS
 
-from dpo.checkpoint import files, saver
+from dpo.checkpoint import files
 from dpo.checkpoint.files import (
     DamagedCheckpoint,
     check_complete,
@@ -22,7 +21,6 @@ from dpo.checkpoint.files import (
     tidy,
 )
 from dpo.errors import RunError
-from dpo.parallel.mesh import Mesh
 
 
 def write_checkpoint(directory: Path, states: Any, *, step_idx: int = 8, metrics: Any = None, **facts: Any) -> Path:
@@ -80,36 +78,6 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["step-8"]
 
 
-class Counter:
-    def state_dict(self) -> dict[str, int]:
-        return {"a": 1}
-
-
-def test_one_write_runs_at_a_time_and_its_failure_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    may_end, noted = threading.Event(), []
-    (tmp_path / "step-8").mkdir()
-    checkpoints = saver.Checkpoints(tmp_path, Mesh(), keep=None, log=print)
-
-    def write_slowly() -> None:
-        noted.append("begun")
-        assert may_end.wait(60)
-        noted.append("ended")
-
-    def fail() -> None:
-        raise RunError("no space")
-
-    writes = iter([write_slowly, write_slowly, fail])
-    monkeypatch.setattr(saver, "write_checkpoint", lambda *_, **__: next(writes)())
-    for n in range(3):
-        checkpoints.save([saver.Part("a", Counter())], step_idx=8, metrics=None, quality=None, facts=dict)
-        assert n or noted in ([], ["begun"])  # the first call did not wait
-        may_end.set()
-    assert noted == ["begun", "ended", "begun", "ended"]
-    with pytest.raises(RunError, match="no space"):
-        checkpoints.wait()
-    checkpoints.check()  # told once
-
-
 # --- recognised ----------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +119,7 @@ def test_a_manifest_that_says_something_else_is_damage(tmp_path):
 def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tmp_path):
     write(tmp_path, 8, 16)
     (tmp_path / "step-8").rename(tmp_path / ".step-8.dpo-former")  # killed before the new one was in place
-    for rest in (".step-16.dpo-former", ".step-24.dpo-tmp", ".step-4.dpo-pruned"):
+    for rest in (".step-16.dpo-former", ".step-24.dpo-tmp", ".step-4.dpo-tmp"):
         (tmp_path / rest).mkdir()
     tidy(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["step-16", "step-8"]

@@ -80,7 +80,7 @@ def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(fami
 def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     model = build_adapted(family)
     part = policy_part(model)
-    for name, content in part.convert(part.gather(copy=True)).items():
+    for name, content in part.convert(part.gather()).items():
         (tmp_path / name).write_bytes(content)
     theirs = peft.PeftModel.from_pretrained(build(family), tmp_path).eval()
     torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-6)

@@ -13,6 +13,7 @@ from support.models import COMMON, WITH_PLAN, build
 from support.warm import launch
 
 from dpo.errors import InputError
+from dpo.models.adapters import POLICY, add_adapter
 from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -44,7 +45,7 @@ def test_every_family_has_a_plan_that_cuts_its_large_matrices(family):
 
 
 def test_a_family_without_a_plan_is_refused():
-    with pytest.raises(InputError, match="GPTJForCausalLM has no tensor-parallel plan; use trainer=FSDPTrainer"):
+    with pytest.raises(InputError, match="plan of GPTJForCausalLM is empty; use trainer=FSDPTrainer"):
         find_plan(build("gpt-j"))
 
 
@@ -59,6 +60,14 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
     config = transformers.PhiConfig(**{**COMMON, "num_hidden_layers": 1}, qk_layernorm=True)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.q_layernorm"):
+        find_plan(model)
+
+
+def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
+    model = build("llama")
+    add_adapter(model, 3, 6, "auto", name=POLICY)
+    model._tp_plan = {name: style for name, style in model._tp_plan.items() if not name.endswith("k_proj")}
+    with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.k_proj; use trainer"):
         find_plan(model)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from support.faults import (
-    at_update,
     fail_to_sample,
     kill_after_update,
     kill_at_step_of_saving,
@@ -132,21 +131,12 @@ def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start,
     assert [line["updates"] for line in read_metrics(tmp_path / "run", "train")] == list(range(1, len(updates) + 3))
 
 
-def save_for_ever(slow_update: int) -> None:
-    """Neither a save nor this update ends."""
+def save_for_ever() -> None:
     saver.write_checkpoint = lambda *_, **__: time.sleep(600)
-    at_update(slow_update, partial(time.sleep, 600))
 
 
-@pytest.mark.parametrize(
-    ("eval_every", "slow_update"),
-    [
-        pytest.param(40000, 40000, id="while it saves"),
-        pytest.param(8, 3, marks=SLOW, id="in an update, beside a save"),
-    ],
-)
-def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(eval_every, slow_update, start, tmp_path):
-    process = start("n_examples=40000", f"eval_every={eval_every}", fault=partial(save_for_ever, slow_update))
+def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(start, tmp_path):
+    process = start("n_examples=40000", "eval_every=40000", fault=save_for_ever)
     wait_for_updates(tmp_path / "run", 3, process)
     os.killpg(process.pid, signal.SIGINT)
     while "Ctrl-C: stopping" not in process.text:

@@ -1,7 +1,7 @@
 """Runs with adapters, on a base in full or in 4 bits.
 
 That no layout or stop changes a run is in test_invariance.py; gradients on every mesh are in
-tests/parallel/test_cut_adapters.py.
+tests/parallel/test_sharding.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,8 @@ def fail_on_rank_1(rank, world_size, folder, how):
     note_pid(folder, rank)
     dist.barrier()
     if rank == 1:
-        {"raise": divide_by_zero, "bad input": refuse, "kill": kill_self, "leave": leave_with_0, "hang": hang}[how]()
+        kill, leave = partial(signal.raise_signal, signal.SIGKILL), partial(os._exit, 0)
+        {"raise": divide_by_zero, "bad input": refuse, "kill": kill, "leave": leave, "hang": hang}[how]()
     dist.barrier()  # where rank 0 waits for it
 
 
@@ -62,14 +63,6 @@ def divide_by_zero():
 
 def refuse():
     raise InputError("beta=-1 must be above 0")
-
-
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave_with_0():
-    os._exit(0)
 
 
 def hang():
@@ -100,13 +93,6 @@ def test_workers_meet_in_one_group(tmp_path):
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
 
 
-def test_a_port_that_is_taken_is_one_sentence():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"port {port} is in use; fsdp_port=null"):
-            launch(add_up, 2, None, process_group=True, port=port)
-
-
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_PROCID": "5",
@@ -127,45 +113,12 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
         (SLURM, RankEnv(5, 8, 2, "gpu03", 23456)),
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, RankEnv(5, 8, 2, "head", 1)),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun of one task that starts its own workers
-        ({**SLURM, "SLURM_STEP_NODELIST": "a1,b[2-3]"}, RankEnv(5, 8, 2, "a1", 23456)),
         ({**SLURM, "SLURM_STEP_NODELIST": "n-1-[12,15]"}, RankEnv(5, 8, 2, "n-1-12", 23456)),
     ],
 )
 def test_the_rank_that_a_launcher_assigns(environ, rank_env, monkeypatch):
     monkeypatch.setattr(os, "environ", environ)  # replaced, as `datasets` does it
     assert find_rank_env() == rank_env
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({**TORCHRUN, "RANK": "x"}, "RANK=x is not a number: correct it, or unset all variables of a launcher"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "SLURM_PROCID=None is not a number"),
-    ],
-)
-def test_a_launcher_that_makes_no_sense_is_one_sentence(environ, message, monkeypatch):
-    monkeypatch.setattr(os, "environ", environ)
-    with pytest.raises(InputError, match=message):
-        find_rank_env()
-
-
-@pytest.mark.slow
-def test_tasks_of_a_slurm_step_join(tmp_path):
-    script = (
-        "import pathlib, sys; from dpo.system.launching import launch; from test_launching import add_up;"
-        "launch(add_up, 1, pathlib.Path(sys.argv[1]), process_group=True)"
-    )
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "1"}
-    environment = make_environment(PYTHONPATH=TESTS, MASTER_PORT=str(get_open_port()), **slurm)
-    tasks = [
-        warm.Python(
-            *("-c", script, str(tmp_path)),
-            environment={**environment, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [task.wait(timeout=60) for task in tasks] == [0, 0]
-    assert (tmp_path / "rank0").read_text() == "3 of 2"
 
 
 # --- failing -------------------------------------------------------------------------------------------------------
@@ -201,15 +154,9 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
 
 
 def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path):
+    options = {"timeout_secs": 600, "constants": {"PATIENCE": PATIENCE | {ASKED: 2}}}
     with pytest.raises(Stopped):
-        warm.launch(
-            load_on_rank_0,
-            2,
-            tmp_path,
-            process_group=True,
-            timeout_secs=600,
-            constants={"PATIENCE": PATIENCE | {ASKED: 2}},
-        )
+        warm.launch(load_on_rank_0, 2, tmp_path, process_group=True, **options)
     assert_all_gone(tmp_path)
 
 
@@ -238,20 +185,17 @@ launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "ranks"), [("raise", 2), ("kill", 2), ("raise", 1)]
-)  # of one rank, the other is absent
-def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, tmp_path):
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_of_another_machine_that_fails_is_named(how, tmp_path):
     meet = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port())}
     started = [
         warm.Python(
             *("-c", FAILING_RANK, str(tmp_path), how),
             environment=make_environment(PYTHONPATH=TESTS, RANK=str(rank), **meet),
         )
-        for rank in range(ranks)
+        for rank in range(2)
     ]
     errors = [process.communicate(timeout=60)[1] for process in started]
     assert all(process.returncode for process in started)
     assert "rank 0 lost contact" in errors[0]
-    if ranks == 2:
-        assert "because rank 1 failed, was killed, or did not answer in time" in errors[0]
+    assert "because rank 1 failed, was killed, or did not answer in time" in errors[0]
