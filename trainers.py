@@ -27,8 +27,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
-from dpo.parallel.sharding import accumulate, release_gathered
-from dpo.parallel.state import clip_gradient, step_optimizer
+from dpo.parallel.sharding import accumulate, clip_gradient, release_gathered, step_optimizer
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
 from dpo.settings.places import store_rows

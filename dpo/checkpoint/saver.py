@@ -14,7 +14,7 @@ import torch
 from dpo.checkpoint.files import DamagedCheckpoint, point, prune, read_state, write_checkpoint
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.state import full_state, load_optimizer, whole_states
+from dpo.parallel.sharding import full_state, load_optimizer, whole_states
 from dpo.system.run_directory import read_record
 from dpo.system.waiting import meet_rank_0
 

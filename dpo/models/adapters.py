@@ -24,8 +24,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.quantization import Linear4bit
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.text_part import rename_layers
-from dpo.parallel.sharding import release_gathered
-from dpo.parallel.state import full_state, local_tensor
+from dpo.parallel.sharding import full_state, local_tensor, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json

@@ -130,7 +130,7 @@ def write_record(
     """
     import torch  # not at the top, as the report imports this file without torch
 
-    versions = {}
+    versions, git = {}, []
     for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
@@ -140,8 +140,11 @@ def write_record(
         seconds_before = former.get("seconds_before")
         if seconds_before is not None:
             seconds_before += max(0.0, continues_from - datetime.fromisoformat(former["started"]).timestamp())
-    commit = _run_git("rev-parse", "HEAD")
-    changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
+    options = ["--porcelain=v2", "--branch", "--untracked-files=no", "."]  # runs of the user are untracked files
+    command = ["git", "-C", str(Path(__file__).parents[2]), "status", *options]
+    with suppress(OSError):  # there is no git
+        git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    commit = next((line.split()[-1] for line in git if line.startswith("# branch.oid")), None)
     facts = {
         "run": run or secrets.token_hex(8),
         "python": platform.python_version(),
@@ -153,21 +156,12 @@ def write_record(
         "processes": processes,
         "started": now(),
         "seconds_before": seconds_before,
-        "git_commit": commit or None,
-        "git_uncommitted_changes": bool(changes) if commit else None,
+        "git_commit": commit,
+        "git_uncommitted_changes": any(not line.startswith("#") for line in git) if commit else None,
     }
     with _explaining_errors(run_dir):
         _write_facts(run_dir, facts)  # first, as they say whose the directory is
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
-
-
-def _run_git(*arguments: str) -> str:
-    """Git's output for the checkout with this file; "" without a checkout."""
-    command = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # there is no git
-        return ""
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from dpo.models.layouts import Layout, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import release_gathered
-from dpo.parallel.state import hold_the_same
+from dpo.parallel.sharding import hold_the_same, release_gathered
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
 from dpo.training.reference import Reference

@@ -18,8 +18,7 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loa
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
-from dpo.parallel.state import optimized
+from dpo.parallel.sharding import distribute, keep_outputs_where_they_are, optimized
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import CALLBACKS

@@ -20,8 +20,7 @@ import torch
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import release_gathered
-from dpo.parallel.state import gather_like, local_tensor
+from dpo.parallel.sharding import gather_like, local_tensor, release_gathered
 from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 

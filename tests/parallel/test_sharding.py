@@ -32,13 +32,14 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.models.pretrained import checkpoint_activations
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import distribute, release_gathered
-from dpo.parallel.state import (
+from dpo.parallel.sharding import (
     clip_gradient,
+    distribute,
     full_state,
     full_tensor,
     hold_the_same,
     optimized,
+    release_gathered,
     step_optimizer,
     whole_states,
 )

@@ -14,7 +14,7 @@ from support.models import COMMON, FAMILIES, GPT, GROUPED, ROUNDING, build, list
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
 from dpo.models.weights import load_archive
-from dpo.parallel.state import full_state
+from dpo.parallel.sharding import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.training.optimization import OPTIMIZERS
 
