@@ -1,20 +1,14 @@
-"""Slices of layers: which each process holds, and which models are refused.
-
-That the numbers are those of one process is in test_sharding.py.
-"""
+"""Which models can be cut; that the numbers are those of one process is in test_sharding.py."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 import transformers
 from support.models import COMMON, WITH_PLAN, build
-from support.warm import launch
 
 from dpo.errors import InputError
 from dpo.models.adapters import POLICY, add_adapter
-from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.parallel.tensor_parallel import check_tensor_parallel, find_plan
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
 TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
@@ -69,21 +63,3 @@ def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if not name.endswith("k_proj")}
     with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.k_proj; use trainer"):
         find_plan(model)
-
-
-def hold_slices(rank, world_size):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
-    for style, weight_shape, bias_shape in (("colwise", (3, 4), (3,)), ("rowwise", (6, 2), (6,))):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(4, 6)
-        whole = layer.weight.detach().clone()
-        cut_modules({"layer": layer}, {"layer": STYLES[style]}, mesh)
-        assert layer.weight.to_local().shape == weight_shape
-        assert layer.bias.to_local().shape == bias_shape
-        # memory of its own: the whole matrix can be freed
-        assert layer.weight.to_local().untyped_storage().nbytes() == 4 * 12
-        assert torch.equal(layer.weight.full_tensor(), whole)
-
-
-def test_a_process_holds_its_slice_alone():
-    launch(hold_slices, 2, process_group=True)

@@ -39,8 +39,6 @@ def hear(*numbers: int) -> list[int]:
     ("number", "said"),
     [
         (signal.SIGINT, "Ctrl-C: stopping after saving; press Ctrl-C again to exit immediately without saving\n"),
-        (signal.SIGTERM, "SIGTERM: stopping after saving\n"),
-        (signal.SIGUSR1, "SIGUSR1: stopping after saving\n"),
         (signal.SIGHUP, "SIGHUP: stopping after saving\n"),
     ],
 )
