@@ -110,9 +110,10 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     # not Path.resolve, which raises for a link that leads to itself
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
     checkpoints = find_checkpoints(run_dir)
-    if run_dir not in (source, source.parent) or not (checkpoints or read_record(run_dir)):
+    is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
+    if not (source == run_dir or is_own_step) or not (checkpoints or read_record(run_dir)):
         check_free(run_dir, logs)
-    elif source != run_dir and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
+    elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
         raise InputError(
             f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give another "
             f"local_run_dir, to which checkpoint and logs are copied"
