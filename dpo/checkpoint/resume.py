@@ -257,6 +257,6 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if changed:
         where = resume_point.path
         raise InputError(
-            f"{' and '.join(changed)} has changed since {where}; restore what has changed, or start a new run with "
+            f"{changed[0]} has changed since {where}; restore what has changed, or start a new run with "
             f"model.archive={where}"
         )

@@ -39,7 +39,7 @@ from dpo.models.pretrained import (
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.settings.plan import Plan
-from dpo.system.signals import PressedAgain, Stopped
+from dpo.system.signals import Stopped
 from dpo.system.waiting import after_rank_0
 
 LARGEST = 3.4e38  # the largest float32
@@ -95,9 +95,9 @@ def _run_users_code(code: Callable[[], Any], error_class: type[Exception], probl
     try:
         with torch.no_grad():
             return code()
-    except (PressedAgain, Stopped):
+    except (KeyboardInterrupt, Stopped):
         raise
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt, if the code raises them
+    except BaseException as error:  # also SystemExit, if the code raises it
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" ({file}, line {frame.lineno})" for frame in frames if frame.filename == str(file)]
         what = f"{type(error).__name__}: {one_sentence(error)}"

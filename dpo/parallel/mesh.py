@@ -17,9 +17,8 @@ from dpo.settings.plan import ParallelDims
 class Mesh:
     """The division of models and examples among the processes of a run.
 
-    Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours (usually on one
-    machine) communicate most. Layers are sharded along `tensor` (tensor parallelism); parameters, gradients and
-    optimizer state along `shard` (FSDP); along `replicate` they are replicated and kept equal. Ranks that differ
+    Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
+    Layers are sharded along `tensor`; parameters, gradients and optimizer state along `shard` (FSDP). Ranks that differ
     only in `tensor` see the same examples.
     """
 
@@ -36,9 +35,8 @@ class Mesh:
             # silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
-            self.device_mesh = init_device_mesh(
-                self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
-            )
+            names = ("replicate", "shard", "tensor")
+            self.device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
             # subgroups do not inherit the timeout of the default group
             for group in self.device_mesh.get_all_groups():
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)

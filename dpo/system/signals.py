@@ -27,10 +27,6 @@ ASKED = 128 + signal.SIGTERM  # exit status after any other stop signal
 SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: terminal and launcher may both send one
 
 
-class PressedAgain(KeyboardInterrupt):
-    """A second Ctrl-C, which ends a run without saving."""
-
-
 class Stopped(BaseException):
     """The run stopped on a signal; `run_dir` may hold a checkpoint. Libraries would catch an Exception, and go on."""
 
@@ -79,14 +75,14 @@ def end_process(message: str, status: int) -> NoReturn:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises PressedAgain."""
+    """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises KeyboardInterrupt."""
     first_times: dict[int, float] = {}  # when each signal came first, by its number
 
     def handle(number: int, _: object) -> None:
         now = time.monotonic()
         if number in first_times:
             if number == signal.SIGINT and now - first_times[number] > SAME_SECS:
-                raise PressedAgain
+                raise KeyboardInterrupt
             return
         first_times[number] = now
         message = act(number)

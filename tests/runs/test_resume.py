@@ -164,19 +164,18 @@ def test_another_reference_is_noticed(run, copied, finished):
     ("place", "refusal"),
     [
         ("nowhere", "finds no complete checkpoint"),
-        ("empty", "finds no complete checkpoint"),
         ("run/step-16", r"would overwrite a later checkpoint of its run \(step-24\)"),
         ("auto", r"finds no complete checkpoint; .*step-24 has no manifest"),
     ],
 )
 def test_what_cannot_be_continued_is_refused_and_nothing_is_thrown_away(place, refusal, run, copied, tmp_path):
     copied("run")
-    (tmp_path / "empty").mkdir()
     if place == "auto":
         for manifest in (tmp_path / "run").glob("step-*/manifest.json"):
             manifest.unlink()
     with pytest.raises(InputError, match=refusal):
-        run("run", f"resume={'auto' if place == 'auto' else tmp_path / place}")
+        run("new" if place == "nowhere" else "run", f"resume={'auto' if place == 'auto' else tmp_path / place}")
+    assert not (tmp_path / "new").exists()
     assert len(read_metrics(tmp_path / "run", "train")) == 6
 
 
