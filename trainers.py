@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
