@@ -1,4 +1,4 @@
-"""Numbers and durations as text, for the terminal, pages and sentences."""
+"""Numbers as text, for the terminal, pages and sentences."""
 
 from __future__ import annotations
 
@@ -45,13 +45,6 @@ def large(n: float) -> str:
         if n >= least:
             return f"{n / unit:.3g}{letter}"
     return f"{n:,.0f}"
-
-
-def clock_time(seconds: float) -> str:
-    """`0:12`, `1:02:03`."""
-    m, s = divmod(round(seconds), 60)
-    h, m = divmod(m, 60)
-    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 
 def shortened(text: str) -> str:

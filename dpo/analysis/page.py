@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
-from dpo.numbers import clock_time, count, figure, percent, shortened, signed
+from dpo.numbers import count, figure, percent, shortened, signed
 from dpo.settings.keys import dotted, load_defaults
 from dpo.system.plain_files import replacing
 from dpo.system.redaction import redact
@@ -161,7 +161,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     results["Examples"] = f"{run.examples:,}", detail
     (secs, updating), (device, n_devices) = measure_seconds(run), count_devices(run)
     if secs > 0:
-        results["Time"] = clock_time(secs), "in updates alone" if secs == updating else ""
+        results["Time"] = str(timedelta(seconds=round(secs))), "in updates alone" if secs == updating else ""
         if n_devices > 0:  # they are known
             results[f"{device}-hours"] = figure(secs * n_devices / 3600), count(n_devices, device)
     return results

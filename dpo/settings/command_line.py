@@ -23,7 +23,7 @@ from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import explain_unknown_key, find_problems, suggest
 from dpo.system.host import is_rank_0
-from dpo.system.redaction import redact, secrets_in
+from dpo.system.redaction import redact
 
 MULTIRUN, HELP = ("-m", "--multirun"), ("-h", "--help")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
@@ -87,9 +87,6 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
         plan, problems = check_line(line)
     except InputError as error:
         problems = [str(error)]
-    for secret in secrets_in(arguments):
-        if len(secret) > 3:  # a shorter text would be found inside ordinary words
-            problems = [problem.replace(secret, "REDACTED") for problem in problems]
     exit_on(problems)
     return line.arguments, plan
 
@@ -229,7 +226,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     is_hydra_key = _is_hydra_key(key)
     if is_hydra_key and (not ALLOWED_HYDRA_KEYS.fullmatch(key) or "_target_" in override):
         return f"{key} may not be set: Hydra's own keys can name code to run, but those of directories and launchers"
-    if line.is_sweep and (secrets_in([override]) or redact(override) != override):
+    if line.is_sweep and redact(override) != override:
         return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
     try:
         parsed = OverridesParser.create().parse_override(override)

@@ -33,12 +33,6 @@ def is_secret(name: Any) -> bool:
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
-def secrets_in(overrides: list[str]) -> list[str]:
-    """The values of secrets in a command line that are no interpolations (`${oc.env:NAME}`)."""
-    pairs = [(key.lstrip("+~"), value.strip("'\"")) for key, _, value in (text.partition("=") for text in overrides)]
-    return [value for key, value in pairs if is_secret(key) and value and not INTERPOLATION.match(value)]
-
-
 def redact(value: Any) -> Any:
     """Replace the secrets in `value` by REDACTED.
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.runs import compose
 
-from dpo.numbers import clock_time, compact
+from dpo.numbers import compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Evaluation, Update
 from dpo.reporting.terminal import Progress
@@ -136,10 +136,9 @@ def test_an_evaluation_is_an_aligned_table(capsys):
     ]
 
 
-def test_numbers_and_durations_are_short():
+def test_numbers_are_short():
     texts = [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))]
     assert texts == ["0.000123", "999", "1,000", "12,346", "nan"]
-    assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
