@@ -38,7 +38,6 @@ def test_options_come_first_and_keep_their_values(tmp_path):
         ["-m", "dataset_sources.my_token=s3cr3t-value"],
         ["wandb.api_key='s3cr3t-value"],
         ["-m", "dataset_sources.m='https://user:s3cr3t-value@host/x'"],
-        ["wandb.api_key", "=", "s3cr3t-value"],
     ],
 )
 def test_a_secret_on_the_command_line_is_refused_where_it_would_be_written_and_never_printed(arguments, capsys):
