@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-LONGEST_TEXT = 4000
-
 
 def compact(value: float, digits: int = 3) -> str:
     """A number with few digits, without an exponent if large."""
@@ -37,19 +35,3 @@ def percent(share: float) -> str:
 def count(n: float, one: str, many: str = "") -> str:
     """`1 update`, `2,048 updates`."""
     return f"{n:,.0f} {one if n == 1 else many or one + 's'}"
-
-
-def large(n: float) -> str:
-    """`845`, `12.3k`, `1.2M`, `3.4B`."""
-    for least, unit, letter in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if n >= least:
-            return f"{n / unit:.3g}{letter}"
-    return f"{n:,.0f}"
-
-
-def shortened(text: str) -> str:
-    """A text stripped, and cut after LONGEST_TEXT characters."""
-    text = text.strip()
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"

@@ -65,15 +65,14 @@ def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
             file.write(pa.RecordBatch.from_pylist(rows, SCHEMA).serialize())
 
 
-def write_parquet(run_dir: Path) -> int:
-    """Write a ledger's rows as Parquet, atomically; returns their number."""
+def write_parquet(run_dir: Path) -> None:
+    """Write a ledger's rows as Parquet, atomically."""
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
     table = read_ledger(run_dir)
     with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:  # Arrow's paths must be UTF-8
         recurring = ["example", "dataset", "split"]
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
-    return len(table)
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
@@ -118,10 +117,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair, over its visits after the first update.
-
-    Earlier margins are 0 or rounding errors, and are ignored.
-    """
+    """A pair, over its visits after the first update: earlier margins are 0 or rounding errors, and are ignored."""
 
     example: str
     dataset: str

@@ -1,4 +1,4 @@
-"""The report's rules: what is wrong, and what to change.
+"""The report's rules: what is wrong, and what to change. What the terminal warned of has a section of its own.
 
 A rule has a condition, which returns the numbers that it is about, or None if it does not hold. The table is at the
 end. *Now* is the last evaluation, or the mean of the last tenth of the updates, at least ten.
@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.measures import EVAL_ACCURACY, n_effective, n_evaluated, share_interval
 from dpo.analysis.runs import Run, number
-from dpo.analysis.verdict import SMALL_CHANGE, compare_answers, find_changes_per_token
-from dpo.data.sources import HUB_IDS
+from dpo.analysis.verdict import (
+    EVAL_ACCURACY,
+    SMALL_CHANGE,
+    compare_answers,
+    find_changes_per_token,
+    n_effective,
+    n_evaluated,
+    share_interval,
+)
 from dpo.numbers import count, figure, percent, signed
+from dpo.settings.keys import HELD_OUT_SCORE
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
 FEWEST_UPDATES = 20  # fewer say too little
-BEYOND_CHANCE = 3.0  # standard errors, for small samples and the best of some evaluations too
-UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
-COLLAPSED = ((50, 3.0), (16, 5.0))  # last updates, and the multiple of the start's loss that is too high
 
 # kinds of data: those of TRAINS_ON, and online
 ONLINE = frozenset({"online"})
@@ -32,45 +36,30 @@ PAIRS = frozenset({"pairs", "lists"})  # the best and the worst response of a li
 FIXED = PAIRS | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
 ANY = FIXED | ONLINE
 
-# counts of the preflight, and the number that each is a part of
-CUT = {"truncated_prompts": "tokenized", "truncated_responses": "tokenized", "identical_pairs": "tokenized"}
-LEAKED = {"prompts_like_train": "prompts", "answers_in_train": "examples"}
-FAULTS = dict.fromkeys(("contradictory_pairs", "contradictory_labels", "empty_responses"), "examples")
+FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # counts of the preflight
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def skipped_updates(run: Run) -> str | None:
-    # a loss or norm that was not finite is logged as null; an absent one says nothing
-    skipped = [
-        line["updates"]
-        for line in run.train.lines
-        if not all(math.isfinite(number(line[name])) for name in ("loss/train", "grad_norm") if name in line)
-    ]
-    if run.state.word == "aborted":
-        skipped.append(run.nonfinite[-1])
-    return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,}" if skipped else None
+    is_skipped = ~np.isfinite(run.train["loss/train"] + run.train["grad_norm"])
+    skipped = [*run.train.updates[is_skipped], *(run.nonfinite[-1:] if run.state == "aborted" else ())]
+    return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else None
 
 
 def collapsed(run: Run) -> str | None:
-    """Half of the last losses are a multiple of the start's, which counts as at least 0.5, and margins do not grow."""
-    losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]
-    is_finite = np.isfinite(losses)
-    losses, margins = losses[is_finite], margins[is_finite]
+    """Half of the last 16 losses are 5 times the first, which counts as at least 0.5, and margins do not grow."""
+    is_finite = np.isfinite(run.train["loss/train"])
+    losses, margins = (run.train[name][is_finite] for name in ("loss/train", "rewards_train/margins"))
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
-    if not len(losses) or run.objective.needs_squares:
+    if len(losses) < 16 or run.objective.needs_squares:
         return None
-    at_start = slice(1 if run.objective.reference else UPDATES_AT_START)
-    start, start_margin = float(losses[at_start].mean()), float(margins[at_start].mean())
-    examples, evaluated = run.eval.points("loss/eval")
-    if len(examples) and examples[0] == 0:
-        start, start_margin = float(evaluated[0]), float(run.eval["rewards_eval/margins"][0])
-    for n, factor in COLLAPSED:
-        limit = start + (factor - 1) * max(abs(start), 0.5)
-        grows = margins[-n:].mean() > start_margin  # false without pairs
-        if len(losses) >= n and np.median(losses[-n:]) > limit and not grows:
-            return f"loss/train {figure(np.median(losses[-n:]))} now, {figure(start)} at the start"
-    return None
+    first, first_margin, now = losses[0], margins[0], np.median(losses[-16:])
+    if run.eval.has("loss/eval") and run.eval.examples[0] == 0:
+        first, first_margin = run.eval["loss/eval"][0], run.eval["rewards_eval/margins"][0]
+    grows = margins[-16:].mean() > first_margin  # false without pairs
+    is_high = now > first + 4 * max(abs(first), 0.5)
+    return f"loss/train {figure(now)} now, {figure(first)} at the start" if is_high and not grows else None
 
 
 def describe_changes(changes: Mapping[str, float]) -> str:
@@ -97,25 +86,20 @@ def no_better_than_chance(run: Run) -> str | None:
 
 
 def overfitted(run: Run) -> str | None:
-    """A held-out loss that rose beyond chance, while the training loss fell."""
+    """A held-out loss that rose by a tenth, while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
-    trained, train_losses = run.train.points("loss/train")
-    if len(losses) < 2 or len(train_losses) < FEWEST_UPDATES:
+    before, now = run.ends("loss/train")
+    if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
         return None
     best = int(losses.argmin())
-    # the deviation of an example's loss, from the differences of successive batches, which have no trend
-    deviation = float(np.diff(train_losses).std()) * math.sqrt(number(run.setting("batch_size", 1)) / 2)
-    bound = BEYOND_CHANCE * deviation * math.sqrt(2 / n_effective(run))  # as if both evaluations had other examples
-    n_until_best = max(int((trained <= examples[best]).sum()), 10)
-    before, after = float(train_losses[n_until_best - 10 : n_until_best].mean()), run.now("loss/train")
-    if losses[-1] - losses[best] <= max(0.05 * abs(losses[best]), 0.005, bound) or after >= before:
+    if losses[-1] - losses[best] <= max(0.1 * abs(losses[best]), 0.02):
         return None
     held_out = f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at last"
-    return f"{held_out}; loss/train {figure(before)}, then {figure(after)}"
+    return f"{held_out}; loss/train {figure(before)} at first, {figure(now)} now"
 
 
 def best_is_earlier(run: Run) -> str | None:
-    name, sign = run.best_metric
+    name, sign = (HELD_OUT_SCORE, +1) if run.eval.has(HELD_OUT_SCORE) else run.objective.best
     examples, values = run.eval.points(name)
     at_best = values[examples == run.best]  # two, if a resumed run evaluated again there
     if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
@@ -125,7 +109,7 @@ def best_is_earlier(run: Run) -> str | None:
 
 def without_effect(run: Run) -> str | None:
     """A learning rate that was never reached, or changed little."""
-    if run.state.word != "complete":
+    if run.state != "complete":
         return None
     peak, largest = number(run.setting("lr")), float(np.max(run.train.points("lr")[1], initial=0))
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
@@ -136,31 +120,7 @@ def without_effect(run: Run) -> str | None:
     return None if has_effect else describe_changes(changes)
 
 
-def clipped(run: Run) -> str | None:
-    limit, (_, norms) = number(run.setting("max_grad_norm")), run.train.points("grad_norm")
-    if len(norms) < FEWEST_UPDATES or (norms > limit).mean() < 0.9:
-        return None
-    return f"grad_norm above {figure(limit)} in {percent((norms > limit).mean())} of the updates"
-
-
 # --- samples ----------------------------------------------------------------------------------------------------------
-
-
-def pair_samples(run: Run) -> list[tuple[str, str | None]]:
-    """Pair the policy's newest samples with the reference's or, without one, with its first to the same prompts."""
-    newest, first = run.samples_at(-1), {}
-    if newest != run.samples_at(0):
-        first = {sample["prompt"]: sample["policy"] for sample in run.samples_at(0)}
-    return [
-        (sample["policy"], first.get(sample["prompt"]) if sample["reference"] is None else sample["reference"])
-        for sample in newest
-    ]
-
-
-def is_more_often(pairs: Iterable[tuple[float, float]]) -> bool:
-    """Return whether the first value of a pair is the larger one more often than the second, by a sign test."""
-    signs = [first > second for first, second in pairs if first != second]
-    return bool(signs) and share_interval(sum(signs) / len(signs), len(signs))[0] > 0.5
 
 
 def is_broken(text: str) -> bool:
@@ -173,22 +133,24 @@ def is_broken(text: str) -> bool:
 
 
 def broken_samples(run: Run) -> str | None:
-    """All samples, or more than 5 % and more than of those that they are compared with."""
-    broken = [(is_broken(policy), other is not None and is_broken(other)) for policy, other in pair_samples(run)]
-    n_policy, n_other = (sum(side) for side in zip(*broken, strict=True)) if broken else (0, 0)
-    if n_policy <= 0.05 * len(broken) or not (n_policy == len(broken) or is_more_often(broken)):
+    """A tenth of the samples, and twice as many as of those that they are compared with; or all."""
+    samples = run.compared_samples()
+    n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
+    n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
+    if not n_policy or n_policy < (len(samples) if 2 * n_other > n_policy else 0.1 * len(samples)):
         return None
-    return f"{n_policy} of {count(len(broken), 'sample')}; of the reference or at first {n_other}"
+    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
 
 def sample_lengths(run: Run) -> str | None:
-    """Samples that are mostly longer, or shorter, than others to the same prompts, by half on average."""
-    n_words = [(len(policy.split()), len((other or "").split())) for policy, other in pair_samples(run)]
-    n_words = [pair for pair in n_words if min(pair) > 0]
-    after, before = np.array(n_words, dtype=float).reshape(-1, 2).sum(axis=0) / max(len(n_words), 1)
-    if max(after, before) < 1.5 * min(after, before) or abs(after - before) < 5:
+    """Samples that are longer, or shorter, than others to the same prompts, by half and by more than chance."""
+    n_words = [(len(s["policy"].split()), len((other or "").split())) for s, _, other in run.compared_samples()]
+    n_words = np.array([pair for pair in n_words if min(pair) > 0], dtype=float).reshape(-1, 2)
+    if not len(n_words):
         return None
-    if not is_more_often(n_words if after > before else [(other, policy) for policy, other in n_words]):
+    (after, before), longer = n_words.mean(axis=0), np.sign(n_words[:, 0] - n_words[:, 1]).sum()
+    by_chance = 2 * math.sqrt(len(n_words))  # two standard errors of a sign test
+    if max(after, before) < max(1.5 * min(after, before), min(after, before) + 5) or abs(longer) < by_chance:
         return None
     return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
 
@@ -196,21 +158,10 @@ def sample_lengths(run: Run) -> str | None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def list_counts(run: Run, split: str, totals: Mapping[str, str]) -> str | None:
-    """List the preflight's counts that reach 1 % of their totals."""
-    counts = [(name, run.count(f"{split}.{name}"), run.count(f"{split}.{total}")) for name, total in totals.items()]
-    shown = [
-        f"{name} {n:,.0f} of {total:,.0f} ({percent(n / total)})"
-        for name, n, total in counts
-        if n and n >= 0.01 * total
-    ]
-    return "; ".join(shown) or None
-
-
-def leaks(run: Run) -> str | None:
-    # whoever uses published splits, or the demo, can do nothing about what they share
-    is_published = {*map(str, run.setting("datasets", []))} <= {*HUB_IDS, "demo"}
-    return None if is_published else list_counts(run, "test", LEAKED)
+def faulty_examples(run: Run) -> str | None:
+    examples = run.count("train.examples")
+    counts = {name: n for name in FAULTS if (n := run.count(f"train.{name}")) >= 0.01 * examples > 0}
+    return ", ".join(f"{name} {n:,.0f} ({percent(n / examples)})" for name, n in counts.items()) or None
 
 
 def length_in_data(run: Run) -> str | None:
@@ -218,17 +169,13 @@ def length_in_data(run: Run) -> str | None:
     return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else None
 
 
-def uneven_weights(run: Run) -> str | None:
-    """Few examples, or labels of one kind, that outweigh the others."""
-    effective, examples = run.count("train.effective_examples"), run.count("train.examples")
-    if effective < examples / 2:
-        return f"effective_examples {figure(effective)} of {examples:,.0f}"
+def uneven_labels(run: Run) -> str | None:
     desirable, undesirable = (
         number(run.setting(f"loss.{side}_weight")) * run.count(f"train.{side}") for side in ("desirable", "undesirable")
     )
-    if math.isnan(effective) and min(desirable, undesirable) > 0 and not 0.99 <= desirable / undesirable <= 1.35:
-        return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
-    return None
+    if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
+        return None
+    return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
 # --- answers drawn online ---------------------------------------------------------------------------------------------
@@ -273,11 +220,9 @@ RULES = (  # in the order of the page
     Rule(WARNING, "The run has collapsed", collapsed,
          "It seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size."),
     Rule(WARNING, "Chosen responses become much less likely", chosen_falls,
-         "The loss sees only the difference, so nothing holds them up. Read the samples; try a larger loss.beta, a "
-         "smaller lr, fewer epochs, or loss.sft_weight, loss=dpop or loss=apo_zero.", PAIRS),
+         "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", PAIRS),
     Rule(WARNING, "Held-out pairs are ranked no better than by chance", no_better_than_chance,
-         "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates, unless the "
-         "preferences are noise.", PAIRS),
+         "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", PAIRS),
     Rule(WARNING, "The held-out loss rises while the training loss falls", overfitted,
          "Take the checkpoint of the lowest value, or train for fewer epochs; if ranking is all, go by accuracy.",
          FIXED),
@@ -287,35 +232,26 @@ RULES = (  # in the order of the page
          "Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. If samples were "
          "so before training, look at the prompts and at the model that the run began with."),
     Rule(WARNING, "Samples have changed in length", sample_lengths,
-         "If they say the same in more words, or break off, balance the lengths of the pairs, raise loss.beta, or try "
-         "loss=simpo or loss=dpo_norm.", PAIRS | ONLINE),
-    Rule(WARNING, "Training examples are cut", partial(list_counts, split="train", totals=CUT),
-         "The policy does not learn how they end: raise max_length and max_prompt_length, or choose truncation."),
-    Rule(WARNING, "Held-out prompts or answers are in the training data", leaks,
-         "Held-out numbers are too good: put what belongs together into one split, or give a test file of its own."),
+         "If this is not meant, balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
+         PAIRS | ONLINE),
     Rule(WARNING, "The answers are worse than the reference's", answers_worse,
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
     Rule(WARNING, "Scores and lengths grow together", scores_with_length,
-         "The scorer may reward length. If answers only say the same in more words, change the scorer, or lower "
-         "online.max_new_tokens.", ONLINE),
+         "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
     Rule(WARNING, "Most prompts give a tie", partial(is_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
     Rule(NOTE, "An earlier checkpoint is better", best_is_earlier,
          "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck."),
-    Rule(NOTE, "Nearly all gradients are clipped", clipped,
-         "They all count the same then, whatever their size: if that is not meant, raise max_grad_norm."),
     Rule(NOTE, "Length predicts the preference in the data", length_in_data,
          "A policy can rank such pairs right by learning a length: compare the lengths of its samples.", PAIRS),
-    Rule(NOTE, "Some examples contradict each other or are faulty", partial(list_counts, split="train", totals=FAULTS),
-         "data_problems.jsonl lists them: correct or remove them. Joined words lack a space after the prompt."),
-    Rule(NOTE, "Few examples or one label have most of the weight", uneven_weights,
-         "Even out the weights, or loss.desirable_weight and loss.undesirable_weight: KTO's paper advises 1 to 4/3.",
-         FIXED),
+    Rule(NOTE, "Some examples contradict each other or are faulty", faulty_examples,
+         "data_problems.jsonl lists them: correct or remove them."),
+    Rule(NOTE, "One label has most of the weight", uneven_labels,
+         "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.", FIXED),
     Rule(NOTE, "Drawn answers are cut off", partial(is_outside, name="online/eos", low=0.9),
-         "The policy does not learn where to stop: raise online.max_new_tokens, set online.missing_eos_penalty, or "
-         "begin with SFT.", ONLINE),
-    Rule(NOTE, "The policy has gone far from the reference",
-         partial(is_outside, name="online/kl", high=10.0),  # answers e^10 times as likely as before
+         "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE),
+    Rule(NOTE, "The policy has gone far from the reference",  # answers are e^10 times as likely as before
+         partial(is_outside, name="online/kl", high=10.0),
          "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.", ONLINE),
 )  # fmt: skip
 

@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count, figure
-from dpo.settings.keys import HELD_OUT_SCORE
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import RUN_LOG, is_locked
@@ -66,16 +65,6 @@ class Log:
         return float(values[-1]) if len(values) else math.nan
 
 
-class State(NamedTuple):
-    """State of a run: a word, and a text that explains it."""
-
-    word: str  # complete, training, stopped, aborted, ended, empty
-    text: str
-
-
-NOTHING = State("empty", "nothing was logged")
-
-
 @dataclass
 class Run:
     """Content of a run's directory, without secrets in settings and environment."""
@@ -91,11 +80,10 @@ class Run:
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
     answers: list[dict[str, Any]] = field(default_factory=list)  # the policy's most probable, before and after training
     nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
-    saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
     problems: list[str] = field(default_factory=list)
-    state: State = NOTHING
+    state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key of the config."""
@@ -117,24 +105,14 @@ class Run:
         return self.setting("online.name") == "online" or self.train.has("online/score")
 
     @property
-    def best_metric(self) -> tuple[str, int]:
-        """The metric that ranks checkpoints, and +1 (higher is better) or -1."""
-        return (HELD_OUT_SCORE, +1) if self.eval.has(HELD_OUT_SCORE) else self.objective.best
-
-    @property
     def updates(self) -> int:
         return int(np.max(self.train.points("updates")[1], initial=0))
 
     @property
-    def examples(self) -> int:
-        """Number of examples that the run has trained on."""
-        return int(np.max(self.train.points("examples")[1], initial=0))
-
-    @property
-    def total_updates(self) -> int | None:
-        """Number of updates that the preflight counted."""
+    def progress(self) -> str:
+        """`6 of 8 updates`, the second as the preflight counted them."""
         total = self.count("updates")
-        return int(total) if total > 0 else None
+        return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def ends(self, name: str) -> tuple[float, float]:
         """Means of a training metric over the first and last tenth of the updates, at least ten; NaN without any."""
@@ -146,9 +124,20 @@ class Run:
         """A training metric's mean over the last tenth of updates; NaN without any."""
         return self.ends(name)[1]
 
-    def samples_at(self, index: int) -> list[dict[str, Any]]:
-        """Samples of the first (`index` 0) or the last (`index` -1) evaluation."""
-        return [sample for sample in self.samples if sample["examples"] == self.samples[index]["examples"]]
+    def compared_samples(self) -> list[tuple[dict[str, Any], str, str | None]]:
+        """(sample, label, text) of the newest samples, with what each is compared with.
+
+        That is the reference's text or, without a reference, the policy's first text to the same prompt.
+        """
+        compared, earliest = [], self.samples[0]["examples"] if self.samples else 0
+        first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
+        for sample in self.samples:
+            if sample["examples"] == self.samples[-1]["examples"]:
+                label, text = "Reference", sample["reference"]
+                if text is None and sample["examples"] > earliest:
+                    label, text = f"Policy after {count(earliest, 'example')}", first.get(sample["prompt"])
+                compared.append((sample, label, text))
+        return compared
 
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
@@ -180,24 +169,28 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     run = read_config(path)
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
-    lines = _read_lines(run, "metrics.jsonl", {"split", "examples", "updates"})
+    lines = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    lines = _read_lines(run, "samples.jsonl", {"examples", "prompt"})
+    lines = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
     run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
     run.drawn = [line for line in lines if "completions" in line]
-    run.answers = _read_lines(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    logged = _read_text(run, RUN_LOG).splitlines()
-    run.warnings = Counter(line.removeprefix(WARNS) for line in logged if line.startswith(WARNS))
-    folders = [entry.name for entry in run.path.iterdir() if entry.is_dir()]
-    run.nonfinite, run.saved = (
-        sorted(int(name.removeprefix(prefix)) for name in folders if re.fullmatch(rf"{prefix}\d+", name))
-        for prefix in ("nonfinite-", "step-")
+    run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
+    run.warnings = Counter(line.removeprefix(WARNS) for line in _read_lines(run, RUN_LOG) if line.startswith(WARNS))
+    names = [entry.name for entry in run.path.iterdir()]
+    run.nonfinite = sorted(
+        int(name.removeprefix("nonfinite-")) for name in names if re.fullmatch(r"nonfinite-\d+", name)
     )
-    best_folder = (run.path / "BEST").resolve().name
     # the link may lead nowhere, or to a checkpoint that was deleted
-    run.best = next((n for n in run.saved if f"step-{n}" == best_folder), None)
-    run.name = redact(str(run.setting("exp_name") or run.path.name))
-    run.state = _find_state(run, locked=not ended and is_locked(run.path), ended=ended)
+    best = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
+    run.best = int(best[1]) if best and best[0] in names else None
+    run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
+    # the last evaluation comes after all updates
+    if run.eval.last("updates") >= run.count("updates") > 0:
+        run.state = "complete"
+    elif not ended and is_locked(run.path):
+        run.state = "still training"
+    elif run.nonfinite and run.nonfinite[-1] > run.updates:
+        run.state = "aborted"
     return run
 
 
@@ -208,26 +201,6 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
         for run in runs:
             run.name = redact(str(run.path))
     return runs
-
-
-def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
-    """Find the state of a run; `ended`: the caller knows that it ended in order."""
-    done, total = run.updates, run.total_updates
-    progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
-    # the last evaluation comes after all updates
-    if total and done >= total and run.eval.last("updates") >= total:
-        return State("complete", f"complete after {progress}")
-    if locked:
-        return State("training", f"still training, {progress} so far")
-    if not len(run.train) and not len(run.eval):
-        return NOTHING
-    if run.nonfinite and run.nonfinite[-1] > done:
-        return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
-    # the process that has just ended in order may still be writing the last checkpoint
-    if ended or (done and run.saved and run.saved[-1] == run.examples):
-        return State("stopped", f"stopped after {progress}")
-    checkpoint = f"last checkpoint after {count(run.saved[-1], 'example')}" if run.saved else "without a checkpoint"
-    return State("ended", f"crashed or killed after {progress}, {checkpoint}")
 
 
 def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str, Any]:
@@ -244,20 +217,19 @@ def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str,
     return {}
 
 
-def _read_text(run: Run, name: str) -> str:
-    """Read a file that a run appends to; "" if there is none."""
-    path = run.path / name
-    if not path.exists():
-        return ""
-    check_readable(path)
-    return path.read_text(encoding="utf-8", errors="replace")
+def _read_lines(run: Run, name: str) -> list[str]:
+    """Read the complete lines of a file that a run appends to; none if there is no file."""
+    if not (run.path / name).exists():
+        return []
+    check_readable(run.path / name)
+    # without what follows the last newline: it is being written, or was when the run died
+    return (run.path / name).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
-def _read_lines(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
+def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
     """Read a JSONL file's objects that have these keys; other lines are a problem."""
     objects, n_unreadable = [], 0
-    # without what follows the last newline: it is being written, or was when the run died
-    for line in _read_text(run, name).split("\n")[:-1]:
+    for line in _read_lines(run, name):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The verdict on a run: did the model change, is it better.
+"""The verdict on a run: did the model change, is it better; and the intervals that it rests on.
 
 The run's terminal ends with it, and its report begins with it. docs/metrics.md has the rules.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from dpo.analysis.measures import EVAL_ACCURACY, auc_interval, n_effective, n_evaluated, share_interval
 from dpo.analysis.runs import Run, number, read_run
 from dpo.numbers import count, figure, percent, signed
 
+EVAL_ACCURACY = "rewards_eval/accuracies"
+Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
@@ -24,6 +25,36 @@ NAMES = {  # of the responses, by kind of example
     "pairs": {"chosen": "chosen", "rejected": "rejected"},
     "lists": {"chosen": "best", "rejected": "worst"},
 }
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def share_interval(share: float, n: float) -> tuple[float, float]:
+    """Compute Wilson's 95 % interval of a share of n examples."""
+    middle = share + Z_95**2 / (2 * n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + (Z_95 / (2 * n)) ** 2)
+    return (middle - half) / (1 + Z_95**2 / n), (middle + half) / (1 + Z_95**2 / n)
+
+
+def n_evaluated(run: Run, what: str = "examples") -> float:
+    """Number of different examples, or prompts, in an evaluation."""
+    n_asked, n_available = number(run.setting("n_eval_examples", 256)), run.count(f"test.{what}")
+    return min(n_asked, n_available) if n_available > 0 else n_asked
+
+
+def n_effective(run: Run) -> float:
+    """Number of evaluated examples, where those of one prompt count once, and those with weights w as fewer.
+
+    A weighted mean varies as much as a plain mean of (sum w)^2 / sum w^2 examples, the preflight's effective examples.
+    """
+    n, n_examples = n_evaluated(run), run.count("test.examples")
+    for part in (run.count("test.effective_examples"), run.count("test.prompts")):
+        n *= part / n_examples if 0 < part < n_examples else 1  # all count if the counts are lost
+    return n
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def describe_result(run: Run) -> str:
@@ -47,16 +78,16 @@ def describe_change(run: Run) -> str:
     changes, rounding = find_changes_per_token(run)
     facts = []
     if n_answers:
-        answers = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
-        facts.append(f"{answers} {'differ' if n_differ > 1 else 'differs'} from those before training")
+        differ = f"{'differ' if n_differ > 1 else 'differs'} from those before training"
+        facts.append(f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts {differ}")
     if changes:
         names = NAMES[run.objective.trains_on]
         moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
         note = f" (rounding: {figure(rounding, 1)})" if rounding else ""
         facts.append(f"the log-probability per token of held-out responses moved: {moved}{note}")
+    largest = max(map(abs, changes.values()), default=0.0)
     if not facts:
         return ""
-    largest = max(map(abs, changes.values()), default=0.0)
     if not n_answers and largest <= rounding and rounding > COARSE:
         return f"Whether the model changed cannot be told: {facts[0]}."
     if not n_differ and changes and largest <= rounding:
@@ -80,26 +111,16 @@ def compare_answers(run: Run) -> tuple[int, int]:
 
 
 def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
-    """Mean changes by side, and the rounding that they have.
-
-    They are since the evaluation before the first update or, without one, against the reference.
-    """
-    objective, beta = run.objective, number(run.setting("loss.beta"))
-    dtypes = [run.setting("model.autocast"), run.setting("model.policy_dtype")]
-    is_log_ratio = objective.reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
+    """Mean changes since the evaluation before the first update, by side, and the rounding that they have."""
     changes: dict[str, float] = {}
     size = 1.0  # of the log-probability of a token
     for side in ("chosen", "rejected"):
         n_tokens = run.count(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
-        if not (n_tokens > 0 and len(logps)):
-            continue
-        size = max(size, abs(float(logps[-1])) / n_tokens)
-        if len(logps) > 1 and examples[0] == 0:
+        if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
+            size = max(size, abs(float(logps[-1])) / n_tokens)
             changes[side] = float(logps[-1] - logps[0]) / n_tokens
-        elif is_log_ratio and examples[-1] > 0 and run.eval.has(f"rewards_eval/{side}"):
-            dtypes.append(run.setting("model.reference_dtype"))
-            changes[side] = run.eval.last(f"rewards_eval/{side}") / beta / (1 if objective.per_token else n_tokens)
+    dtypes = (run.setting("model.autocast"), run.setting("model.policy_dtype"))
     return changes, size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
 
 
@@ -109,14 +130,14 @@ def _describe_scores(run: Run) -> str:
     text = f"The mean score of the policy's answers was {before} at first and is {after} now"
     text += f", at online/kl {figure(run.now('online/kl'))}."
     score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
-    if math.isfinite(score):
-        text += f" On held-out prompts it is {figure(score)}"
-        if math.isfinite(win_rate):
-            n = n_evaluated(run, "prompts")
-            judged = _judge(share_interval(win_rate, n), n, count(n, "prompt"))
-            text += f", with a win rate of {percent(win_rate)} against the reference{judged}"
-        text += "."
-    return text
+    if not math.isfinite(score):
+        return text
+    text += f" On held-out prompts it is {figure(score)}"
+    if not math.isfinite(win_rate):
+        return f"{text}."
+    n = n_evaluated(run, "prompts")
+    judged = _judge(share_interval(win_rate, n), n, count(n, "prompt"))
+    return f"{text}, with a win rate of {percent(win_rate)} against the reference{judged}."
 
 
 def _describe_loss(run: Run) -> str:
@@ -142,12 +163,9 @@ def _describe_pairs(run: Run) -> str:
     else:
         counted = count(n_examples, "pair")
         verb = "gained on" if run.objective.reference else "is rated above"
-        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response {verb} "
-        text += "the rejected one"
-    examples, values = run.eval.points(EVAL_ACCURACY)
-    if not run.objective.reference and len(values) > 1 and examples[0] == 0:
-        text += f", {percent(values[0])} before training"
-    n = n_effective(run) * _measure_independence(run)
+        pairs = f"{accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')}"
+        text = f"In {pairs} the chosen response {verb} the rejected one"
+    n = n_effective(run)
     if round(n) != n_examples:
         counted += f", which count as {round(n):,},"
     return f"{text}{_judge(share_interval(accuracy, n), n, counted)}."
@@ -155,23 +173,15 @@ def _describe_pairs(run: Run) -> str:
 
 def _describe_labels(run: Run) -> str:
     """Say what the ranking of held-out labels proves."""
-    auc = run.eval.last("rewards_eval/auc")
+    auc, share = run.eval.last("rewards_eval/auc"), n_effective(run) / run.count("test.examples")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
-    share = n_effective(run) / max(run.count("test.examples"), 1)
-    numbers = {label: run.count(f"test.{label}") * share for label in ("desirable", "undesirable")}
-    if not min(numbers.values()) > 0:  # the counts are lost
+    n_desirable, n_undesirable = (run.count(f"test.{label}") * share for label in ("desirable", "undesirable"))
+    n = min(n_desirable, n_undesirable)
+    if not n > 0:  # the counts are lost
         return f"{text}."
-    n_prompts = n_evaluated(run) * _measure_independence(run)
-    n_desirable, n_undesirable = (min(n, n_prompts) for n in numbers.values())
-    counted = " and ".join(f"{n:,.0f} {label}" for label, n in numbers.items()) + " responses"
-    interval = auc_interval(auc, n_desirable, n_undesirable)
-    return f"{text}{_judge(interval, 2 * min(n_desirable, n_undesirable), counted, f'{ENOUGH // 2} of each')}."
-
-
-def _measure_independence(run: Run) -> float:
-    """Measure prompts per held-out example, at most 1: pairs of one prompt are alike, so that a prompt counts once."""
-    n_prompts, n_examples = run.count("test.prompts"), run.count("test.examples")
-    return n_prompts / n_examples if n_examples > n_prompts > 0 else 1.0
+    counted = f"{n_desirable:,.0f} desirable and {n_undesirable:,.0f} undesirable responses"
+    # the variance of an AUC is at most that of a share of the rarer responses
+    return f"{text}{_judge(share_interval(auc, n), 2 * n, counted, f'{ENOUGH // 2} of each')}."
 
 
 def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = str(ENOUGH)) -> str:

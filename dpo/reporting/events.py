@@ -51,7 +51,6 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, float]
     examples: Sequence[Example] = ()
     table: Mapping[str, torch.Tensor] = MappingProxyType({})  # as in `Update`
-    samples_follow: bool = False  # once the checkpoint is saved
 
 
 class RunContext(NamedTuple):

@@ -15,21 +15,14 @@ from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
 
-GROWTH = 2  # factor by which the rows must grow before an evaluation writes ledger.parquet again
-
 
 class Ledger(Appender):
     """Callback that records the examples of each update, skipped ones too, and of each evaluation.
 
-    An update appends some kilobytes to a stream. The whole stream is written as Parquet at the start, at the end, and
-    at an evaluation if its rows have doubled since; all writes together cost at most three times the last one.
+    An update appends some kilobytes to a stream, which is written as Parquet at the start and at the end.
     """
 
     files, derived = (STREAM,), (PARQUET,)
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -41,21 +34,16 @@ class Ledger(Appender):
     def on_start(self) -> None:
         super().on_start()
         append(self.run_dir / STREAM)
-        self._write()
+        write_parquet(self.run_dir)
 
     def on_update(self, update: Update) -> None:
         self._append("train", update.number, update.examples, update.table, update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._append("eval", evaluation.n_updates, evaluation.examples, evaluation.table)
-        if self.rows >= GROWTH * self.parquet_rows:
-            self._write()
 
     def on_end(self) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        self.rows = self.parquet_rows = write_parquet(self.run_dir)
+        write_parquet(self.run_dir)
 
     def _append(
         self,
@@ -96,4 +84,3 @@ class Ledger(Appender):
                 row["score_others"] = [one.score for one in others]
             rows.append(row)
         append(self.run_dir / STREAM, rows)
-        self.rows += len(rows)

@@ -21,7 +21,7 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
-    """Writer of metrics against examples, and of samples, to event files in the directory `tensorboard` of the run."""
+    """Writer of metrics against examples to event files in the directory `tensorboard` of the run."""
 
     _n_examples = -1  # at the last event
 
@@ -47,14 +47,6 @@ class TensorBoardLogger(Callback):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
 
-    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        def indent(text: str) -> str:  # a literal block of Markdown, which no text can end
-            return "\n".join(f"    {line}" for line in text.strip().splitlines())
-
-        for model, texts in _by_model(samples).items():
-            blocks = [f"**prompt**\n\n{indent(prompt)}\n\n**{model}**\n\n{indent(text)}" for prompt, text in texts]
-            self._writer.add_text(f"{model}_samples", "\n\n---\n\n".join(blocks), n_examples)
-
     def state_dict(self) -> dict[str, Any]:
         self._writer.flush()
         return {"examples": self._n_examples}
@@ -64,13 +56,6 @@ class TensorBoardLogger(Callback):
 
     def on_end(self) -> None:
         self._writer.close()
-
-
-def _by_model(samples: Sequence[Sample]) -> dict[str, list[tuple[str, str]]]:
-    """(prompt, continuation) of the samples, by the model's name; the reference may have none."""
-    texts = {"policy": [(sample.prompt, sample.policy) for sample in samples]}
-    texts["reference"] = [(each.prompt, each.reference) for each in samples if each.reference is not None]
-    return {model: pairs for model, pairs in texts.items() if pairs}
 
 
 class WandbLogger(Callback):
@@ -153,10 +138,12 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.summary.update, summary)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        for model, texts in _by_model(samples).items():
-            rows = [[n_examples, prompt, text] for prompt, text in texts]
-            table = self._table(columns=["step", "prompt", "sample"], data=rows)
-            self._log({f"{model}_samples": table}, n_examples)
+        for model in ("policy", "reference"):
+            texts = [(sample.prompt, getattr(sample, model)) for sample in samples]
+            rows = [[n_examples, prompt, text] for prompt, text in texts if text is not None]
+            if rows:  # the reference may have none
+                table = self._table(columns=["step", "prompt", "sample"], data=rows)
+                self._log({f"{model}_samples": table}, n_examples)
 
     def _log(self, values: Mapping[str, Any], n_examples: int) -> None:
         self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})

@@ -66,7 +66,7 @@ def page_of(*runs: Path) -> Page:
 
 def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
     """The labels of the lines of each chart."""
-    return {chart.name: [line.label for line in lines] for chart, lines in plan_charts(read_runs(runs))}
+    return {chart.title: [line.label for line in lines] for chart, lines in plan_charts(read_runs(runs))}
 
 
 @pytest.mark.slow
@@ -125,24 +125,20 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     assert "best, rejected: score" in text
     assert "The mean score of the policy's answers was 1.5 at first and is 1.5 now, at online/kl 4. On held-out" in text
     assert "online.name=online" in text
-    assert {"online_score", "online_kl", "online_answers", "held_out_score", "win_rate"} <= drawn_charts([run]).keys()
-    assert not any(name.startswith("online") for name in drawn_charts([made(tmp_path / "other")]))
+    online = {"Scores of answers", "Answers that end, prompts that tie", "Win rate against the reference"}
+    assert online <= drawn_charts([run]).keys()
+    assert not online & drawn_charts([made(tmp_path / "other")]).keys()
 
 
-def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
+def test_newest_samples_are_beside_the_references_or_the_first_as_turns_without_control_tokens(tmp_path):
     text = page_of(made(tmp_path / "run")).texts["section"]
     assert "Prompt Why? Policy after 160 examples after Reference the reference Settings" in text
 
-    alone = [sample(n, text, prompt="Why?") for n, text in ((0, "gibberish"), (160, "because"))]
-    text = page_of(made(tmp_path / "alone", samples=alone)).texts["section"]
-    assert "Policy after 160 examples because Policy before training gibberish" in text  # there is no reference
-
-
-def test_chats_are_shown_as_turns_without_control_tokens(tmp_path):
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    samples = [{**sample(160, "because", prompt=prompt), "turns": "user: Why?"}]
-    text = page_of(made(tmp_path / "run", samples=samples)).texts["section"]
-    assert "Prompt user: Why? Policy after 160 examples because" in text
+    texts = ((0, "gibberish"), (160, "because"))  # there is no reference
+    alone = [{**sample(n, text, prompt=prompt), "turns": "user: Why?"} for n, text in texts]
+    text = page_of(made(tmp_path / "alone", samples=alone)).texts["section"]
+    assert "Prompt user: Why? Policy after 160 examples because Policy after 0 examples gibberish" in text
     assert "<|im_" not in text
 
 
@@ -156,7 +152,8 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
     assert "2 runs compared" in page.texts["h1"]
     assert page.texts["td"].count("30 of 30 updates") == 2
     charts = drawn_charts(runs)
-    assert charts["loss"] == charts["rewards-chosen"] == charts["lr"] == ["a", "b"]
+    assert charts["Loss"] == charts["Learning rate"] == ["a", "b"]
+    assert charts["Rewards"] == ["a chosen", "a rejected", "b chosen", "b rejected"]
 
     alone = dict(list_settings(read_runs(runs[1:])))  # from the defaults
     assert alone["lr"] == ["2e-06"]
@@ -167,16 +164,8 @@ def test_runs_of_different_losses_are_not_compared_by_loss(tmp_path):
     sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
     other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
     charts = drawn_charts([made(tmp_path / "dpo"), other])
-    assert "loss" not in charts
-    assert charts["margin"] == ["made"]
-
-
-def test_a_run_with_an_adapter_says_what_is_trained(tmp_path):
-    lora = {"name": "lora", "r": 8, "alpha": 32, "dropout": 0, "target_modules": "auto", "reference": "base"}
-    counts = {"parameters": {"trainable": 2_442_240, "total": 136_957_248}}
-    page = page_of(made(tmp_path / "lora", env=counts, config={"lora": lora}))
-    assert "loss.name=dpo \u00b7 loss.beta=0.1 \u00b7 lora.name=lora \u00b7 model.name_or_path=tiny" in page.texts["p"]
-    assert "parameters.trainable2442240" in page.texts["tr"]
+    assert "Loss" not in charts
+    assert charts["Reward margin"] == ["made"]
 
 
 def test_the_running_mean_is_centred_and_its_window_is_cut_at_both_ends():

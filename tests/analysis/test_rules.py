@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.records import CONFIG, PREFLIGHT, evaluation, rewards, sample, update
 
-from dpo.analysis import rules
 from dpo.analysis.rules import RULES, find_all, is_broken
-from dpo.analysis.runs import Log, Run, State
+from dpo.analysis.runs import Log, Run
 
 N = 100  # updates
 MINUS = "\N{MINUS SIGN}"
@@ -65,7 +63,7 @@ def changed(run: Run, **parts: Any) -> Run:
 
 
 HEALTHY = Run(
-    Path("run"), "made", config=CONFIG, preflight=PREFLIGHT, state=State("complete", ""),
+    Path("run"), "made", config=CONFIG, preflight=PREFLIGHT, state="complete",
     **train(), **held_out(evaluate(0.55, 0.7)), **sampled(ANSWERS),
 )  # fmt: skip
 HEALTHY_ONLINE = changed(HEALTHY, config={"online": ONLINE}, **drawn())
@@ -80,10 +78,10 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
     ("Chosen responses become much less likely", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
      f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),  # of 20 tokens
     ("Held-out pairs are ranked no better than by chance", changed(HEALTHY, **held_out(evaluate(0.69, 0.45))),
-     "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.387 to 0.512"),
+     "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511"),
     ("The held-out loss rises while the training loss falls",
      changed(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
-     "loss/eval 0.55 at 200 examples, 0.8 at last; loss/train 0.599, then 0.499"),
+     "loss/eval 0.55 at 200 examples, 0.8 at last; loss/train 0.679 at first, 0.499 now"),
     ("The learning rate had little effect", changed(HEALTHY, **train(lr=lambda k: 1e-8 * k / 10)),
      "lr 1e-07 at most, of 1e-06, in 100 updates"),
     ("The learning rate had little effect", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -49.9, -50.1))),
@@ -93,11 +91,6 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
     ("Samples are empty or repeat themselves", changed(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
     ("Samples have changed in length", changed(HEALTHY, **sampled([answer * 2 for answer in ANSWERS])),
      "21 words on average, of the reference or at first 11"),
-    ("Training examples are cut", changed(HEALTHY, **counts("train", truncated_responses=4, identical_pairs=3)),
-     "truncated_responses 4 of 400 (1 %)"),
-    ("Held-out prompts or answers are in the training data",
-     changed(HEALTHY, config={"datasets": ["my"]}, **counts("test", prompts_like_train=26, answers_in_train=3)),
-     "prompts_like_train 26 of 256 (10 %); answers_in_train 3 of 256 (1 %)"),
     ("The answers are worse than the reference's",
      changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": 0.4}])),
      "online_eval/win_rate 0.4 on 256 held-out prompts"),
@@ -107,16 +100,12 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
     ("An earlier checkpoint is better",
      changed(HEALTHY, best=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200 examples, 0.75 at last"),
-    ("Nearly all gradients are clipped", changed(HEALTHY, **train(grad_norm=20.0)),
-     "grad_norm above 10 in 100 % of the updates"),
     ("Length predicts the preference in the data", changed(HEALTHY, **counts("train", chosen_longer=0.85)),
      "chosen is longer in 85 % of the training pairs"),
     ("Some examples contradict each other or are faulty",
      changed(HEALTHY, **counts("train", contradictory_pairs=5, empty_responses=400)),
-     "contradictory_pairs 5 of 400 (1 %); empty_responses 400 of 400 (100 %)"),
-    ("Few examples or one label have most of the weight", changed(HEALTHY, **counts("train", effective_examples=150.0)),
-     "effective_examples 150 of 400"),
-    ("Few examples or one label have most of the weight",
+     "contradictory_pairs 5 (1 %), empty_responses 400 (100 %)"),
+    ("One label has most of the weight",
      changed(HEALTHY, config={"loss": KTO}, **counts("train", **LABELS)),
      "desirable responses weigh 0.333 times as much as undesirable ones"),
     ("Drawn answers are cut off", changed(HEALTHY_ONLINE, **drawn(eos=0.5)), "online/eos 0.5"),
@@ -149,13 +138,12 @@ SOUND = {
         HEALTHY, config={"loss": {"name": "dpop"}}, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))
     ),
     "few pairs": changed(HEALTHY, **held_out(evaluate(0.6, 0.5)), **counts("test", examples=8, prompts=8)),
-    "a run that still trains": changed(HEALTHY, state=State("training", ""), **train(lr=1e-8)),
+    "a run that still trains": changed(HEALTHY, state="still training", **train(lr=1e-8)),
     "the reference repeats itself too": changed(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:], ANSWERS[:8] + [LOOP] * 8)),
     "SFT should change lengths": changed(
         HEALTHY, config={"loss": {"name": "sft"}}, **sampled([answer * 3 for answer in ANSWERS])
     ),
     "one sample is very long": changed(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
-    "published splits share prompts": changed(HEALTHY, **counts("test", prompts_like_train=26)),
     "scores rise at the same length": changed(HEALTHY_ONLINE, **drawn(length=20.0)),
     "weights of wpo move": changed(
         HEALTHY,
@@ -176,33 +164,3 @@ def test_no_rule_finds_a_fault_where_there_is_none(run):
 def test_a_text_without_words_or_with_the_same_ones_is_broken():
     assert all(map(is_broken, ["", " \n", "no " * 100, LOOP, "\u65e5\u672c" * 100]))
     assert not any(map(is_broken, ["yes", Path(__file__).read_text()[:400]]))
-
-
-def simulate(rng: np.random.Generator, *, accuracy: float = 0.7, rise: float = 0.0, factor: float = 1.0) -> Run:
-    """Losses of pairs vary by 0.6, and those of batches of 4 by half of it; samples have 60 words on average."""
-    losses = 0.6 + 0.6 * rng.standard_normal((2, 256)).mean(axis=1) + np.array([0, rise])
-    right, noise = rng.binomial(256, accuracy) / 256, 0.3 * rng.standard_normal(N + 1)
-    last = evaluate(losses[0], right) | {"examples": 200}, evaluate(losses[1], right)
-    policy, reference = (["a b c d e f " * int(f * rng.geometric(0.1)) for _ in range(32)] for f in (factor, 1.0))
-    course = {"loss/train": lambda k: 0.69 - k / 500 + noise[k]}
-    return changed(HEALTHY, **train(**course), **held_out(*last), **sampled(policy, reference))
-
-
-@pytest.mark.parametrize(
-    ("condition", "without", "fault"),
-    [
-        (rules.no_better_than_chance, {"accuracy": 0.56}, {"accuracy": 0.47}),
-        (rules.overfitted, {}, {"rise": 0.4}),
-        (rules.sample_lengths, {}, {"factor": 3.0}),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(condition, without, fault):
-    """At most 5 % false alarms, and a power of half; the seeds are fixed."""
-
-    def rate(options: dict[str, Any]) -> float:
-        runs = [simulate(np.random.default_rng(seed), **options) for seed in range(100)]
-        return sum(condition(run) is not None for run in runs) / 100
-
-    assert rate(without) <= 0.05
-    assert rate(fault) >= 0.5

@@ -18,7 +18,7 @@ from support.runs import read_metrics, run_here, small_run
 
 from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
-from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.reporting.events import RunContext, Update
 from dpo.reporting.ledger import Ledger
 from dpo.settings.plan import resolve
 
@@ -168,18 +168,3 @@ def test_a_skipped_update_has_its_rows_what_is_nan_is_not_null_and_float64_is_ke
     losses = pq.read_table(tmp_path / PARQUET)["loss"]
     assert losses.null_count == 0
     assert all(map(math.isnan, losses.to_pylist()[4:]))
-
-
-def test_the_file_is_written_again_once_the_rows_have_doubled_and_at_the_end(tmp_path):
-    ledger = ledger_in(tmp_path)
-    assert len(rows_of(tmp_path)) == 0
-
-    written = []
-    for update in range(1, 12):
-        ledger.on_update(Update(update, 4 * update, EXAMPLES, table_of("train"), {}))
-        ledger.on_evaluation(Evaluation(update, 4 * update, {}, EXAMPLES, table_of("eval")))
-        written.append(len(rows_of(tmp_path)))
-    assert written == [8, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64]
-    assert len(read_ledger(tmp_path)) == 88
-    ledger.on_end()
-    assert len(rows_of(tmp_path)) == 88

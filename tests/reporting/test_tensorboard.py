@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dpo.reporting.events import RunContext, Sample
+from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.reporting.trackers import TensorBoardLogger
 from dpo.settings.plan import resolve
@@ -21,14 +21,9 @@ from dpo.system.signals import Stopped
 ON = "tensorboard.enabled=true"
 
 
-def read(run_dir: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
-    return events.Reload()
-
-
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """The steps and values of every metric, as float32."""
-    events = read(run_dir)
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
@@ -55,13 +50,11 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
 
     monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
     with pytest.raises(Stopped):
-        run("run", ON, "save_every=4", "n_examples=32", "sample_during_eval=true", "n_eval_model_samples=4")
+        run("run", ON, "save_every=4", "n_examples=32")
     monkeypatch.undo()
     for step in ("step-20", "step-16"):  # as if it had been killed after the fifth update, with the fourth saved last
         (tmp_path / "run" / step).rename(tmp_path / step)
 
-    texts = read(tmp_path / "run").Tags()["tensors"]
-    assert texts == ["policy_samples/text_summary", "reference_samples/text_summary"]
     run("run", ON, "save_every=4", "n_examples=32", "resume=auto")
 
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
@@ -76,22 +69,6 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
 def context(run_dir: Path, **settings: Any) -> RunContext:
     config = OmegaConf.create({"tensorboard": {"enabled": True}, "debug": False} | settings)
     return RunContext(resolve(config), run_dir, 0, None, print)
-
-
-def test_samples_are_literal_text(tmp_path):
-    logger = TensorBoardLogger(context(tmp_path))
-    logger.on_start()
-    samples = [Sample("\n\nHuman: <b>Hi</b>\n\nAssistant:", " `x`\n\n# y", None)]
-    logger.on_samples(8, samples)
-    logger.on_end()
-
-    events = read(tmp_path)
-    [text] = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("policy_samples/text_summary")]
-    assert text.splitlines() == [
-        *("**prompt**", "", "    Human: <b>Hi</b>", "    ", "    Assistant:", ""),
-        *("**policy**", "", "    `x`", "    ", "    # y"),
-    ]
-    assert "reference_samples/text_summary" not in events.Tags()["tensors"]
 
 
 def test_it_is_off_in_debugging_and_on_other_ranks(tmp_path):

@@ -107,26 +107,18 @@ def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
     assert capsys.readouterr().out.count("warning: W&B logging disabled after an error (OSError: the service") == 1
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_preflight_and_report_are_uploaded_if_they_are_there_and_wanted(wanted, start, tmp_path):
-    (tmp_path / "preflight.json").write_text("{}")
-    logger = start(artifacts=wanted)
+def test_an_aborted_run_uploads_its_report_and_is_an_alert_without_secrets_that_has_failed(
+    start, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("MY_TOKEN", "tok-0123456789")
     (tmp_path / REPORT).parent.mkdir()
     (tmp_path / REPORT).write_text("<html>")
-    logger.on_end()
-    saved = [(told[1], named["base_path"]) for told, named in logger.run.told if told[0] == "save"]
-    files = [(str(tmp_path / name), str(tmp_path)) for name in ("preflight.json", REPORT)]
-    assert saved == (files if wanted else [])
-    assert logger.run.told[-1] == (("finish", 0), {})
-
-
-def test_an_aborted_run_is_an_alert_without_secrets_and_has_failed(start, monkeypatch):
-    monkeypatch.setenv("MY_TOKEN", "tok-0123456789")
     logger = start()
     logger.on_abort("update 3 has loss nan; its examples are in /tok-0123456789/nonfinite-3")
     logger.on_end()
     text = "update 3 has loss nan; its examples are in /REDACTED/nonfinite-3"
-    assert logger.run.told[-2:] == [(("alert", "run aborted", text, "ERROR"), {}), (("finish", 1), {})]
+    told = [arguments for arguments, _ in logger.run.told[-3:]]
+    assert told == [("alert", "run aborted", text, "ERROR"), ("save", str(tmp_path / REPORT)), ("finish", 1)]
 
 
 # --- what W&B's server gets ----------------------------------------------------------------------------------------
