@@ -211,11 +211,9 @@ class Trainer:
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        has_samples, table = self.evaluator.draws_samples(n_examples), evaluated.examples
-        self.callbacks.emit(
-            "evaluation", Evaluation(state.batch_counter, n_examples, metrics, examples, table, has_samples)
-        )
-        state.evaluated_at, state.samples_due = n_examples, has_samples
+        evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, evaluated.examples)
+        self.callbacks.emit("evaluation", evaluation)
+        state.evaluated_at, state.samples_due = n_examples, self.evaluator.draws_samples(n_examples)
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
 

@@ -18,7 +18,7 @@ LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 def test_a_complete_run(tmp_path):
     run = read_run(write_run(tmp_path / "run", LINES, samples=[sample(8, "yes", "no"), drawn(8)]))
 
-    assert (run.name, run.objective.name, run.updates, run.examples, run.problems) == ("made", "dpo", 2, 8, [])
+    assert (run.name, run.objective.name, run.problems) == ("made", "dpo", [])
     assert (run.state, run.progress) == ("complete", "2 of 2 updates")
     assert run.eval["loss/eval"].tolist() == [0.69, 0.6]
     assert (run.samples, run.drawn) == ([sample(8, "yes", "no")], [drawn(8)])
