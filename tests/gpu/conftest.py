@@ -1,7 +1,4 @@
-"""Tests marked `gpu` run in a process of their own.
-
-So a CUDA error in one stops no other.
-"""
+"""Tests marked `gpu` run in a process of their own, so that a CUDA error in one stops no other."""
 
 from __future__ import annotations
 
@@ -19,16 +16,10 @@ import pytest
 from dpo.system.host import count_gpus, set_allocators
 
 # the acceptance run in the order of value, so that a run that is cut short has done what matters most
-NAMES = ("layouts", "features", "syncs", "demo", "memory", "fsdp", "repeats", "compile")
+NAMES = ("layouts", "features", "syncs", "golden", "memory", "fsdp", "repeats", "compile")
 DEADLINE = time.time() + 60 * float(os.environ.get("GPU_CHECK_MINUTES", "inf"))
 CHILD = "GPU_TEST_CHILD"  # set in the process of one test
 LAST_LINES = 40  # of the output of a test that ended without a result
-
-
-def find_limit(item: pytest.Item) -> float:
-    """A test's time limit in seconds, 0 without one."""
-    marker = item.get_closest_marker("timeout")
-    return marker.args[0] if marker else 0.0
 
 
 @pytest.fixture
@@ -55,13 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
-    """Run a test by a pytest of its own.
-
-    The time limit counts here, and ends all that the test started.
-    """
+    """Run a test by a pytest of its own; the time limit counts here, and ends all that the test started."""
     if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
         return None
-    limit, left = find_limit(pyfuncitem), DEADLINE - time.time()
+    marker = pyfuncitem.get_closest_marker("timeout")
+    limit, left = marker.args[0] if marker else 0.0, DEADLINE - time.time()
     if limit > left:
         pytest.skip(f"may take {limit:.0f} s, and {left:.0f} s are left: raise --minutes")
     root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from typing import Any
@@ -39,35 +38,16 @@ def find_distances(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> 
     return far
 
 
-# --- the demo, and the golden runs of the published reference --------------------------------------------------------
+# --- the golden runs of the published reference --------------------------------------------------------
 
 UNCLEAN = re.compile(r"Traceback|terminate called|leaked|Segmentation|CUDA error|core dumped")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@limit(75)
-def test_demo_both_stages_learn_and_exit_cleanly(tmp_path, record):
-    common = ("model=demo", "datasets=[demo]", "batch_size=32", "eval_batch_size=32", "n_eval_examples=32",
-              "warmup_steps=2", "sample_during_eval=false", "trainer=BasicTrainer")  # fmt: skip
-    sft_examples, dpo_examples = pick((2048, 1024), (512, 256), (96, 96))
-    sft = Run(tmp_path, "sft", *common, "loss=sft", "optimizer=AdamW", "lr=2e-3", f"n_examples={sft_examples}").done()
-    dpo = Run(tmp_path, "dpo", *common, "loss=dpo", "loss.beta=0.1", "lr=1e-4", "model.reference_dtype=float32",
-              f"model.archive={sft.directory / 'LATEST'}", f"n_examples={dpo_examples}").done()  # fmt: skip
-    first = dpo.records(split="train")[0]["loss/train"]
-    record(f"first DPO loss ln 2 {first - math.log(2):+.0e}")
-    assert first == pytest.approx(math.log(2), abs=1e-4)
-    for run in (sft, dpo):
-        losses = [line["loss/eval"] for line in run.records(split="eval")]
-        assert losses[-1] < losses[0], f"the loss of {run.name} did not fall"
-        assert not UNCLEAN.search(run.text)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
 @limit(60)
 @pytest.mark.parametrize("name", ["words-dpo", *pick(("words-sft", "words-ipo"), (), ())])
-def test_demo_golden_runs_without_tf32(name, tmp_path, record):
+def test_golden_runs_without_tf32(name, tmp_path, record):
     """With the tolerances of tests/runs/test_golden.py, which were set on a CPU."""
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     own = golden_command(golden, str(WORDS), str(tmp_path / name))

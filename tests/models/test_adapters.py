@@ -203,12 +203,10 @@ def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
 def adapt_llama(targets: str | list[str] = "auto") -> Any:
     """A tiny Llama whose policy's adapter drops, and whose reference's does not; neither is zero."""
     model: Any = build("llama", dtype=torch.float64)
-    for name in (REFERENCE, POLICY):
-        add_adapter(model, 4, 8, targets, name=name, dropout=0.3 if name == POLICY else 0)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = 0.1 * torch.randn_like(parameter)
+    for name, dropout in ((REFERENCE, 0), (POLICY, 0.3)):
+        add_adapter(model, 4, 8, targets, name=name, dropout=dropout)
+        for weight in adapter_weights(model, name).values():
+            weight.data = 0.1 * torch.randn_like(weight)
     return model.train()
 
 
