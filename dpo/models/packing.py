@@ -106,7 +106,8 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     return filled + [[]] * (parts - n_filled)
 
 
-class _Tree(NamedTuple):
+@dataclass
+class _Tree:
     """A prompt, and responses to it as branches."""
 
     prompt: tuple[int, ...]
@@ -129,26 +130,19 @@ def pack(
     the prompt. With `max_tree_tokens` None all trees are in one row, at least `length` long, which has `segments`.
     With `for_rewards` a response is fed whole, and `scored` has its last scored token itself.
     """
-    # prompt -> {distinct response with its cuts: its index}
-    indices_by_prompt: dict[tuple, dict[tuple[tuple, tuple], int]] = {}
-    n_responses = 0
+    indices: dict[tuple[tuple, tuple[tuple, tuple]], int] = {}  # of distinct responses, by (prompt, (response, cuts))
     for example in examples:
-        indices = indices_by_prompt.setdefault(example.prompt, {})
         for cut_response in example.cut_responses:
-            if cut_response not in indices:
-                indices[cut_response] = n_responses
-                n_responses += 1
+            indices.setdefault((example.prompt, cut_response), len(indices))
     trees: list[_Tree] = []
-    for prompt, indices in indices_by_prompt.items():
-        tree = _Tree(prompt, [], len(prompt))
-        for (response, cuts), index in indices.items():
-            n_fed = len(response) - (not for_rewards)
-            if tree.branches and max_tree_tokens is not None and tree.length + n_fed > max_tree_tokens:
-                trees.append(tree)
-                tree = _Tree(prompt, [], len(prompt))
-            tree.branches.append((index, response, cuts))
-            tree = tree._replace(length=tree.length + n_fed)
-        trees.append(tree)
+    latest: dict[tuple, _Tree] = {}  # by prompt
+    for (prompt, (response, cuts)), index in indices.items():
+        tree, n_fed = latest.get(prompt), len(response) - (not for_rewards)
+        if tree is None or (max_tree_tokens is not None and tree.length + n_fed > max_tree_tokens):
+            tree = latest[prompt] = _Tree(prompt, [], len(prompt))
+            trees.append(tree)
+        tree.branches.append((index, response, cuts))
+        tree.length += n_fed
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
     n_tokens = sum(tree.length for tree in trees)
     if max_tree_tokens is None:
@@ -166,10 +160,8 @@ def pack(
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
     longest = 1 if for_rewards else max(len(response) for example in examples for response in example.responses)
     # where an example has fewer responses than others, any index will do
-    response_index = by_side(
-        [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples], fill=0
-    )
-    shape = (n_responses, longest)
+    response_index = by_side([[indices[e.prompt, response] for response in e.cut_responses] for e in examples], fill=0)
+    shape = (len(indices), longest)
     packed = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
     if max_tree_tokens is None:
         packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
