@@ -134,7 +134,7 @@ def test_log_probabilities_loss_and_gradients_in_float64_agree_with_padded_rows_
 
 
 @pytest.mark.parametrize("family", [*SHARED, "mixtral, experts"])
-def test_those_in_float32_agree_to_1e5_with_the_attention_of_a_run(family, pairs):
+def test_log_probabilities_loss_and_gradients_in_float32_agree_to_1e5_with_the_attention_of_a_run(family, pairs):
     config = {**SHARED, **FLOAT32_ONLY}[family]()
     assert_the_same(build(lambda: config, attention=choose_attention("sdpa")), pairs, 1e-5)
 
