@@ -1,7 +1,4 @@
-"""The command line: what it accepts and refuses, what a run leaves.
-
-`train` and `run_python` are subprocesses; `main` is the same script in this process, for what does not need its own.
-"""
+"""The command line: what it accepts and refuses, what a run leaves."""
 
 from __future__ import annotations
 
@@ -9,20 +6,15 @@ import glob
 import json
 import os
 import re
-import runpy
-import signal
 import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
 
-from dpo.settings.command_line import help_text
-from dpo.system.signals import SIGNALS
+from dpo.settings.keys import KEYS
 
 SCRIPT = str(ROOT / "train.py")
 TINY = (
@@ -38,60 +30,13 @@ TINY = (
 DPO = ("loss=dpo", "loss.beta=0.1")
 
 
-def hh_rows(n: int) -> list[dict[str, str]]:
-    prompts = [f"\n\nHuman: Where is the key number {i}?\n\nAssistant:" for i in range(n)]
-    return [{"chosen": f"{p} On the desk.", "rejected": f"{p} Go away{'!' * (i % 4)}"} for i, p in enumerate(prompts)]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """16 training pairs and 4 test pairs in HH's format."""
-    folder = tmp_path_factory.mktemp("data")
-    write_rows(folder / "train.jsonl", hh_rows(20)[:16])
-    write_rows(folder / "test.jsonl", hh_rows(20)[16:])
+def write_pairs(folder: Path) -> Path:
+    """Write 16 training pairs and 4 test pairs in HH's format."""
+    prompts = [f"\n\nHuman: Where is the key number {i}?\n\nAssistant:" for i in range(20)]
+    rows = [{"chosen": f"{p} On the desk.", "rejected": f"{p} Go away{'!' * (i % 4)}"} for i, p in enumerate(prompts)]
+    write_rows(folder / "train.jsonl", rows[:16])
+    write_rows(folder / "test.jsonl", rows[16:])
     return folder
-
-
-class Result(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    """`python train.py OVERRIDES` in this process, on the tiny Llama, W&B off."""
-
-    def call(*overrides: str, tiny: tuple[str, ...] = TINY) -> Result:
-        options = [o for o in overrides if o == "-m"]  # Hydra wants them first
-        rest = [o for o in overrides if o != "-m"]
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *options, *tiny, "wandb.enabled=false", *rest])
-        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-        capsys.readouterr()
-        status, handlers = 0, {number: signal.getsignal(number) for number in SIGNALS}
-        try:
-            runpy.run_path(SCRIPT, run_name="__main__")
-        except SystemExit as stop:
-            status = stop.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        return Result(status, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def trained(main, data, tmp_path):
-    """The directory and the output of a finished run on `data`."""
-
-    def call(*overrides: str, run: str = "run") -> tuple[Path, str]:
-        silent = ("sample_during_eval=false", "self_test=false", "do_first_eval=false")
-        result = main(f"dataset_sources.hh={data}", f"local_run_dir={tmp_path / run}", *silent, *overrides)
-        assert result.returncode == 0, result.stderr
-        return tmp_path / run, result.stdout
-
-    return call
 
 
 # --- without training ----------------------------------------------------------------------------------------------
@@ -110,15 +55,9 @@ def assert_quick(imported: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_imports_only_what_it_uses(data, tmp_path):
-    imported, _ = imported_by(
-        *TINY,
-        *DPO,
-        f"dataset_sources.hh={data}",
-        "n_examples=4",
-        "wandb.enabled=false",
-        f"local_run_dir={tmp_path}/run",
-    )
+def test_a_run_imports_only_what_it_uses(tmp_path):
+    data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", f"local_run_dir={tmp_path}/run"
+    imported, _ = imported_by(*TINY, *DPO, data, run, "n_examples=4", "wandb.enabled=false")
     assert "transformers.modeling_layers" in imported
     assert not {"datasets", "pandas", "bs4", "multiprocess", "wandb", "torchvision"} & imported
 
@@ -127,8 +66,9 @@ def test_help_shows_every_key_with_its_comment_without_torch():
     imported, result = imported_by("--help", "loss=dpo")
 
     assert_quick(imported)
-    assert (result.returncode, result.stdout) == (0, f"{help_text()}\n")
-    assert (ROOT / "config" / "config.yaml").read_text().split("\ndefaults:")[0] in result.stdout
+    assert result.returncode == 0
+    assert [key for key in KEYS if f"\n{key.rpartition('.')[2]}:" not in result.stdout.replace("\n  ", "\n")] == []
+    assert "# conservative DPO: assumed fraction of flipped labels" in result.stdout
 
 
 def test_the_composed_config_can_be_shown_before_it_is_complete():
@@ -168,23 +108,21 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_that_cannot_be_used_is_one_message_and_status_2(main, tmp_path):
-    write_rows(tmp_path / "data" / "train.jsonl", [*hh_rows(8), {"chosen": "x"}])
-    write_rows(tmp_path / "data" / "test.jsonl", hh_rows(8))
-
-    result = main(f"dataset_sources.hh={tmp_path / 'data'}", f"local_run_dir={tmp_path / 'run'}")
+def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
+    with (write_pairs(tmp_path) / "train.jsonl").open("a") as file:
+        file.write('{"chosen": "x"}\n')
+    result = train(*TINY, f"dataset_sources.hh={tmp_path}", f"local_run_dir={tmp_path / 'run'}", "wandb.enabled=false")
 
     assert result.returncode == 2
-    (message,) = result.stderr.splitlines()
-    place = rf"record 9 of {tmp_path}/data/train\.jsonl \(line 9\): rejected is missing"
-    assert re.search(f"^error: .*{place}", message)
+    *_, message = result.stderr.splitlines()
+    assert re.search(rf"^error: .*record 17 of {tmp_path}/train\.jsonl \(line 17\): rejected is missing", message)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- whole runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path):
+def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     demo = ("model=demo", "datasets=[demo]", *TINY[1:], "max_length=96", "max_prompt_length=88", "lr=1e-4")
     options = ("n_examples=16", "eval_every=8", "warmup_steps=0", "do_first_sampling=true")
     first = train(*demo, *DPO, *options, f"local_run_dir={tmp_path}/a")
@@ -215,10 +153,8 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     assert os.readlink(run / "BEST") in ("step-8", "step-16")
     policy = torch.load(run / "LATEST" / "policy.pt", weights_only=True)
 
-    second = main(
-        *demo[:2], *demo[3:], "n_examples=4", "sample_during_eval=false", f"model.archive={run}",
-        "loss=dpo", "loss.beta=0.1", "lr=1e-30", f"local_run_dir={tmp_path}/b", tiny=("model.reference_dtype=float32",),
-    )  # fmt: skip
+    start = (*DPO, "n_examples=4", "sample_during_eval=false", f"model.archive={run}", "lr=1e-30")
+    second = train(*demo[:-1], *start, f"local_run_dir={tmp_path}/b")
 
     assert second.returncode == 0, second.stderr
     (before, after) = read_metrics(tmp_path / "b", "eval")
@@ -231,10 +167,10 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     assert all(torch.allclose(again["state"][name], value) for name, value in policy["state"].items())
 
 
-# --- keys and what they do -----------------------------------------------------------------------------------------
-
-
-def test_debug_writes_no_checkpoints_and_no_wandb(trained):
-    run, _ = trained("debug=true", "wandb.enabled=true", "n_examples=4")
-    files = {".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "log.txt"}
-    assert {p.name for p in run.iterdir()} == files
+def test_debug_writes_no_checkpoints_and_no_wandb(tmp_path):
+    data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", tmp_path / "run"
+    result = train(*TINY, data, f"local_run_dir={run}", "debug=true", "wandb.enabled=true", "n_examples=4")
+    assert result.returncode == 0, result.stderr
+    assert {p.name for p in run.iterdir()} - {"samples.jsonl", "samples.txt", "answers.jsonl"} == {
+        *(".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "log.txt")
+    }

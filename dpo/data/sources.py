@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from dpo.data.schema import Row
 from dpo.errors import InputError, one_sentence
-from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import check_readable
 
 HUB_IDS = {
@@ -79,7 +79,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
         return ArrowRows(_load_from_hub(source, split, cache_dir))
     if not path.exists():
         raise InputError(
-            f"dataset source {source.path} does not exist{seen_from(path)}: give a directory, a file or a Hub id"
+            f"dataset source {source.path} does not exist in {Path.cwd()}: give a directory, a file or a Hub id"
         )
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = [row for file in files for row in islice(_read_file(file), limit)]

@@ -50,11 +50,6 @@ class CommandLine(NamedTuple):
         return not {*MULTIRUN}.isdisjoint(self.options)
 
     @property
-    def is_shown(self) -> bool:
-        """Return whether Hydra shows something in place of running."""
-        return not {*self.options} <= {*MULTIRUN}
-
-    @property
     def arguments(self) -> list[str]:
         """Arguments for Hydra."""
         return [*self.options, *self.overrides, *self.search_path]
@@ -183,7 +178,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
         except Exception as error:  # a user's files may contain anything
             return None, problems or [f"the config cannot be composed: {one_sentence(error)}"]
         problems += _find_code_in_files(config, line)
-        if not line.is_shown:
+        if {*line.options} <= {*MULTIRUN}:  # else Hydra shows something in place of running
             plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
             problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
     return None if line.is_sweep else plan, list(dict.fromkeys(problems))
@@ -270,10 +265,7 @@ def help_text() -> str:
 
 USAGE = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
 
-python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft batch_size=64 gradient_accumulation_steps=2
-python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST exp_name=dpo ...
-python train.py experiment=hh_pythia28_sft ...
-python train.py -m loss=dpo loss.beta=0.05,0.1,0.5 exp_name=sweep ...
+python train.py loss=dpo loss.beta=0.1 model=pythia28 exp_name=dpo ...
 
 Config groups (choose with group=option):"""
 END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).

@@ -269,14 +269,10 @@ def are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda v: is_number(v) and isinstance(v, int), "an integer"),
-    float: (is_number, "a number"),
-    bool: (lambda v: isinstance(v, bool), "true or false"),
+    int: (lambda v: type(v) is int, "an integer"),  # no bool
+    float: (lambda v: type(v) in (int, float), "a number"),
+    bool: (lambda v: type(v) is bool, "true or false"),
     str: (is_text, "a text"),
     list[str]: (are_names, "a list of different texts, such as [a,b]"),
     str | list[str]: (lambda v: is_text(v) or (are_names(v) and v), "a text, or a list of different ones"),
@@ -303,7 +299,7 @@ def read_key(annotation: Any) -> Key:
     def holds(value: Any) -> bool:
         if value is None:
             return may_be_null
-        return bool(has_type(value)) and (not is_number(value) or is_within(value, bounds))
+        return bool(has_type(value)) and (plain not in (int, float) or is_within(value, bounds))
 
     return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume)
 
@@ -359,15 +355,16 @@ def options_in(values: Mapping[str, Any]) -> dict[str, Any]:
     return {group: values.get(f"{group}.name") for group in GROUPS}
 
 
-def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
+def load_defaults(loss: str | None = None, **others: Any) -> dict[str, Any]:
     """Load the defaults, with these options of GROUPS.
 
     For an option that is None or unknown there is its group's `none.yaml`, and without a loss its name is MISSING.
     """
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
-    for group, option in (("loss", loss), ("lora", lora), ("online", online)):
+    options = {"loss": loss, **others}
+    for group in GROUPS:
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
-        file = files.get(str(option), files.get("none"))
+        file = files.get(str(options.get(group)), files.get("none"))
         defaults[group] = load_file(file) if file else {"name": MISSING}
     return defaults
 

@@ -37,19 +37,16 @@ ROWS_FOLDER = "dpo-rows"  # in the local directory
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 TARGET_FIELDS = ("prompt", "completion")
-CHAT_FIELDS = ("messages",)
 PROMPT_FIELDS = ("prompt",)
 LABEL_FIELDS = ("prompt", "completion", "label")
-LABELLED_CHAT_FIELDS = ("messages", "label")
 SCORED_FIELDS = ("prompt", "responses", "scores")
-RANKED_FIELDS = ("prompt", "responses")
-PAIRS, LISTS = (PAIR_FIELDS, WHOLE_PAIR_FIELDS), (SCORED_FIELDS, RANKED_FIELDS)
+PAIRS, LISTS = (PAIR_FIELDS, WHOLE_PAIR_FIELDS), (SCORED_FIELDS, ("prompt", "responses"))
 # the forms of records from which examples can be made, by what a loss trains on; "prompts" are for online runs
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (*PAIRS, *LISTS),
     "prompts": (*PAIRS, *LISTS, PROMPT_FIELDS),
-    "targets": (*PAIRS, *LISTS, TARGET_FIELDS, CHAT_FIELDS),
-    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, *PAIRS),  # pairs with `unpair`
+    "targets": (*PAIRS, *LISTS, TARGET_FIELDS, ("messages",)),
+    "labels": (LABEL_FIELDS, ("messages", "label"), *PAIRS),  # pairs with `unpair`
     "lists": (*LISTS, *PAIRS),
 }
 # optional fields of records of any form; the config may say that such a field has no column
@@ -73,11 +70,6 @@ class Problem(NamedTuple):
 def find_suffix(name: str) -> str:
     """Find which of SUFFIXES a file's name has; "" if none."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
-
-
-def seen_from(path: Path) -> str:
-    """Return " in DIR" for a missing relative path, else ""."""
-    return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 @dataclass(frozen=True)

@@ -17,29 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.settings.keys import (
-    GROUPS,
-    HELD_OUT_SCORE,
-    KEYS,
-    OPEN_MAPPINGS,
-    PACKAGE,
-    SECTIONS,
-    TRAINERS,
-    AdapterPlan,
-    ChatPlan,
-    DataPlan,
-    EvaluationPlan,
-    FSDPPlan,
-    ModelPlan,
-    OnlinePlan,
-    RunPlan,
-    TrainerSpec,
-    TrainingPlan,
-    WandbPlan,
-    dotted,
-    load_defaults,
-    options_in,
-)
+from dpo.settings import keys
+from dpo.settings.keys import GROUPS, KEYS, dotted, load_defaults, options_in
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
@@ -56,7 +35,7 @@ class ParallelDims(NamedTuple):
     @classmethod
     def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
         """Find the sizes; without `shard_size`, all processes share one copy."""
-        return cls(world_size, shard_size or world_size // tensor_size, tensor_size)
+        return cls(world_size, shard_size or max(1, world_size // tensor_size), tensor_size)
 
     @property
     def data_size(self) -> int:
@@ -73,7 +52,7 @@ class ParallelDims(NamedTuple):
 class Plan:
     """A config resolved on this machine."""
 
-    trainer: TrainerSpec
+    trainer: keys.TrainerSpec
     dims: ParallelDims
     compute_dtype: str  # dtype in which the policy computes
     reference_dtype: str
@@ -85,20 +64,19 @@ class Plan:
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
     values: Mapping[str, Any]  # of all keys, by dotted key
     # --- the keys by section
-    run: RunPlan
-    data: DataPlan
-    training: TrainingPlan
-    evaluation: EvaluationPlan
-    fsdp: FSDPPlan
-    chat: ChatPlan
-    wandb: WandbPlan
-    model: ModelPlan
-    lora: AdapterPlan | None  # None: all weights are trained
-    online: OnlinePlan | None  # None: the pairs are those of the data
+    run: keys.RunPlan
+    data: keys.DataPlan
+    training: keys.TrainingPlan
+    evaluation: keys.EvaluationPlan
+    fsdp: keys.FSDPPlan
+    chat: keys.ChatPlan
+    wandb: keys.WandbPlan
+    model: keys.ModelPlan
+    lora: keys.AdapterPlan | None  # None: all weights are trained
+    online: keys.OnlinePlan | None  # None: the pairs are those of the data
 
     @property
     def quantized(self) -> bool:
-        """Return whether the base of the adapter is stored in 4 bits."""
         return self.lora is not None and self.lora.name == "qlora"
 
     @property
@@ -107,12 +85,13 @@ class Plan:
 
         Held whole, the base is rounded to the dtype in which it computes.
         """
-        return self.lora is None or self.reference != "model"
+        dtypes = (self.model.policy_dtype, self.reference_dtype)
+        return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
     def best(self) -> tuple[str, int]:
         """The metric that ranks checkpoints; +1 if higher is better, else -1."""
-        return (HELD_OUT_SCORE, +1) if self.online else self.loss.best
+        return (keys.HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property
     def follow_every(self) -> int | None:
@@ -165,7 +144,7 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
     nested: Any = OmegaConf.to_container(config, resolve=False)
-    values = {key: value for key, value in dotted(nested) if value != {} or key in OPEN_MAPPINGS}
+    values = {key: value for key, value in dotted(nested) if value != {} or key in keys.OPEN_MAPPINGS}
     for key, value in values.items():
         if "${" in str(value):
             with suppress(OmegaConfBaseException):
@@ -179,9 +158,9 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     defaults = dict(dotted(load_defaults(**options_in(given))))
     values = defaults | {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     rank_env, gpus = find_rank_env(), count_gpus()
-    trainer = TRAINERS[values["trainer"]]
+    trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
-        trainer = PACKAGE
+        trainer = keys.PACKAGE
     if world_size is None:
         wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
         world_size = rank_env.world_size if rank_env else wanted
@@ -192,7 +171,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
     sections: dict[str, Any] = {
         name: section(**{field.name: values[prefix + field.name] for field in fields(section)})
-        for name, (section, prefix) in SECTIONS.items()
+        for name, (section, prefix) in keys.SECTIONS.items()
         if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
     }
     has_adapter = "lora" in sections

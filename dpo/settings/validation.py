@@ -9,43 +9,23 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpo.errors import InputError, one_sentence
-from dpo.losses import LOSSES, Loss
-from dpo.settings.keys import (
-    BASIC,
-    CONFIG_DIR,
-    KEYS,
-    MISSING,
-    NEED_WHOLE_TENSORS,
-    PACKAGE,
-    REMOVED,
-    STEPS_OF_LR,
-    TENSOR_PARALLEL,
-    dotted,
-    load_defaults,
-    load_file,
-    options_in,
-)
+from dpo.settings import keys
+from dpo.settings.keys import KEYS, MISSING, dotted, load_defaults, options_in
 from dpo.settings.places import Problem, find_dataset_problems
 from dpo.settings.plan import Plan, resolve
 from dpo.system.plain_files import read_yaml
-
-WEIGHTS = "loss.weights."
-
-
-def list_losses(is_listed: Callable[[Loss], Any]) -> str:
-    return f"loss={', '.join(name for name, loss in LOSSES.items() if is_listed(loss))}"
 
 
 def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
     """The conditions under which a plan is refused, and what is then said."""
     run, data, training, loss, several = p.run, p.data, p.training, p.loss, p.trainer.multi_process
     processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
-    weights = {key: value for key, value in p.values.items() if key.startswith(WEIGHTS) and key != f"{WEIGHTS}sft"}
+    weights = {name: weight for name, weight in loss.options.get("weights", {}).items() if name != "sft"}
     # fmt: off
     conflicts: list[tuple[Any, str]] = [
         # --- processes
@@ -58,13 +38,13 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
          f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
          f"{accumulation} * {data_processes}"),
         # --- trainers
-        (several and training.optimizer in NEED_WHOLE_TENSORS,
+        (several and training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        (p.trainer == PACKAGE and (p.evaluation.sample_during_eval or p.online or p.model.autocast or p.lora
+        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.model.autocast or p.lora
                                    or loss.scalar_head or training.optimizer == "Adafactor"),
          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
          "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
-        (p.quantized and (p.trainer == TENSOR_PARALLEL or (p.gpus > 1 and not several)),
+        (p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
          f"lora=qlora does not work with trainer={run.trainer} on {p.gpus} GPUs: choose trainer=FSDPTrainer"),
         (p.fsdp.frozen_weights == "whole" and not p.can_hold_frozen_whole,
          "fsdp_frozen_weights=whole rounds the base, from which a second model as reference would then differ: set "
@@ -116,63 +96,6 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
     return conflicts
 
 
-def list_doubts(p: Plan) -> list[tuple[Any, str]]:
-    """The conditions under which a plan gets a warning, and what it says."""
-    lr, has_steps_of_lr = p.training.lr, p.training.optimizer in STEPS_OF_LR
-    names, sources = p.data.datasets, p.data.dataset_sources
-    unused = [name for name, source in sources.items() if source is not None and name not in names]
-    # fmt: off
-    return [
-        (p.trainer == BASIC and p.gpus > 1,
-         f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
-         "trainer=FSDPTrainer uses them all at once"),
-        (p.lora and lr < 1e-6 and has_steps_of_lr,
-         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
-         "2e-4"),
-        # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
-        (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
-         f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
-         "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
-        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
-    ]
-    # fmt: on
-
-
-def list_needs(p: Plan, *, refused: bool) -> list[tuple[str, Any, str]]:
-    """Keys, whether they have the effect that they say, and what they need for it.
-
-    Those are refused without which the run would compute something else than was asked for.
-    """
-    loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
-    of_pairs, with_reference = (
-        loss.trains_on == "pairs",
-        f"a loss with a reference: {list_losses(lambda x: x.reference)}",
-    )
-    # fmt: off
-    if refused:
-        return [
-            ("fsdp_shard_size model.fsdp_policy_mp", several, "several processes: trainer=FSDPTrainer"),
-            ("tensor_parallel_size tensor_parallel.backend", p.trainer.cuts_layers, "trainer=TensorParallelTrainer"),
-            ("min_lr_ratio", p.training.schedule != "constant", "schedule=linear or schedule=cosine"),
-            ("loss.wpo loss.ld_alpha", of_pairs and loss.reference,
-             f"a loss of pairs with a reference: {list_losses(lambda x: x.trains_on == 'pairs' and x.reference)}"),
-            ("loss.f_divergence", loss.reference and loss.margin_only, "a loss that depends only on the difference of "
-             f"the log-ratios: {list_losses(lambda x: x.reference and x.margin_only)}"),
-            ("unpair", loss.trains_on == "labels",
-             f"a loss of labels: {list_losses(lambda x: x.trains_on == 'labels')}"),
-            ("online.sync_reference_every", p.reference == "model" and not p.lora, f"lora=none and {with_reference}"),
-        ]
-    return [
-        ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype", several, "several processes"),
-        ("loss.f_alpha", loss.shared.f_divergence == "alpha", "loss.f_divergence=alpha"),
-        ("list_pairs", of_pairs, f"a loss of pairs: {list_losses(lambda x: x.trains_on == 'pairs')}"),
-        ("cache_reference_logps lora.reference", loss.reference, with_reference),
-        ("online.reward_model online.reward_format", scorer == "reward_model", "online.scorer=reward_model"),
-        *((f"online.{name}", scorer == name, f"online.scorer={name}") for name in ("function", "keyword")),
-    ]
-    # fmt: on
-
-
 # --- all problems of a plan -------------------------------------------------------------------------------------------
 
 
@@ -190,19 +113,65 @@ def find_problems(plan: Plan) -> list[Problem]:
     ]
 
 
-def find_warnings(plan: Plan) -> list[str]:
+def find_warnings(p: Plan) -> list[str]:
     """List the warnings about a plan without problems, one sentence each."""
-    doubts = [sentence for is_met, sentence in list_doubts(plan) if is_met]
-    return doubts + [problem.sentence for problem in _find_unmet(plan, refused=False)]
+    lr, has_steps_of_lr = p.training.lr, p.training.optimizer in keys.STEPS_OF_LR
+    names, sources = p.data.datasets, p.data.dataset_sources
+    unused = [name for name, source in sources.items() if source is not None and name not in names]
+    # fmt: off
+    doubts: list[tuple[Any, str]] = [
+        (p.trainer == keys.BASIC and p.gpus > 1,
+         f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
+         "trainer=FSDPTrainer uses them all at once"),
+        (p.lora and lr < 1e-6 and has_steps_of_lr,
+         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
+         "2e-4"),
+        # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
+        (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
+         f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
+         "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
+        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
+    ]
+    # fmt: on
+    unmet = [problem.sentence for problem in _find_unmet(p, refused=False)]
+    return [sentence for is_met, sentence in doubts if is_met] + unmet
 
 
-def _find_unmet(plan: Plan, *, refused: bool) -> Iterator[Problem]:
-    """Yield a problem for each key that is set, neither null nor at its default, without what it needs."""
-    values, defaults = plan.values, dict(dotted(load_defaults(**options_in(plan.values))))
-    for keys, is_met, need in list_needs(plan, refused=refused):
-        for key in [] if is_met else keys.split():
-            if values.get(key) not in (None, defaults.get(key)):
-                yield Problem(key, f"{key}={_as_typed(values[key])} needs {need}")
+def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
+    """Yield a problem for each key that is set, neither null nor at its default, without what it needs for an effect.
+
+    Those are refused without which the run would compute something else than was asked for.
+    """
+    loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
+    # fmt: off
+    if refused:
+        needs: list[tuple[str, Any, str]] = [
+            ("fsdp_shard_size model.fsdp_policy_mp", several, "several processes: trainer=FSDPTrainer"),
+            ("tensor_parallel_size tensor_parallel.backend", p.trainer.cuts_layers, "trainer=TensorParallelTrainer"),
+            ("min_lr_ratio", p.training.schedule != "constant", "schedule=linear or schedule=cosine"),
+            ("loss.wpo loss.ld_alpha", loss.trains_on == "pairs" and loss.reference,
+             "a loss of pairs with a reference, such as loss=dpo"),
+            ("loss.f_divergence", loss.reference and loss.margin_only,
+             "a loss that depends only on the difference of the log-ratios, such as loss=dpo"),
+            ("unpair", loss.trains_on == "labels", "a loss of labels, such as loss=kto"),
+            ("online.sync_reference_every", p.reference == "model" and not p.lora,
+             "lora=none and a loss with a reference, such as loss=dpo"),
+        ]
+    else:
+        needs = [
+            ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype", several, "several processes"),
+            ("loss.f_alpha", loss.shared.f_divergence == "alpha", "loss.f_divergence=alpha"),
+            ("list_pairs", loss.trains_on == "pairs", "a loss of pairs, such as loss=dpo"),
+            ("cache_reference_logps lora.reference", loss.reference, "a loss with a reference, such as loss=dpo"),
+            ("online.reward_model online.reward_format", scorer == "reward_model", "online.scorer=reward_model"),
+            *((f"online.{name}", scorer == name, f"online.scorer={name}") for name in ("function", "keyword")),
+        ]
+    # fmt: on
+    defaults = dict(dotted(load_defaults(**options_in(p.values))))
+    for names, is_met, need in needs:
+        for key in [] if is_met else names.split():
+            if p.values.get(key) not in (None, defaults.get(key)):
+                yield Problem(key, f"{key}={_as_typed(p.values[key])} needs {need}")
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
@@ -251,9 +220,9 @@ def find_value_problem(key: str, value: Any) -> str | None:
 
 def explain_unknown_key(key: str) -> str:
     """Explain that a key is unknown or was removed, and suggest a similar one."""
-    if key in REMOVED:
-        return f"{key} was removed after {REMOVED[key]}"
-    if name := load_file(CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
+    if key in keys.REMOVED:
+        return f"{key} was removed after {keys.REMOVED[key]}"
+    if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
     similar = suggest(key, [*KEYS, "dataset_sources", "model", "experiment"])
     return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
@@ -287,7 +256,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
         for name, source in (config.get("dataset_sources") or {}).items():
             if isinstance(source, dict) and source.pop("format", None):
-                removed = REMOVED["dataset_sources.NAME.format"]
+                removed = keys.REMOVED["dataset_sources.NAME.format"]
                 print(f"{path}: dataset_sources.{name}.format is ignored: it was removed after {removed}")
         plan = resolve(config)
     except Exception as error:  # the file may be any YAML, which fails in any way

@@ -12,8 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.errors import InputError, one_sentence
-from dpo.settings.keys import Optimizer
-from dpo.settings.plan import TrainingPlan
+from dpo.settings.keys import Optimizer, TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in get_args(Optimizer)}
 SCHEDULES = {  # fraction of the decay still to come, once a fraction `done` of the updates after the warm-up is over

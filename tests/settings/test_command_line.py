@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from support.trainers import compose as compose_run
 
 import train as train_script
 from dpo.settings import plan
-from dpo.settings.command_line import check_command_line, parse
+from dpo.settings.command_line import check_command_line
 from trainers import BasicTrainer
 
 NEEDED = "exp_name=x model.name_or_path=gpt2"
@@ -22,14 +23,6 @@ NEEDED = "exp_name=x model.name_or_path=gpt2"
 def test_options_that_are_abbreviated_or_can_run_code_are_refused(option):
     [problem] = find_refusals(f"{option} exp_name=x")
     assert problem.startswith(f"{option.split('=')[0]} is not an option here")
-
-
-def test_options_come_first_and_keep_their_values(tmp_path):
-    (own := tmp_path / "it's mine").mkdir()
-    line = parse(["loss=sft", "--cfg", "job", "dataset_sources.mine=/data", f"--config-dir={own}"])
-    overrides = ["loss=sft", "++dataset_sources.mine=/data", f"hydra.searchpath=['file://{tmp_path}/it\\'s mine']"]
-    assert line.arguments == ["--cfg", "job", *overrides]
-    assert not line.is_sweep
 
 
 @pytest.mark.parametrize(
@@ -47,10 +40,11 @@ def test_a_secret_on_the_command_line_is_refused_where_it_would_be_written_and_n
     assert "s3cr3t" not in "".join(capsys.readouterr())
 
 
-def write_experiment(directory: Path, content: str) -> Path:
-    (directory / "experiment").mkdir(exist_ok=True)
-    (directory / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}")
-    return directory
+def write_experiment(directory: Path, content: str) -> str:
+    """Write `experiment/mine.yaml` to a directory whose name needs quotes; return its option."""
+    (folder := directory / "it's mine" / "experiment").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{content}")
+    return shlex.quote(f"--config-dir={folder.parent}")
 
 
 @pytest.mark.parametrize(
@@ -66,21 +60,21 @@ def write_experiment(directory: Path, content: str) -> Path:
     ],
 )
 def test_own_config_files_cannot_name_code(content, key, tmp_path):
-    own = write_experiment(tmp_path, content)
-    (tmp_path / "experiment" / "x.yaml").write_text("{}\n")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "evil.yaml").write_text("# @package hydra.callbacks.c\n_target_: os.mkdir\n")
+    own, folder = write_experiment(tmp_path, content), tmp_path / "it's mine"
+    (folder / "experiment" / "x.yaml").write_text("{}\n")
+    (folder / "more").mkdir()
+    (folder / "more" / "evil.yaml").write_text("# @package hydra.callbacks.c\n_target_: os.mkdir\n")
     for choice in ("experiment=mine", "-m +experiment@_global_=x,mine"):
-        found = "\n".join(find_refusals(f"{NEEDED} -cd {own} {choice}"))
+        found = "\n".join(find_refusals(f"{NEEDED} {own} {choice}"))
         assert f"--config-dir: {key}" in found
         assert "may not be set in a config file, as it can name code to run" in found
-    assert find_refusals(f"{NEEDED} -cd {own}") == []  # it is not chosen
+    assert find_refusals(f"{NEEDED} {own}") == []  # it is not chosen
 
 
 def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_path):
     own = write_experiment(tmp_path, "defaults:\n  - override /online: online\nonline:\n  scorer: function\n")
     code = "online.function=rewards.py:f model.trust_remote_code=true"
-    assert find_refusals(f"{NEEDED} -cd {own} +experiment=mine loss=dpo loss.beta=0.1 {code}") == []
+    assert find_refusals(f"{NEEDED} {own} +experiment=mine loss=dpo loss.beta=0.1 {code}") == []
 
 
 @pytest.mark.parametrize("way", ["command line", "reference's constructor"])

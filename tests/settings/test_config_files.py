@@ -1,9 +1,10 @@
-"""The files in `config/`: keys explained, specified and read; defaults; aliases."""
+"""The files in `config/`: keys explained, specified and read; defaults; aliases; experiments, ours and a user's."""
 
 from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from support.runs import ROOT
 from dpo.checkpoint.resume import check_fits
 from dpo.losses import LOSSES
 from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
-from dpo.settings.plan import flatten
+from dpo.settings.plan import ParallelDims, flatten, resolve
+from dpo.settings.validation import find_problems, find_warnings
 
 CONFIG = ROOT / "config"
+EXPERIMENTS = sorted(file.stem for file in CONFIG.glob("experiment/*.yaml"))
+PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
 
 def read(name: str) -> dict:
@@ -112,3 +116,55 @@ def test_aliases_lead_to_keys_and_are_no_keys():
         assert name not in KEYS
         ours = re.split("[=,]", ours)[0]
         assert ours in {*KEYS, "loss", "lora", "online"} or ours.startswith("optimizer_args.")
+
+
+# --- whole experiments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_complete(name, tmp_path):
+    config = compose(f"experiment={name} model.archive={tmp_path}")  # the run of SFT
+    processes = 8 if name.endswith("8gpu") else 4
+    dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
+    plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
+    assert (find_problems(plan), find_warnings(plan)) == ([], [])
+    assert config.exp_name == name
+
+
+@pytest.mark.parametrize("line", ["{} experiment=hh_pythia28_dpo", "+experiment=hh_pythia28_dpo {}"])
+def test_every_override_counts_more_than_the_experiment_wherever_it_stands(line):
+    others = "model=demo loss=ipo loss.beta=0.3 exp_name=mine lr=1e-3 datasets=[demo] n_epochs=3"
+    changed = compose(line.format(others))
+    assert (changed.loss.name, changed.loss.beta, changed.model.block_name) == ("ipo", 0.3, "LlamaDecoderLayer")
+    assert (changed.exp_name, changed.lr, changed.datasets, changed.n_epochs) == ("mine", 1e-3, ["demo"], 3)
+    assert changed.batch_size == PAPER_SETTINGS["batch_size"]
+
+
+@pytest.mark.parametrize("data", ["hh", "shp", "se"])
+@pytest.mark.parametrize(("loss", "beta"), [("sft", None), ("dpo", 0.1)])
+def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss, beta):
+    config = compose(f"experiment={data}_pythia28_{loss}")
+    published = PAPER_SETTINGS | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
+    assert {key: config[key] for key in published} == published
+    assert config.gradient_accumulation_steps == 1  # theirs has 2: the same gradients, communicated twice
+    assert (config.datasets, config.loss.name, config.loss.get("beta")) == ([data], loss, beta)
+    assert (config.model.name_or_path, config.model.fsdp_policy_mp) == ("EleutherAI/pythia-2.8b", "bfloat16")
+
+
+def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
+    [problem] = find_refusals("experiment=hh_pythia28_dpo")
+    assert problem.startswith("model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: give model.archive=")
+    assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
+
+
+def test_an_own_experiment_may_build_on_one_of_ours_but_not_have_its_name(tmp_path):
+    (folder := tmp_path / "experiment").mkdir()
+    defaults = "defaults:\n  - hh_pythia28_sft\n  - _self_\n  - override /model: demo\n"
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{defaults}lr: 1e-4\n")
+    (folder / "hh_pythia28_dpo.yaml").write_text("# @package _global_\nlr: 1e-4\n")
+    composed = compose(f"--config-dir={tmp_path} experiment=mine batch_size=16")
+    assert (composed.lr, composed.batch_size, composed.eval_batch_size) == (1e-4, 16, 32)
+    assert composed.model.block_name == "LlamaDecoderLayer"
+
+    [problem, *_] = find_refusals(f"--config-dir={tmp_path} experiment=hh_pythia28_dpo")
+    assert problem.startswith("experiment=hh_pythia28_dpo: a file of --config-dir has the name of one of ours")

@@ -46,12 +46,8 @@ def test_rows_are_read_as_those_of_a_file_under_a_name_or_without(rows, tmp_path
 
 
 def test_values_and_classes_are_kept_as_they_are(tmp_path):
-    odd = {
-        "prompt": "é\u2028 ${b}",
-        "chosen": [{"role": "user", "content": None}],
-        "weight": np.float32(0.5),
-        "x": None,
-    }
+    chosen = [{"role": "user", "content": None}]
+    odd = {"prompt": "é\u2028 ${b}", "chosen": chosen, "weight": np.float32(0.5), "x": None}
     [row, *_] = load_rows(Source(store(tmp_path, datasets=[odd])["dataset_sources"]["rows"]), "train")
     assert row == {**odd, "weight": 0.5}
     labels = DATASET.add_column("label", [i % 2 for i in range(20)])
