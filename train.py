@@ -112,9 +112,10 @@ def dry_run(plan: Plan) -> None:
     check_parts(plan)
     data = load_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
-    notes = [] if resume_point else [list_first_tasks(plan)]
-    notes += load_scorer(plan, "meta", rows=1).notes if plan.online else []
-    print(*notes, sep="\n")
+    if resume_point is None:
+        print(list_first_tasks(plan))
+    if plan.online:
+        print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
     print_prediction(plan, data)
 
 

@@ -224,11 +224,8 @@ class Trainer:
         """
         state, n_examples, samples = self.state, self.state.example_counter, []
         is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
-        if not (self.plan.evaluation.sample_during_eval and (is_first or state.samples_due)):
-            state.samples_due = False
-            return
         try:
-            if is_first or is_last:
+            if self.plan.evaluation.sample_during_eval and (is_first or (is_last and state.samples_due)):
                 self.callbacks.emit("answers", n_examples, self.evaluator.answers())
             if state.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)

@@ -9,13 +9,11 @@ import os
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.gpu import HostReads
 from support.runs import GOLDEN, compose, read_metrics, write_rows
 
-from dpo.errors import InputError
 from dpo.models.layouts import pad
 from dpo.training.objective import Reduced
 from preference_datasets import get_batch_iterator
@@ -214,14 +212,8 @@ def test_with_all_references_cached_nothing_changes_and_the_model_is_gone(make_t
 
     gc.collect()
     assert reference() is None
-    assert len(calls) == 1 + 1  # the self-test, and a batch of what the first run left, to check it
+    assert len(calls) == 1  # the self-test: the first run has left all log-probabilities
     assert torch.equal(flat_weights(second), flat_weights(plain))
-
-    [file] = tmp_path.glob("*/reference_logps/*.npz")
-    with np.load(file) as stored:
-        np.savez(file, logps=stored["logps"] * 1.05)
-    with pytest.raises(InputError, match="stored reference log-probabilities differ by up to"):
-        make_trainer(*options, *cached, run="third").train()
 
 
 def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):

@@ -24,8 +24,6 @@ from dpo.parallel.sharding import gather_like, local_tensor, release_gathered
 from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
-TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half-precision rounding
-
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read a file written by `ReferenceLogps.save`; raise InputError for any other file or shape."""
@@ -115,33 +113,21 @@ class Reference:
     ) -> str:
         """Cache the log-probabilities of all examples, and free the model unless it is the policy; return a message.
 
-        Examples that an earlier run saved are read, all others scored. Raises InputError if the scores of the first
-        batch that the file has, or of one that it has in part, differ.
+        Examples that an earlier run saved are read, all others scored.
         """
         logps, path, n_scored = self.logps, self.logps.find_path(folder, self.digest), 0
         stored = from_rank_0(read_logps(path, logps.table.shape) if mesh.rank == 0 and path.exists() else None)
-        is_checked = stored is None
         if stored is not None:
             logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
         with_mismatched = (part for whole in batches for part in (whole, whole.mismatched) if part is not None)
         for batch in with_mismatched:
-            is_known = logps.find(batch.cache_rows) is not None
-            if is_known and is_checked:
+            if logps.find(batch.cache_rows) is not None:
                 continue
             scores = score(batch)
             if not scores.isfinite().all():
                 raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
-            expected = scores.double().numpy()
-            errors = np.nan_to_num(np.abs(logps.table[batch.cache_rows] - expected))
-            if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
-                raise InputError(
-                    f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this "
-                    f"run's reference (other weights, dtype or number of processes): remove this file"
-                )
-            is_checked |= is_known
-            if not is_known:
-                logps.store(batch.cache_rows, scores)
-                n_scored += len(batch.cache_rows)
+            logps.store(batch.cache_rows, scores)
+            n_scored += len(batch.cache_rows)
         if mesh.rank == 0:
             logps.save(path)
         if self.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
