@@ -194,19 +194,6 @@ def test_a_mix_needs_what_its_parts_need_and_without_a_reference_rewards_are_per
     assert (find_loss(config).reference, find_loss(config).margin_only) == needs
 
 
-@pytest.mark.parametrize("options", [{"f_divergence": "js"}, {"ld_alpha": 0.3}], ids=str)
-def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_as_they_are(options):
-    tails = dict.fromkeys(("chosen_tail", "rejected_tail", "reference_chosen_tail"), PAIR[0] * 0 - 1)
-    scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[0] * 0 - 1)
-
-    def value(**weights: float) -> float:
-        config = {**MIX, "gamma": 0.3, **options, "weights": weights}
-        return find_loss(config)(scores).losses.item()
-
-    simpo = find_loss({"name": "simpo", "beta": HALF, "gamma": 0.3})(SCORES).losses.item()
-    assert value(dpo=1, sft=0.1, simpo=2) - value(dpo=1) == pytest.approx(0.1 * 10 + 2 * simpo, rel=1e-12)
-
-
 # --- offsets ---------------------------------------------------------------------------------------------------------
 
 LOGITS = {  # of the pair, under the options of WORKED

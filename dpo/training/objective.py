@@ -31,12 +31,6 @@ NamedTensors = dict[str, torch.Tensor]
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def scale_weights(weights: Sequence[float]) -> list[float]:
-    """Divide by the largest, as float32 may not hold the weights."""
-    largest = max(weights) or 1.0
-    return [weight / largest for weight in weights]
-
-
 class Reduced(NamedTuple):
     """The metrics of a global batch, on the host."""
 
@@ -52,7 +46,7 @@ class Reduced(NamedTuple):
         if not self.examples:
             return {}
         alike = [1.0] * len(next(iter(self.examples.values())))
-        all_weights = torch.tensor(scale_weights(weights) if any(weights) else alike, dtype=torch.float64)  # (B,)
+        all_weights = torch.tensor(weights if any(weights) else alike, dtype=torch.float64)  # (B,)
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
@@ -219,8 +213,8 @@ class Objective:
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
-        weights = torch.tensor(scale_weights(batch.weights))
-        weights = self._to_device(weights / (weights.sum() or 1.0))
+        weights = torch.tensor(batch.weights, dtype=torch.float64)  # which float32 may not hold
+        weights = self._to_device((weights / (weights.sum() or 1.0)).float())
         reference, statistic = self.cached_reference(batch), None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
@@ -339,7 +333,7 @@ class Objective:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
-            all_weights = torch.tensor(scale_weights(weights), dtype=rewards.dtype)
+            all_weights = torch.tensor(weights, dtype=rewards.dtype)
             metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], all_weights)
         return Reduced(metrics, {})
 
