@@ -70,6 +70,8 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         (loss.options.get("reference_free") and loss.shared.f_divergence != "reverse_kl",
          f"loss.f_divergence={loss.shared.f_divergence} is a divergence from the reference: set "
          "loss.reference_free=false"),
+        ("exo" in (loss.name, *(part.name for _, part in loss.parts)) and not loss.options.get("label_smoothing"),
+         "loss=exo divides by loss.label_smoothing=0: set it above 0"),
         (loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
          f"loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
          "online=online"),

@@ -74,6 +74,7 @@ REFUSED = [
     ("loss=bradley_terry", "loss=bradley_terry trains a reward model, which writes no text: set sample_during_eval="),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels, such as loss=kto"),
     (f"{DRAWN} loss.offset_by_margin=true", "loss.offset_by_margin=true needs margins, and the pairs of online=onli"),
+    ("loss=exo loss.label_smoothing=0", "loss=exo divides by loss.label_smoothing=0"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
