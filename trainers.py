@@ -166,8 +166,7 @@ class Trainer:
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
             batches = self.progress.over(batches, total=n_batches, what="score")
-            score, folder = objective.find_reference_logps, self.plan.run.local_dir
-            self.progress.line(objective.reference.score_all(batches, score, folder=folder, mesh=objective.mesh))
+            self.progress.line(objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:

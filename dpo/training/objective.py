@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
+from dpo.errors import RunError
 from dpo.losses import BETWEEN, ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
-from dpo.parallel.mesh import Mesh
+from dpo.numbers import count
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import hold_the_same, release_gathered
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
-from dpo.training.reference import Reference
+from dpo.training.reference import Reference, read_logps
 
 REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
 
@@ -359,13 +364,35 @@ class Objective:
         return self.reduce(microbatch_columns, n_examples, cache_rows if needs_caching else ()).examples
 
     @torch.no_grad()
-    def find_reference_logps(self, batch: Batch) -> torch.Tensor:
-        """Score a global batch with the reference, on every process: (B, columns of `Loss.reference_columns`)."""
-        logps = []
-        for microbatch in batch.microbatches:
-            microbatch = microbatch.to(self.device)
-            logps.append((microbatch.indices, self.reference_forward(microbatch)))
-        return self._stack_reference(self.reduce(logps, len(batch.examples)).examples)
+    def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
+        """Cache the reference's log-probabilities of all examples, and free its model unless it is the policy.
+
+        Examples that an earlier run saved in the folder are read, all others scored. Returns a message.
+        """
+        reference, logps, n_scored = self.reference, self.reference.logps, 0
+        path = logps.find_path(folder, reference.digest)
+        stored = from_rank_0(read_logps(path, logps.table.shape) if self.mesh.rank == 0 and path.exists() else None)
+        if stored is not None:
+            logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
+        with_mismatched = (part for whole in batches for part in (whole, whole.mismatched) if part is not None)
+        for batch in with_mismatched:
+            if logps.find(batch.cache_rows) is not None:
+                continue
+            columns = []
+            for microbatch in batch.microbatches:
+                microbatch = microbatch.to(self.device)
+                columns.append((microbatch.indices, self.reference_forward(microbatch)))
+            self.reduce(columns, len(batch.examples), batch.cache_rows)
+            if logps.find(batch.cache_rows) is None:
+                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
+            n_scored += len(batch.cache_rows)
+        if self.mesh.rank == 0:
+            logps.save(path)
+        if reference.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
+            reference.model = None
+            gc.collect()  # a sharded model is part of reference cycles
+            torch.cuda.empty_cache()
+        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""

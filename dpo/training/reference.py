@@ -6,10 +6,9 @@ beta and loss may differ.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.numbers import count
-from dpo.parallel.mesh import Mesh, from_rank_0
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.sharding import gather_like, local_tensor, release_gathered
 from dpo.system.plain_files import check_readable, replacing
-from dpo.training.batches import Batch
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
@@ -107,31 +103,3 @@ class Reference:
         for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
         self.logps.clear()
-
-    def score_all(
-        self, batches: Iterable[Batch], score: Callable[[Batch], torch.Tensor], *, folder: str, mesh: Mesh
-    ) -> str:
-        """Cache the log-probabilities of all examples, and free the model unless it is the policy; return a message.
-
-        Examples that an earlier run saved are read, all others scored.
-        """
-        logps, path, n_scored = self.logps, self.logps.find_path(folder, self.digest), 0
-        stored = from_rank_0(read_logps(path, logps.table.shape) if mesh.rank == 0 and path.exists() else None)
-        if stored is not None:
-            logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
-        with_mismatched = (part for whole in batches for part in (whole, whole.mismatched) if part is not None)
-        for batch in with_mismatched:
-            if logps.find(batch.cache_rows) is not None:
-                continue
-            scores = score(batch)
-            if not scores.isfinite().all():
-                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
-            logps.store(batch.cache_rows, scores)
-            n_scored += len(batch.cache_rows)
-        if mesh.rank == 0:
-            logps.save(path)
-        if self.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
-            self.model = None
-            gc.collect()  # a sharded model is part of reference cycles
-            torch.cuda.empty_cache()
-        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
