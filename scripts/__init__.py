@@ -1,10 +1,4 @@
 import argparse
-import sys
-
-from dpo.system.host import print_whatever_happens
-
-if sys.argv[0] == "-m":  # so while Python looks for the module of `python -m scripts.NAME`
-    print_whatever_happens()
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

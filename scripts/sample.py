@@ -1,45 +1,38 @@
 """Ask a policy and its reference, and show their answers one after the other.
 
     python -m scripts.sample CHECKPOINT_OR_DIR
-    python -m scripts.sample CHECKPOINT_OR_DIR --file prompts.jsonl --out answers.jsonl
 
 CHECKPOINT_OR_DIR is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a
 directory in Hugging Face's format or PEFT's, or a Hub id. Prompts are put into the form that the model was trained on,
-which is printed. Typed prompts make a conversation with each model; /reset starts a new one. docs/export.md explains
-the options. Exit status: 0, 2 bad input, 130 Ctrl-C.
+which is printed. Typed or piped lines make a conversation with each model; /reset starts a new one. docs/export.md
+explains the options. Exit status: 0, 2 bad input, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from tqdm import tqdm
 
 from dpo.data.asking import CHAT, HH, HUMAN, MEANINGS, RAW
-from dpo.data.schema import ASSISTANT, Record, get_field, read_messages, read_tools
-from dpo.data.sources import load_rows
+from dpo.data.schema import ASSISTANT, Messages, Record
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
-from dpo.models.answers import Answer, Sampling, Tokens, answer, choose_sampling
-from dpo.models.export import find_prompt_format
+from dpo.models.answers import Sampling, Tokens, answer, choose_sampling
+from dpo.models.export import Origin, find_origin, find_prompt_format
 from dpo.models.loading import find_source, load_base, resolve_name
-from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, check_positions
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
-from dpo.settings.places import Source
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import count_gpus
 from scripts import add_trust_option
@@ -62,37 +55,26 @@ class Panel(NamedTuple):
     tokenizer: Any
     form: str  # of prompts, one of MEANINGS
 
-    def encode(self, asked: str | list[Mapping[str, str]], where: str, *, n_new: int, tools: Any = None) -> Tokens:
-        """Encode a text or chat messages as in training.
-
-        `where` says where the prompt is from. Raises InputError if it does not suit the panel's form, or if a model
-        has no positions for it and `n_new` tokens of answer.
-        """
-        text = self._render(asked, where, tools)
+    def encode(self, messages: Messages, *, n_new: int) -> Tokens:
+        """Encode messages as in training; InputError if a model has no positions for them and `n_new` tokens more."""
+        if self.form == CHAT:
+            text = ChatTemplate(self.tokenizer).render(Record(messages, []), "this conversation").prompt
+        elif self.form == HH:
+            speakers = {"user": HUMAN, "assistant": ASSISTANT}
+            text = "".join(f"{speakers[m['role']]} {m['content'].strip()}" for m in messages) + ASSISTANT
+        else:
+            text = messages[-1]["content"]
         tokens = tuple(TextEncoder(self.tokenizer)([text])[text])
         for side in self.sides:
-            with explaining(InputError, lambda why: InputError(f"{where}: prompt and answer may be too long: {why}")):
+            with explaining(InputError, lambda why: InputError(f"prompt and answer may be too long: {why}")):
                 check_positions(side.model, len(tokens) + n_new)
         return tokens
 
-    def _render(self, asked: str | list[Mapping[str, str]], where: str, tools: Any) -> str:
-        if not asked:
-            raise InputError(f"{where}: the prompt is empty")
-        if isinstance(asked, str):
-            if self.form == RAW or (self.form == HH and asked.startswith(HUMAN)):
-                return asked
-            asked = [{"role": "user", "content": asked}]
-        messages, schemas = read_messages(asked, where), read_tools({"tools": tools}, "tools", where)
-        if self.form == CHAT:
-            return ChatTemplate(self.tokenizer).render(Record(messages, [], tools=schemas), where).prompt
-        speakers = {"user": HUMAN, "assistant": ASSISTANT} if self.form == HH else {}
-        if schemas or not speakers.keys() >= {message["role"] for message in messages}:
-            raise InputError(f"{where}: such messages or tools need --format chat")
-        return "".join(f"{speakers[m['role']]} {m['content'].strip()}" for m in messages) + ASSISTANT
-
-    def answer(self, side: Side, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
+    def answer(self, side: Side, prompt: Tokens, number: int, sampling: Sampling) -> str:
+        """A side's answer to the prompt of this number in the session."""
         with switch(side.model, side.adapter)():
-            return answer(side.model, self.tokenizer, prompts, numbers, sampling)
+            [given] = answer(side.model, self.tokenizer, [prompt], [number], sampling)
+        return given.text
 
 
 def load_panel(path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any) -> Panel:
@@ -164,7 +146,7 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
 def converse(panel: Panel, sampling: Sampling) -> None:
     """Hold a conversation with each side, over typed or piped lines; in the form raw each prompt is alone."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
-    histories: list[list[dict[str, str]]] = [[] for _ in panel.sides]
+    histories: list[Messages] = [[] for _ in panel.sides]
     for index in itertools.count():
         try:
             line = input("> ").strip()
@@ -175,45 +157,18 @@ def converse(panel: Panel, sampling: Sampling) -> None:
         if line in ("", RESET):
             continue
         asked = [[*history, {"role": "user", "content": line}] for history in histories]
-        where, n_new = f"this conversation ({RESET} ends it)", sampling.max_new_tokens
         try:  # before the first answer, as a prompt that does not fit changes no history
-            prompts = [panel.encode(line if panel.form == RAW else each, where, n_new=n_new) for each in asked]
+            prompts = [panel.encode(messages, n_new=sampling.max_new_tokens) for messages in asked]
         except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}; {RESET} starts a new conversation", file=sys.stderr)
             continue
         histories = asked
         for side, prompt, history in zip(panel.sides, prompts, histories, strict=True):
-            [given] = panel.answer(side, [prompt], [index], sampling)
-            history.append({"role": "assistant", "content": given.text.strip()})
+            text = panel.answer(side, prompt, index, sampling).strip()
+            history.append({"role": "assistant", "content": text})
             # without the control characters that could steer a terminal
-            shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in given.text)
-            print(f"--- {side.name} ---\n{shown.strip()}\n", flush=True)
-
-
-def read_prompts(file: Path, out: Path) -> list[tuple[Any, Any]]:
-    """Read a file's prompts, and the tools of each, or None; InputError also if `out` exists."""
-    if os.path.lexists(out) or not file.is_file():
-        raise InputError(f"--file {file} is not a file, or --out {out} exists already")
-    rows = enumerate(load_rows(Source(str(file)), "train"), start=1)
-    return [(get_field(row, "prompt", f"record {n} of {file}", (str, list)), row.get("tools")) for n, row in rows]
-
-
-def answer_file(panel: Panel, sampling: Sampling, asked: list[tuple[Any, Any]], options: argparse.Namespace) -> None:
-    """Write the answers to each prompt."""
-    encoded = [
-        panel.encode(prompt, f"record {n} of {options.file}", n_new=sampling.max_new_tokens, tools=tools)
-        for n, (prompt, tools) in enumerate(asked, start=1)
-    ]
-    with options.out.open("x", encoding="utf-8") as file:
-        for start in tqdm(range(0, len(encoded), options.batch_size), unit="batch", disable=None):
-            prompts = encoded[start : start + options.batch_size]
-            numbers = range(start, start + len(prompts))
-            by_side = [panel.answer(side, prompts, numbers, sampling) for side in panel.sides]
-            for number, answers in zip(numbers, zip(*by_side, strict=True), strict=True):
-                texts = {side.name: given.text for side, given in zip(panel.sides, answers, strict=True)}
-                file.write(json.dumps({"prompt": asked[number][0], **texts}, ensure_ascii=False) + "\n")
-            file.flush()
-    print(f"answers to {options.file} are in {options.out}")
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+            print(f"--- {side.name} ---\n{shown}\n", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,9 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from; or none")
-    option("--file", type=Path, help="prompts, one JSON object per line")
-    option("--out", type=Path, help="new file for the answers, one JSON object per line")
-    option("--batch-size", type=int, default=8, help="prompts of --file at a time")
     option("--temperature", type=float, help="0: the most probable token")
     option("--top-p", type=float, help="0.9: only the most probable 90 percent")
     option("--top-k", type=int, help="tokens to draw from, 0: all")
@@ -235,15 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
-    if (options.file is None) != (options.out is None):
-        parser.error("--file and --out go together")
-
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        # a wrong file is refused before models are loaded
-        asked = [] if options.file is None else read_prompts(options.file, options.out)
         panel = load_panel(
             options.path,
             reference=options.reference,
@@ -261,10 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
         print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
-        if options.file is None:
-            converse(panel, sampling)
-        else:
-            answer_file(panel, sampling, asked, options)
+        converse(panel, sampling)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a transformers model or a PEFT adapter, with a model card.
+"""The model that a path names, and its export as a transformers model or a PEFT adapter, with a model card.
 
 Weights that do not change are mapped from their file and written shard by shard. Merged or converted weights are in
 memory once.
@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_
 from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.data.asking import DATASETS_IN_HH_FORMAT, HH, MEANINGS
 from dpo.data.sources import HUB_IDS
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
@@ -30,19 +30,20 @@ from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.answers import DEFAULTS, list_end_tokens
 from dpo.models.loading import find_source, load_base, resolve_name
-from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
-from dpo.models.weights import Weights, read_archive
+from dpo.models.weights import Weights, locate_weights, read_archive
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.places import HUB_ID, Source
-from dpo.settings.plan import Plan
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json, replacing
 from dpo.system.redaction import redact
 from dpo.system.waiting import after_rank_0, leave_together
 
+RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
@@ -65,6 +66,68 @@ The licences of base model and data apply. State one as `license` above before y
 Metrics are means over the evaluation examples at this checkpoint, if it was evaluated.
 
 {facts}"""
+
+
+class Origin(NamedTuple):
+    """A base model, and weights that replace its own."""
+
+    plan: Plan  # the run's, or else one of defaults; `plan.model.name_or_path` always names the base
+    weights: Weights = Weights()
+    run_dir: Path | None = None  # the run's directory, which contains config.yaml
+
+    @property
+    def policy(self) -> Path | None:
+        """The checkpoint's own `policy.pt`, not its base's; None without one."""
+        if self.weights.adapter is None:
+            return self.weights.archive
+        file = self.weights.adapter / POLICY_FILE
+        return file if file.is_file() else None
+
+
+def find_origin(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    hub: bool = False,
+    run_plan: Plan | None = None,
+) -> Origin:
+    """Find the model that a path names; InputError if it names none.
+
+    The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
+    directory; with `hub` also a Hub id. `model` is the base of an adapter or a `policy.pt`, if neither adapter nor run
+    names it, or if it has moved. `run_plan` is that of the path's run, if it is at hand. `trust_remote_code` says
+    whether the model's own code may be run, whatever the run's config says.
+    """
+    path = Path(path).expanduser()
+    is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
+    if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
+        if model is not None:
+            raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
+        plan = resolve({"model": {"name_or_path": str(path)}})
+        return Origin(plan.change("model.trust_remote_code", trust_remote_code))
+    weights = locate_weights(path).resolve()
+    adapter = weights.adapter
+    if model is not None and adapter:
+        weights = Weights(None, adapter)  # without the base or archive that the adapter names
+    # another program's adapter has no policy.pt, and a config.yaml beside it is not a run's
+    policy = adapter / POLICY_FILE if adapter else weights.archive
+    folders = (policy.parent, policy.parent.parent) if policy.is_file() else ()
+    run_dir = next((folder for folder in folders if (folder / RUN_CONFIG).is_file()), None)
+    if run_plan is None and run_dir is not None:
+        # the keys that decide anything here; others may be wrong
+        decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
+        run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
+    base = model or weights.base or (run_plan.model.name_or_path if run_plan else None)
+    if base is None:
+        raise InputError(f"{path} names no base model, and there is no {RUN_CONFIG} of its run beside it: give --model")
+    plan = (run_plan or resolve({"model": {"name_or_path": base}})).change("model.name_or_path", base)
+    plan = plan.change("model.trust_remote_code", trust_remote_code)
+    if adapter and model:  # it has weights, even if the run's base had random ones
+        plan = plan.change("model.random_init", False)
+    if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
+        plan = plan.change("model.tokenizer_name_or_path", str(adapter))
+    return Origin(plan, weights, run_dir)
 
 
 def export(
@@ -102,19 +165,14 @@ def export(
             if file is not None and (file.parent / MANIFEST).exists():
                 check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
     failures, said = (OSError, SafetensorError), f"{out} could not be written, and nothing was left there"
-    with explaining(failures, lambda why: RunError(f"{said}: {why}")):
-        with replacing(out) as folder:
-            folder.mkdir(parents=True)
-            if as_adapter:
-                _write_adapter(folder, origin, base_of_adapter)
-            else:
-                _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
-            for path in folder.iterdir():
-                shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            sync(folder)
-        sync(out.parent)
+    with explaining(failures, lambda why: RunError(f"{said}: {why}")), replacing(out) as folder:
+        folder.mkdir(parents=True)
+        if as_adapter:
+            _write_adapter(folder, origin, base_of_adapter)
+        else:
+            _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
+        for path in folder.iterdir():
+            shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
     return out
 
 
@@ -278,7 +336,10 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     values = redact(plan.values) if origin.run_dir else {}
     base, loss = plan.model.name_or_path, plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
-    sources = {name: _describe_source(plan, name) for name in values.get("datasets", ())}
+    sources: dict[str, str] = {}  # of data: a Hub id, or a file's name without directory
+    for name in values.get("datasets", ()):
+        source = Source.parse(name, plan.data.dataset_sources.get(name) or HUB_IDS.get(name, name))
+        sources[name] = source.path if source.local is None else f"local files: {source.local.name}"
     form = find_prompt_format(origin) if origin.run_dir else None
     metadata = ModelCardData(
         base_model=base if base_on_hub and not (is_adapter and origin.weights.archive) else None,
@@ -296,9 +357,13 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
         # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
         options += f', dtype="{plan.compute_dtype}"' + f", quantization_config={IN_4_BITS}" * plan.quantized
         options += ", num_labels=1" * plan.loss.scalar_head
-    # settings that determine the weights; what `trust_remote_code` is here was said to the export, and not to the run
+    # settings that determine the weights, but for paths, and for what was said to the export and not to the run
     kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
-    settings = {key: values[key] for key in values if key in kept | {"exp_name", "n_epochs", "n_examples"}}
+    settings = {
+        key: value
+        for key, value in values.items()
+        if key in kept | {"exp_name", "n_epochs", "n_examples"} and "/" not in str(value)
+    }
     facts = {
         "base": Path(base).name,
         "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}",
@@ -306,7 +371,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
         "examples trained on": checkpoint.get("step_idx"),
         "metrics": {k: v for k, v in (checkpoint.get("metrics") or {}).items() if isinstance(v, int | float)},
         "data": sources,
-        "settings": _hide_directories(settings),
+        "settings": settings,
         "commit": _read_record(origin, "env.json").get("git_commit"),
     }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
@@ -319,25 +384,6 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
         facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
     )
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
-
-
-def _describe_source(plan: Plan, name: str) -> str:
-    """A dataset's Hub id, or its file's name without directory."""
-    value = plan.data.dataset_sources.get(name)
-    if value is None:
-        return HUB_IDS.get(name, "made by the training code")
-    source = Source.parse(name, value)
-    return source.path if source.local is None else f"local files: {source.local.name}"
-
-
-def _hide_directories(value: Any) -> Any:
-    """Settings for strangers: paths without their directories."""
-    if isinstance(value, Mapping):
-        return {key: _hide_directories(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hide_directories(item) for item in value]
-    is_path = isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
-    return Path(value).name if is_path else value
 
 
 def find_prompt_format(origin: Origin) -> str | None:

@@ -159,9 +159,10 @@ class RewardModel:
         # a tokenizer may append EOS itself
         has_eos = tokenizer.eos_token is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
         self.eos = tokenizer.eos_token if has_eos else ""
-        # RoBERTa, for one, has no types that tell segments apart
+        # types tell the two segments apart; RoBERTa, for one, has none
         n_types = getattr(config, "type_vocab_size", 0)
-        self.has_types = self.form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
+        has_types = self.form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
+        self.inputs = ("input_ids", "token_type_ids") if has_types else ("input_ids",)
         tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
         config.use_cache = False  # nothing is generated
@@ -184,8 +185,7 @@ class RewardModel:
             prompt_text = unescape(prompt.text)
             texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
             encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
-            names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
-            return {name: encoded[name] for name in names}
+            return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
             chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
             try:

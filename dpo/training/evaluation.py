@@ -15,8 +15,8 @@ from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
-from dpo.training.drawing import Drawing, group
 from dpo.training.objective import Objective, Reduced
+from dpo.training.online import Drawing, group
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run

@@ -1,40 +1,118 @@
-"""Online pairs: the policy answers a prompt, and a scorer finds the best and the worst answer (arXiv 2402.04792).
+"""Answers drawn by all processes of a run together, and online pairs of them (arXiv 2402.04792).
 
-At each evaluation the policy also answers held-out prompts. Up to rounding, an answer depends only on the weights, the
-config's seed, and the number of the answer in the run; other prompts and the number of processes do not change it. So
-checkpoints need no state of the sampling.
+Up to rounding, an answer depends only on the weights, the config's seed, and the number of the answer in the run; other
+prompts and the number of processes do not change it. So checkpoints need no state of the sampling.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from dpo.data.examples import Example, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
-from dpo.errors import InputError
+from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, Drawn, choose_sampling, write_turns
+from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer, choose_sampling, write_turns
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
-from dpo.parallel.sharding import release_gathered
+from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
+from dpo.system.waiting import all_arrive
 from dpo.training.batches import Batch, Batches
-from dpo.training.drawing import Drawing, group
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
+Item = TypeVar("Item")
+PATIENCE_SECS = 10  # of a process that cannot sample, for the others to fail too: more than a token takes
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
 OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
 POLICY, REFERENCE = 0, 1  # part of the number of an answer to a held-out prompt, and of the seed of its score
+
+
+class Drawing:
+    """Draws answers with the stop signals, the progress bar and the precision of a run.
+
+    Methods raise Stopped within a few tokens if any process was asked to stop.
+    """
+
+    def __init__(self, tokenizer: Any, objective: Objective, progress: Progress, stop: StopRequest) -> None:
+        self.tokenizer, self.objective, self.progress, self.stop = tokenizer, objective, progress, stop
+        self.mesh = objective.mesh
+
+    def answer(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
+        """Answer prompts of this process, while all others answer theirs."""
+        tokens = itertools.count()
+
+        def before_token(*_: Any) -> None:
+            index = next(tokens)
+            self.stop.raise_before_token(index)
+            self.progress.part(index, sampling.max_new_tokens, "token")
+
+        # prepended, so that it is called before FSDP's hook gathers weights
+        hook = model.register_forward_pre_hook(before_token, prepend=True)
+        device, dtype = self.objective.device, self.objective.autocast
+        try:
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                # in step, as each forward may gather shards from all processes
+                in_step = self.mesh.world_size > 1
+                return answer(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
+        finally:
+            hook.remove()
+
+    def draw(
+        self,
+        model: Any,
+        prompts: Sequence[Tokens],
+        numbers: Sequence[int],
+        sampling: Sampling,
+        *,
+        rows: int,
+        may_fail: bool = False,
+    ) -> list[Answer]:
+        """Answer prompts on all processes together, `rows` at a time; every process gets all answers.
+
+        If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if other processes go on, as
+        their next collective would wait for this one.
+        """
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        own = by_length[self.mesh.data_rank :: self.mesh.data_size]
+        # all processes take part in every forward, so a process with one prompt less repeats the longest
+        repeated = by_length[-1:] * (math.ceil(len(prompts) / self.mesh.data_size) - len(own))
+        outcome: dict[int, Answer] | str = {}
+        try:
+            with gathered_weights(model):  # once for all tokens, where memory allows
+                parts = group(own + repeated, rows)
+                for part in self.progress.over(parts, total=len(parts), what="sample"):
+                    some, their_numbers = [prompts[i] for i in part], [numbers[i] for i in part]
+                    outcome |= zip(part, self.answer(model, some, their_numbers, sampling), strict=True)
+        except Exception as error:  # `generate`, and a model's own code, may raise anything
+            if not may_fail:
+                raise
+            release_gathered(model)  # the forward pass may not have ended
+            outcome = f"{type(error).__name__} {one_sentence(error)}"
+        has_failed = isinstance(outcome, str)
+        if may_fail and not all_arrive("the end of sampling", patience_secs=PATIENCE_SECS if has_failed else 0):
+            raise RunError(
+                f"samples could not be drawn by this process alone, for which the others would wait: {outcome}; "
+                f"resume=auto continues, and sample_during_eval=false draws none"
+            )
+        answers: dict[int, Answer] = {}
+        for found in self.mesh.gather_all(outcome):
+            if isinstance(found, str):  # errors are exchanged like answers, so that all processes raise together
+                raise SamplingFailed(found)
+            answers |= found
+        return [answers[i] for i in range(len(prompts))]
 
 
 class OnlineBatches(Batches):
@@ -289,3 +367,8 @@ def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, flo
         **({"flipped": fmean(one.is_flipped for one in drawn)} if may_flip else {}),
     }
     return {f"online/{name}": value for name, value in metrics.items()}
+
+
+def group(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Split items into lists of `size`; the last may be shorter."""
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]

@@ -327,7 +327,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     (run / "step-64").mkdir(parents=True)
     archive(run / "step-64" / "policy.pt", build("llama").state_dict(), {"rewards_eval/margins": 1.25})
     (run / "config.yaml").write_text(
-        f"exp_name: 'courteous ![x](http://y) <b>'\n"
+        f"exp_name: 'courteous ![x](y) <b>'\n"
         f"datasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a```\\n# b"\n'
@@ -341,10 +341,10 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     for line in ("- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
         assert line in head
     assert "base_model" not in head  # a directory is nothing that the Hub knows
-    assert "http://y" not in text.split("## Training")[0]  # what a user wrote is no markup
+    assert "![x](y)" not in text.split("## Training")[0]  # what a user wrote is no markup
     facts = facts_of(out)
     settings = facts.pop("settings")
-    assert (settings["loss.beta"], settings["model.name_or_path"]) == (0.3, "base")
+    assert (settings["loss.beta"], settings["exp_name"]) == (0.3, "courteous ![x](y) <b>")
     assert settings["optimizer"] == "a```\n# b"
     assert facts == {
         "base": "base",

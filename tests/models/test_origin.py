@@ -8,7 +8,7 @@ import pytest
 from support.runs import GOLDEN
 
 from dpo.errors import InputError
-from dpo.models.origin import find_origin
+from dpo.models.export import find_origin
 
 LLAMA = str(GOLDEN / "tiny-llama")
 OTHER = str(GOLDEN)  # any directory

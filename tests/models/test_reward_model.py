@@ -192,9 +192,6 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
                 load(folder)
         with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded; give a local directory"):
             load(str(tmp_path / "nowhere"))
-        (tmp_path / "run" / "LATEST" / "hf").mkdir(parents=True, exist_ok=True)
-        with pytest.raises(InputError, match=r"cannot be loaded; it is a run, whose model is .*/run/LATEST/hf:"):
-            load(str(tmp_path / "run"))
 
 
 def test_other_weights_another_template_and_another_vocabulary_have_another_digest(tokenizer, tmp_path):

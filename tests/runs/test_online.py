@@ -38,8 +38,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
-from dpo.training.drawing import Drawing
-from dpo.training.online import choose_pair, draw_label
+from dpo.training.online import Drawing, choose_pair, draw_label
 from scripts import demo
 
 ONLINE = (

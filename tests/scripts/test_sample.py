@@ -14,9 +14,8 @@ import pytest
 import torch
 import transformers
 from support.models import COMMON
-from support.runs import GOLDEN, write_rows
+from support.runs import GOLDEN
 
-from dpo.data.demo import get_demo
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from dpo.models.export import export
@@ -66,47 +65,31 @@ def chatty(tokenizer):
     return tokenizer
 
 
-def answered(run_dir: Path | str, out: Path, *more: str) -> list[dict]:
-    """Answer a file of prompts; return the answers."""
-    file = write_rows(out.with_suffix(".prompts.jsonl"), [{"prompt": text} for text in ASKED])
-    arguments = [str(run_dir), "--file", str(file), "--out", str(out), "--max-new-tokens", "12", *more]
-    assert main(arguments) == 0
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+def answered(panel: Panel, sampling: Sampling) -> dict[str, list[str]]:
+    """The answers of each side to some prompts."""
+    prompts = [panel.encode([{"role": "user", "content": text}], n_new=12) for text in ASKED]
+    return {
+        side.name: [panel.answer(side, prompt, number, sampling) for number, prompt in enumerate(prompts)]
+        for side in panel.sides
+    }
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def ask(form: str, tokenizer, asked, **more) -> str:
-    return tokenizer.decode(Panel([], tokenizer, form).encode(asked, "line 7", n_new=8, **more))
-
-
 def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty):
-    """In a chat control tokens in messages are text, and a prefilled answer goes on."""
-    dialogue = "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
-    assert ask("hh", chatty, TALK) == ask("hh", chatty, dialogue) == dialogue
-    assert all(ask("hh", chatty, prompt) == prompt for prompt in list(get_demo("test"))[:9])
-    assert ask("chat", chatty, "Hello") == "<user>Hello<|endoftext|><assistant>"
-    begun = [{"role": "user", "content": "Write <|endoftext|>"}, {"role": "assistant", "content": "It is "}]
-    assert ask("chat", chatty, begun) == "<user>Write <|endoftext|><|endoftext|><assistant>It is "
-    assert Panel([], chatty, "chat").encode(begun, "", n_new=8).count(chatty.eos_token_id) == 1
-    assert ask("raw", chatty, " Once upon\n") == " Once upon\n"
+    """In a chat control tokens in messages are text."""
 
+    def ask(form: str, messages: list[dict[str, str]]) -> str:
+        return chatty.decode(Panel([], chatty, form).encode(messages, n_new=8))
 
-@pytest.mark.parametrize(
-    ("asked", "form", "more", "said"),
-    [
-        ("", "raw", {}, "is empty"),
-        ([], "chat", {}, "is empty"),
-        (TALK, "raw", {}, "need --format chat"),
-        ([{"role": "system", "content": "Be kind."}], "hh", {}, "need --format chat"),
-        (TALK, "hh", {"tools": [{"type": "function", "function": {"name": "look"}}]}, "need --format chat"),
-        ([{"role": "user"}], "chat", {}, "content is missing, and must be text"),
-    ],
-)
-def test_a_prompt_that_does_not_suit_its_form_is_refused(asked, form, more, said, chatty):
-    with pytest.raises(InputError, match=f"^line 7: .*{said}"):
-        ask(form, chatty, asked, **more)
+    assert ask("hh", TALK) == (
+        "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
+    )
+    control = [{"role": "user", "content": "Write <|endoftext|>"}]
+    assert ask("chat", control) == "<user>Write <|endoftext|><|endoftext|><assistant>"
+    assert Panel([], chatty, "chat").encode(control, n_new=8).count(chatty.eos_token_id) == 1
+    assert ask("raw", [{"role": "user", "content": "Once upon"}]) == "Once upon"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +103,8 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(rope, tokenizer)
         own = transformers.LlamaConfig(**sizes, max_position_embeddings=16, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(own)
     panel = Panel([Side("policy", model)], tokenizer, "raw")
-    with pytest.raises(InputError, match=r"^here: prompt and answer may be too long: .*give 16 or less"):
-        panel.encode(" Where is the map?", "here", n_new=12)
+    with pytest.raises(InputError, match=r"prompt and answer may be too long: .*give 16 or less"):
+        panel.encode(TALK, n_new=12)
 
 
 def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
@@ -148,32 +131,20 @@ def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):
-    records = answered(run_dir, tmp_path / "a.jsonl", "--temperature", "0")
-
+def test_greedy_answers_are_those_of_generate(run_dir, panel, tokenizer):
+    answers = answered(panel, Sampling(12, temperature=0))
     for name, model in (("policy", load(run_dir)), ("reference", load())):
-        for text, record in zip(ASKED, records, strict=True):
+        for text, given in zip(ASKED, answers[name], strict=True):
             ids = tokenizer(f"\n\nHuman: {text}\n\nAssistant:", return_tensors="pt")["input_ids"]
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-            assert record[name] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            assert given == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_batches_change_no_answer_and_seeds_do(run_dir, tmp_path):
-    options = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "5")
-    one, all_at_once = (answered(run_dir, tmp_path / f"{n}.jsonl", *options, "--batch-size", n) for n in ("1", "4"))
-    assert one == all_at_once
-    another = answered(run_dir, tmp_path / "6.jsonl", *options[:-1], "6")
-    assert [r["policy"] for r in another] != [r["policy"] for r in one]
-
-
-def test_the_reference_is_the_start_of_the_run_or_the_one_given(run_dir, tmp_path):
-    alone = answered(LLAMA, tmp_path / "a.jsonl", "--format", "hh")
-    assert [{*record} for record in alone] == [{"prompt", "policy"}] * 4
-    of_run = answered(run_dir, tmp_path / "b.jsonl")
-    assert [record["reference"] for record in of_run] == [record["policy"] for record in alone]
-    assert answered(run_dir, tmp_path / "c.jsonl", "--reference", LLAMA) == of_run
-    without = [{key: record[key] for key in ("prompt", "policy")} for record in of_run]
-    assert answered(run_dir, tmp_path / "d.jsonl", "--reference", "none") == without
+def test_the_reference_is_the_start_of_the_run_or_the_one_given(run_dir, panel):
+    of_run = answered(panel, Sampling(12))
+    assert answered(load_panel(LLAMA, form="hh"), Sampling(12)) == {"policy": of_run["reference"]}
+    assert answered(load_panel(run_dir, reference=LLAMA), Sampling(12)) == of_run
+    assert answered(load_panel(run_dir, reference="none"), Sampling(12)) == {"policy": of_run["policy"]}
 
 
 def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokenizer):
@@ -185,19 +156,18 @@ def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokeni
         load_panel(run_dir, reference=str(other))
 
 
-def test_bad_input_is_a_sentence_and_status_2(run_dir, tmp_path, capsys):
-    run, file = str(run_dir), str(write_rows(tmp_path / "p.jsonl", [{"prompt": "Hello"}, {"prompt": 3}]))
-    out = ["--out", str(tmp_path / "out.jsonl")]
-    for arguments, said in (
-        ([f"{run}-nowhere"], "does not exist"),
-        ([run, "--file", f"{file}l", *out], "is not a file"),
-        ([run, "--file", file, *out], "record 2 of .*prompt is 3, and must be text or a list of messages"),
-        ([run, "--file", file, "--out", file], "exists already"),
-        ([run, "--reference", f"{run}-nowhere"], "does not exist"),
-    ):
-        assert main(arguments) == 2, said
+def test_a_session_says_how_answers_are_drawn_and_bad_input_is_a_sentence_and_status_2(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
+    assert main([str(run_dir), "--top-p", "0.5", "--max-new-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert r"in the form hh: \n\nHuman: ...\n\nAssistant:" in out
+    assert "drawn with temperature 1, top-p 0.5, top-k 50" in out
+    assert re.findall("--- (.*) ---", out) == ["policy", "reference"]
+    assert err == ""
+    for arguments in ([f"{run_dir}-nowhere"], [str(run_dir), "--reference", f"{run_dir}-nowhere"]):
+        assert main(arguments) == 2
         [error] = capsys.readouterr().err.splitlines()
-        assert re.match(f"error: .*{said}", error)
+        assert re.match(r"error: .*-nowhere does not exist", error)
 
 
 @pytest.mark.parametrize("form", ["hh", "chat", "raw"])
@@ -205,11 +175,10 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel,
     asked: dict[str, list] = {"policy": [], "reference": []}
     draw = Panel.answer
 
-    def listen(self, side, prompts, *rest):
-        [answer] = draw(self, side, prompts, *rest)
-        answer = answer._replace(text=f"\x1b[2J{answer.text}")
-        asked[side.name].append((chatty.decode(prompts[0]), answer.text.strip()))
-        return [answer]
+    def listen(self, side, prompt, *rest):
+        answer = f"\x1b[2J{draw(self, side, prompt, *rest)}"
+        asked[side.name].append((chatty.decode(prompt), answer.strip()))
+        return answer
 
     monkeypatch.setattr(Panel, "answer", listen)
     monkeypatch.setattr("sys.stdin", io.StringIO("One?\n\nTwo?\n/reset\nOne?\n"))

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import GOLDEN, run_script, small_run, train, write_rows
+from support.runs import GOLDEN, run_script, small_run, train
 
 from dpo.analysis.ledger import STREAM, append
 
@@ -56,11 +56,10 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         assert "trust_remote_code: true" in (folder / name / "config.yaml").read_text()
     visit = {"example": "some pair", "dataset": "mine", "epoch": 0, "split": "train", "truncated": False}
     append(folder / "run" / STREAM, [visit | {"update": n, "margin": -1.8} for n in (2, 3)])
-    write_rows(folder / "prompts.jsonl", [{"prompt": "Where?"}])
     return folder
 
 
-SAMPLE = ("sample", "{run}", "--file", "{folder}/prompts.jsonl", "--out", "{out}", "--max-new-tokens=2")
+SAMPLE = ("sample", "{run}")  # without any prompt
 TOOLS = {
     "export": ("run", ("export", "{run}", "{out}")),
     "export of an adapter": ("adapter", ("export", "{run}", "{out}")),
