@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib.style
 import numpy as np
@@ -100,7 +100,15 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")
         for i, line in enumerate(lines):
-            _draw_line(axis, line, f"C{i}")
+            color, label, (examples, values) = f"C{i}", line.label[:LONGEST_LABEL], line.updates
+            if len(values) >= FEWEST_TO_SMOOTH:
+                axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
+                axis.plot(examples, running_mean(values), color=color, label=label)
+            elif len(values):
+                axis.plot(examples, values, color=color, marker=".", label=label)
+            circles = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "zorder": 3}
+            label = None if len(values) else label  # once in the legend
+            axis.plot(*line.evaluations, color=color, label=label, linestyle=":", linewidth=1.1, **circles)
         values = np.concatenate([line.updates[1] for line in lines])
         if chart.baseline is not None:
             axis.axhline(chart.baseline, color="gray", linewidth=0.8)
@@ -115,18 +123,3 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
         file = io.BytesIO()
         picture.savefig(file, metadata={"Software": None})
         return file.getvalue()
-
-
-def _draw_line(axis: Any, line: Line, color: str) -> None:
-    """Draw each update's value, a running mean of many, and evaluations as circles."""
-    label, (examples, values) = line.label[:LONGEST_LABEL], line.updates
-    if len(values) >= FEWEST_TO_SMOOTH:
-        axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
-        axis.plot(examples, running_mean(values), color=color, label=label)
-    elif len(values):
-        axis.plot(examples, values, color=color, marker=".", label=label)
-    examples, evaluated = line.evaluations
-    if len(evaluated):
-        label = None if len(values) else label  # once in the legend
-        style = {"linestyle": ":", "linewidth": 1.1, "marker": "o", "markersize": 4, "markerfacecolor": "white"}
-        axis.plot(examples, evaluated, color=color, label=label, zorder=3, **style)

@@ -53,9 +53,6 @@ PERIODS = 10  # equal parts of a run's updates
 LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
     """Append rows in one write, to an empty or missing stream after the schema."""
     with stream.open("ab") as file:
@@ -112,9 +109,6 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             yield pa.Table.from_batches([batch]), file.tell()
 
 
-# --- summary ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pair:
     """A pair, over its visits after the first update: earlier margins are 0 or rounding errors, and are ignored."""
@@ -168,13 +162,13 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         scale = max(float(np.median(abs(margins[within]))), rounding)
         relative_margins[within] = margins[within] / scale if scale > 0 else 0.0
 
-    visits = table.select(["example", "dataset", "split"]).take(rows)
+    visits = table.select(["example", "split"]).take(rows)
     for name, values in (("margin", margins), ("relative", relative_margins), ("row", rows)):
         visits = visits.append_column(name, pa.array(values))
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(
         [
             *(("margin", function) for function in ("count", "max", "first", "last")),
-            *(("relative", "mean"), ("dataset", "first"), ("row", "first")),
+            *(("relative", "mean"), ("row", "first")),
         ]
     )
     wrong = pairs.filter(pc.field("margin_max") <= -rounding).sort_by(
@@ -199,13 +193,10 @@ def _make_pairs(table: pa.Table, found: pa.Table) -> list[Pair]:
     pairs = []
     for pair in found.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()
-        is_drawn = row["tie"] is not None
-        pairs.append(
-            Pair(
-                *(pair["example"], pair["dataset_first"], pair["split"], pair["margin_count"]),
-                *(pair["margin_first"], pair["margin_last"], pair["relative_mean"]),
-                texts={name: row[name] for name in ("prompt", "chosen", "rejected")} if is_drawn else None,
-                scores=(row["score_chosen"], row["score_rejected"]) if is_drawn else None,
-            )
-        )
+        numbers = (pair[name] for name in ("margin_count", "margin_first", "margin_last", "relative_mean"))
+        drawn: dict[str, Any] = {}
+        if row["tie"] is not None:
+            drawn["texts"] = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+            drawn["scores"] = row["score_chosen"], row["score_rejected"]
+        pairs.append(Pair(row["example"], row["dataset"], row["split"], *numbers, **drawn))
     return pairs

@@ -44,9 +44,7 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
-    """Write the report of some run directories into `out`, and return the page's path.
-
-    `ended` says that the runs have ended, though they may still hold their locks.
+    """Write the report of runs (see `read_run`) into `out`, and return the page's path.
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written or has a file of the page's name.
     """

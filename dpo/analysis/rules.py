@@ -38,8 +38,6 @@ ANY = FIXED | ONLINE
 
 FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # counts of the preflight
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
 
 def skipped_updates(run: Run) -> str | None:
     is_skipped = ~np.isfinite(run.train["loss/train"] + run.train["grad_norm"])
@@ -120,9 +118,6 @@ def without_effect(run: Run) -> str | None:
     return None if has_effect else describe_changes(changes)
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
 def is_broken(text: str) -> bool:
     """Return whether a text is empty or repeats itself.
 
@@ -155,9 +150,6 @@ def sample_lengths(run: Run) -> str | None:
     return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 def faulty_examples(run: Run) -> str | None:
     examples = run.count("train.examples")
     counts = {name: n for name in FAULTS if (n := run.count(f"train.{name}")) >= 0.01 * examples > 0}
@@ -178,9 +170,6 @@ def uneven_labels(run: Run) -> str | None:
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
-# --- answers drawn online ---------------------------------------------------------------------------------------------
-
-
 def answers_worse(run: Run) -> str | None:
     n, rate = n_evaluated(run, "prompts"), run.eval.last("online_eval/win_rate")
     if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
@@ -199,9 +188,6 @@ def scores_with_length(run: Run) -> str | None:
 def is_outside(run: Run, name: str, *, low: float = -math.inf, high: float = math.inf) -> str | None:
     value = run.now(name)
     return f"{name} {figure(value)}" if value < low or value > high else None
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):

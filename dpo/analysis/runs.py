@@ -149,13 +149,6 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
     return mapping
 
 
-def read_config(path: Path) -> Run:
-    """Read the config of a run, and nothing else."""
-    run = Run(path.resolve(), path.resolve().name)
-    run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
-    return run
-
-
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
 def read_run(path: Path, *, ended: bool = False) -> Run:
     """Read a run's directory.
@@ -166,7 +159,8 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
-    run = read_config(path)
+    run = Run(path.resolve(), path.resolve().name)
+    run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
     lines = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})

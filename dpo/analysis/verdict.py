@@ -27,9 +27,6 @@ NAMES = {  # of the responses, by kind of example
 }
 
 
-# --- intervals --------------------------------------------------------------------------------------------------------
-
-
 def share_interval(share: float, n: float) -> tuple[float, float]:
     """Compute Wilson's 95 % interval of a share of n examples."""
     middle = share + Z_95**2 / (2 * n)
@@ -52,9 +49,6 @@ def n_effective(run: Run) -> float:
     for part in (run.count("test.effective_examples"), run.count("test.prompts")):
         n *= part / n_examples if 0 < part < n_examples else 1  # all count if the counts are lost
     return n
-
-
-# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def describe_result(run: Run) -> str:
@@ -163,8 +157,8 @@ def _describe_pairs(run: Run) -> str:
     else:
         counted = count(n_examples, "pair")
         verb = "gained on" if run.objective.reference else "is rated above"
-        pairs = f"{accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')}"
-        text = f"In {pairs} the chosen response {verb} the rejected one"
+        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response {verb} "
+        text += "the rejected one"
     n = n_effective(run)
     if round(n) != n_examples:
         counted += f", which count as {round(n):,},"

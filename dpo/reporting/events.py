@@ -122,14 +122,10 @@ class Callback:
 class Callbacks:
     """A process's callbacks by name, in the order of their calls."""
 
-    def __init__(self, callbacks: Mapping[str, Callback]) -> None:
-        self.callbacks = dict(callbacks)
-
-    @classmethod
-    def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
+    def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> None:
         """Combine the given callbacks with those of the table that are wanted."""
         wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}
-        return cls({**given, **wanted})
+        self.callbacks = {**given, **wanted}
 
     def emit(self, event: str, *details: Any) -> None:
         """Call `on_EVENT(*details)` of each callback."""

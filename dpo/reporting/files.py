@@ -80,10 +80,7 @@ class FileLogger(Appender):
     """Logger of metrics, samples, and answers; in `env.json` of parameter counts and the run's end."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._drawn: list[dict[str, Any]] = []  # records of the last update's answers, for the next evaluation
+    _drawn: Sequence[dict[str, Any]] = ()  # records of the last update's answers, for the next evaluation
 
     def on_start(self) -> None:
         super().on_start()
@@ -121,7 +118,7 @@ class FileLogger(Appender):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._drawn = state.get("drawn", [])
+        self._drawn = state.get("drawn", ())
 
     def on_end(self) -> None:
         add_to_record(self.run_dir, ended=now())

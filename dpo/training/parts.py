@@ -67,7 +67,7 @@ def make_parts(
     run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
     checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
     context = RunContext(plan, run_dir, rank, data, progress.line, policy)
-    callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
+    callbacks = Callbacks(CALLBACKS, context, terminal=progress)
     states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
     state = RunState(reference, frozen_digest, rank=rank, **states)
     saved: list[Part] = [policy_part(policy)]  # in the order of writing

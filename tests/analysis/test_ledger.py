@@ -88,12 +88,6 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     assert summary.n_never_flipped == 0  # seen once each
 
 
-def test_without_pairs_nothing_is_listed():
-    summary = summarize(table_of(*(visit("a", update, None, truncated=True) for update in (1, 2))))
-    assert (summary.examples, summary.truncated, summary.n_seen_again) == (1, 1, 0)
-    assert summarize(SCHEMA.empty_table()).rows == 0
-
-
 # --- the files -----------------------------------------------------------------------------------------------------
 
 ROWS = [visit(f"{i}", i, i / 3) for i in range(23)]

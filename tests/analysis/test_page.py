@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import plan_charts, running_mean
+from dpo.analysis.curves import plan_charts
 from dpo.analysis.page import list_settings, render, write_report
 from dpo.analysis.runs import read_runs
 
@@ -158,19 +157,6 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
     alone = dict(list_settings(read_runs(runs[1:])))  # from the defaults
     assert alone["lr"] == ["2e-06"]
     assert not {"seed", "batch_size"} & alone.keys()
-
-
-def test_runs_of_different_losses_are_not_compared_by_loss(tmp_path):
-    sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
-    other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
-    charts = drawn_charts([made(tmp_path / "dpo"), other])
-    assert "Loss" not in charts
-    assert charts["Reward margin"] == ["made"]
-
-
-def test_the_running_mean_is_centred_and_its_window_is_cut_at_both_ends():
-    means = running_mean(np.array([0.0, 3.0, 6.0, 0.0, 0.0, 6.0]))
-    assert means.tolist() == [3.0, 2.25, 1.8, 3.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])

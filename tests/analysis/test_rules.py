@@ -132,7 +132,6 @@ SOUND = {
         HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))
     ),
     "nothing was logged": Run(Path("run"), "made", config=CONFIG),
-    "no file could be read": Run(Path("run"), "made"),
     "margins that grow by what chosen lose": changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
     "a loss that holds chosen up": changed(
         HEALTHY, config={"loss": {"name": "dpop"}}, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))
@@ -143,8 +142,6 @@ SOUND = {
     "SFT should change lengths": changed(
         HEALTHY, config={"loss": {"name": "sft"}}, **sampled([answer * 3 for answer in ANSWERS])
     ),
-    "one sample is very long": changed(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
-    "scores rise at the same length": changed(HEALTHY_ONLINE, **drawn(length=20.0)),
     "weights of wpo move": changed(
         HEALTHY,
         config={"loss": {"name": "dpo", "wpo": True}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 
-import numpy as np
 import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
@@ -47,11 +46,6 @@ def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_prob
     run = read_run(folder)
     assert len(run.train) == 2
     assert run.problems == ["metrics.jsonl: 3 lines cannot be read"]
-
-
-def test_what_is_no_number_is_a_gap(tmp_path):
-    run = read_run(write_run(tmp_path, [update(i + 1, grad_norm=value) for i, value in enumerate([None, "x", 0.5])]))
-    assert np.isnan(run.train["grad_norm"]).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "preflight.json"])

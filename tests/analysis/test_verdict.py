@@ -36,7 +36,6 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
         (1, 1, 1.0, "1 pair is too few to judge; about 100 would do."),
         (256, 256, 2 / 3, f"{GAINED[0]}171 of 256{GAINED[1]} (95 % interval 61 % to 72 %): better than by chance."),
         (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do."),  # of 20 prompts
-        (256, 256, 0.5, "no better than by chance"),
         (256, 256, 0.3, "worse than by chance"),
     ],
 )
@@ -51,13 +50,10 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
         (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts differ from those before training, and the "
          "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05 "
          "(rounding: 3e-07)."),
-        (7, 8, 1e-4, "The model changed: 7 of 8 answers"),
         (0, 8, 0.05, "The model changed, but not its answers: none of 8 answers to held-out prompts differs"),
         (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers to held-out prompts differs from those"),
-        (0, 8, 1e-4, "The model hardly changed: none of 8 answers"),
         (0, 8, 1e-9, "The model did not change: none of 8 answers to held-out prompts differs from those before"),
         (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
-        (0, 0, 1e-4, "The model hardly changed: the log-probability per token"),
         (0, 0, 1e-9, "The model did not change: the log-probability per token"),
         (3, 8, None, "The model changed: 3 of 8 answers to held-out prompts differ from those before training. "),
         (0, 8, None, "The model hardly changed: none of 8 answers to held-out prompts differs from those before "

@@ -118,6 +118,6 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
         def state_dict(self):
             return {"seen": Path("somewhere")}
 
-    callbacks = Callbacks({"odd": Odd(RunContext(make_plan({}), Path(), 0, None, print))})
+    callbacks = Callbacks({"odd": Odd}, RunContext(make_plan({}), Path(), 0, None, print))
     with pytest.raises(TypeError, match=r"state_dict\(\) must have only tensors, numbers, texts"):
         callbacks.state_dict()

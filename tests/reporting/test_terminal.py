@@ -7,13 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from support.runs import compose
 
 from dpo.numbers import compact
 from dpo.reporting import terminal
-from dpo.reporting.events import Evaluation, Update
+from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress
-from dpo.settings.plan import describe, resolve
 
 DPO = {
     "loss/train": 0.689123456,
@@ -127,24 +125,6 @@ def test_ranks_other_than_0_are_silent(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_evaluation_is_an_aligned_table(capsys):
-    evaluation = Evaluation(64, 2048, {"loss/eval": 0.68912345, "rewards_eval/chosen": -59.6})
-    Progress(interval=0.0, silent=False).on_evaluation(evaluation)
-    assert capsys.readouterr().out.splitlines() == [
-        "evaluation after 2,048 examples:",
-        "  loss/eval               0.68912",
-        "  rewards_eval/chosen       -59.6",
-    ]
-
-
 def test_numbers_are_short():
     texts = [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))]
     assert texts == ["0.000123", "999", "1,000", "12,346", "nan"]
-
-
-def test_a_config_is_described_by_what_differs_from_its_files():
-    config = compose("loss=ipo", "loss.beta=0.3", "exp_name=x", "batch_size=4", "local_run_dir=RUN", "wandb.project=p")
-    assert describe(resolve(config)).splitlines() == [
-        "loss=ipo; settings that differ from the defaults (all will be in RUN/config.yaml):",
-        *("  exp_name=x", "  wandb.project=p", "  loss.beta=0.3"),
-    ]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from support.models import make_weights
-from support.runs import ROOT, train
+from support.runs import train
 from support.wandb_server import WandbServer
 
 from dpo.errors import InputError
@@ -198,45 +194,3 @@ def test_without_key_it_goes_offline_says_how_to_upload_and_keeps_what_is_printe
     text = (folder / "files" / "output.log").read_text()
     order = ["self-test passed", "evaluation after 0 examples", "evaluation after 4 examples"]
     assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
-
-
-LOGGER = """
-import sys, time
-from pathlib import Path
-from omegaconf import OmegaConf
-from dpo.reporting import trackers
-from dpo.reporting.events import Evaluation, RunContext
-from dpo.settings.plan import resolve
-config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": "sft"}, "wandb": {
-    "project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}})
-logger = trackers.WandbLogger(RunContext(resolve(config), Path(sys.argv[1]), 0, None, print))
-trackers.FINISH_SECS = 3
-logger.on_start()
-for examples in range(4, 44, 4):
-    if examples == 20:
-        print("now", flush=True)
-        input()
-    logger.on_evaluation(Evaluation(1, examples, {"loss/eval": 0.5}))
-    time.sleep(0.05)
-logger.on_end()
-print("the run went on", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_run_outlives_the_wandb_server(tmp_path):
-    server, started = WandbServer(), time.monotonic()
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    env |= {"PYTHONPATH": str(ROOT), "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)}
-    command, pipe = [sys.executable, "-c", LOGGER, str(tmp_path)], subprocess.PIPE
-    process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    while process.stdout.readline() != "now\n":
-        assert process.poll() is None
-    server.close()
-    said, _ = process.communicate("\n", timeout=100)
-
-    assert process.returncode == 0, said
-    assert any(path.endswith("file_stream") for path in server.requests)  # it had been there
-    assert "the run went on" in said
-    assert time.monotonic() - started < 60
-    assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
