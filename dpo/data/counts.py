@@ -78,8 +78,8 @@ class SplitReport:
         if prompt.rows:
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
-    def describe(self, split: str) -> str:
-        """Describe the split: its size, the counts above 0, and mean lengths."""
+    def describe(self, split: str) -> Iterator[str]:
+        """Yield the split's size and the counts above 0 in a line, then a warning for each that many examples have."""
         prompts = count(self.prompts, "prompt")
         what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
         parts = [f"{split}: {what}"]
@@ -88,15 +88,12 @@ class SplitReport:
             parts.append(f"what is of tokens is of a random sample of {self.tokenized:,}")
         if self.chosen_longer is not None:
             parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
-        return "; ".join(parts)
-
-    def find_warnings(self, split: str) -> Iterator[str]:
-        """Yield a warning for each thing that happens to many examples."""
+        yield "; ".join(parts)
         for name, warning in WARNINGS.items():
             n, total = getattr(self, name), self.tokenized if name in TOKEN_COUNTS else self.examples
             total += n if name == "too_long" else 0
             if n and n >= WARNED_FROM * total:
-                yield f"in {n:,} of {count(total, 'example')} ({split}) {warning}"
+                yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
     def find_leaks(self) -> Iterator[str]:
         """Yield a warning of prompts and answers that are in both splits."""

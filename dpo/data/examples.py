@@ -15,7 +15,7 @@ import numpy as np
 from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
 from dpo.data.schema import Messages
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos, unescape
+from dpo.data.tokenization import TextEncoder, refuse_eos, unescape
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -178,33 +178,35 @@ def encode_examples(
     """
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    pieces = [prompt.pieces(prompt.roles(index).values()) for prompt, index in examples]
-    placed = list(zip(examples, pieces, strict=True))
-    ids = encode(text for (prompt, _), own in placed if prompt.apart for text in (prompt.text, *chain(*own)))
+    ids = encode(
+        text
+        for prompt, index in examples
+        if prompt.apart
+        for text in (prompt.text, *chain(*prompt.pieces(prompt.roles(index).values())))
+    )
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
     whole = iter(
         encode.encode_whole(
-            (prompt.text, [*own, *prompt.pieces(range(len(prompt.responses)))])
-            for (prompt, _), own in placed
-            if not prompt.apart
+            (prompt.text, prompt.pieces(range(len(prompt.responses)))) for prompt, _ in examples if not prompt.apart
         )
     )
     encoded = []
-    for (prompt, index), own in placed:
-        texts = prompt.texts(index)
+    for prompt, index in examples:
+        texts, own = prompt.texts(index), prompt.roles(index).values()
         if not prompt.rendered:
             refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
         if prompt.apart:
-            tokens = Tokens(ids[prompt.text], [[ids[text] for text in response] for response in own])
+            prompt_ids, crosses = ids[prompt.text], False
+            piece_ids = [[ids[text] for text in response] for response in prompt.pieces(own)]
         else:
-            tokens = next(whole)
-        piece_ids = tokens.responses[: len(own)]
+            prompt_ids, of_responses, crosses = next(whole)
+            piece_ids = [of_responses[i] for i in own]
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
         longest = max(map(len, responses), default=0)
-        prompt_ids = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
+        kept_prompt = truncate_prompt(prompt, prompt_ids, encode, max_length - longest, max_prompt_length)
         # by the reference code's rule a response may not use the room that a short prompt leaves
-        room = max_length - (max_prompt_length if prompt.apart else len(prompt_ids))
-        is_long = len(prompt_ids) + longest > max_length
+        room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
+        is_long = len(kept_prompt) + longest > max_length
         kept = [response[:room] for response in responses] if is_long else responses
         # piece by piece, alternately the start and the end of what is not scored
         ends = [accumulate(map(len, of_one[:-1])) for of_one in piece_ids]
@@ -217,14 +219,14 @@ def encode_examples(
                 )
         encoded.append(
             Example(
-                prompt=tuple(prompt_ids),
+                prompt=tuple(kept_prompt),
                 responses=tuple(map(tuple, kept)),
                 id=(prompt.index_in_split, index),
                 dataset=prompt.dataset,
                 digest=text_digest(prompt.text, texts),
-                prompt_is_cut=prompt_ids != tokens.prompt,
+                prompt_is_cut=kept_prompt != prompt_ids,
                 response_is_cut=kept != responses,
-                crosses=tokens.crosses,
+                crosses=crosses,
                 roles=tuple(texts),
                 weight=prompt.weights[index] if prompt.weights and texts else 1.0,
                 margin=prompt.margins[index] if prompt.margins and texts else None,

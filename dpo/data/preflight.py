@@ -58,13 +58,10 @@ class Preflight:
         splits = (self.train, self.test)
         return max(max_length if split.tokenized < split.examples else split.longest for split in splits)
 
-    def describe(self, batch_size: int) -> str:
-        """Describe both splits and the updates, for the terminal."""
-        reports = {"train": self.train, "test": self.test}
-        lines = [report.describe(split) for split, report in reports.items()]
-        lines += [f"warning: {text}" for split, report in reports.items() for text in report.find_warnings(split)]
-        lines.append(f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run")
-        return "\n".join([*self.notes, *lines])
+    def describe(self, batch_size: int) -> list[str]:
+        """Lines for the terminal on the data and on the updates."""
+        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
     def write(self, path: Path) -> None:
         """Write the counts, and beside them the records with problems."""
@@ -143,7 +140,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     check_fits(plan, data)
     if not silent:
         warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))
-        print(data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
+        print(*data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
     return data
 
 

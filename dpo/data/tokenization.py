@@ -63,11 +63,7 @@ def unescape(text: str) -> str:
 
 
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
-    """Split a response into pieces, scored and not scored in turn.
-
-    The first piece is scored; it is empty if the response begins with text that is not scored. A response without cuts
-    is one piece.
-    """
+    """Split a response into pieces, scored and not scored in turn; the first, which may be empty, is scored."""
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
 

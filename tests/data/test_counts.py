@@ -98,7 +98,7 @@ def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
     offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))
     assert (offline.prompts, offline.examples, offline.tokenized) == (3, 0, 0)
     assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
-    assert online.describe("train") == "train: 3 prompts without responses; truncated prompts: 1"
+    assert next(online.describe("train")) == "train: 3 prompts without responses; truncated prompts: 1"
 
 
 def test_labels_are_counted(tokenizer):
@@ -106,9 +106,8 @@ def test_labels_are_counted(tokenizer):
     labelled = Prompt("a", [" b", " c d"], examples, "keep_end", False, weights=[2.0, 1.0, 1.0, 4.0])
     report = inspect(tokenizer, labelled, trains_on="labels")
     assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
-    assert report.describe("train") == (
-        "train: 4 examples of 1 prompt; desirable: 2; undesirable: 2; contradictory labels: 2"
-    )
+    said = "train: 4 examples of 1 prompt; desirable: 2; undesirable: 2; contradictory labels: 2"
+    assert [*report.describe("train")] == [said]
 
 
 def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeypatch):
@@ -123,9 +122,8 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
 
 @pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
 def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
-    found = [*SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n).find_warnings("train")]
-    assert bool(found) == is_warned
-    assert all("max_length" in warning and "truncation" in warning for warning in found)
+    _, *found = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n).describe("train")
+    assert [("max_length" in warning, "truncation" in warning) for warning in found] == [(True, True)] * is_warned
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
@@ -145,4 +143,4 @@ def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(whole, to
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, tokenized)
     assert 0 < report.truncated_prompts < tokenized
     said = "what is of tokens is of a random sample of 20"
-    assert (said in report.describe("train")) == (tokenized == 20)
+    assert (said in next(report.describe("train"))) == (tokenized == 20)

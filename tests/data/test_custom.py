@@ -95,7 +95,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with pytest.raises(InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* the file needs"):
+    with pytest.raises(InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* needs 20"):
         run("other", *settings)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from support.models import SMALL, plain_logps
-from support.runs import run_here, write_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dpo.data.custom import get_custom
@@ -32,19 +31,14 @@ def make_tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         if kind == "bytes, trimmed":
             backend.post_processor = processors.ByteLevel(trim_offsets=True)
-        alphabet, backend.decoder = pre_tokenizers.ByteLevel.alphabet(), decoders.ByteLevel()
+        backend.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+        options = {"vocab_size": 600, "special_tokens": CONTROL, "initial_alphabet": alphabet}
+        backend.train_from_iterator(WORDS, trainers.BpeTrainer(**options, show_progress=False))
     else:
         backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        alphabet = [f"<0x{i:02X}>" for i in range(256)]
-    special = CONTROL + ([] if kind.startswith("bytes") else alphabet)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    if not kind.startswith("bytes"):
-        trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=special, show_progress=False)
-    backend.train_from_iterator(WORDS, trainer)
-    if not kind.startswith("bytes"):
+        options = {"vocab_size": 360, "special_tokens": CONTROL + [f"<0x{i:02X}>" for i in range(256)]}
+        backend.train_from_iterator(WORDS, trainers.BpeTrainer(**options, show_progress=False))
         model = json.loads(backend.to_str())["model"]
         merges = [tuple(merge) for merge in model["merges"]]
         backend = Tokenizer(models.BPE(model["vocab"], merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -114,11 +108,8 @@ def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, befor
     for kind in ("pairs", "several turns", "targets", "lists", "labels", "texts"):
         prompt = read(tokenizer, kind, system)
         examples = list_examples(prompt)
-        for (_, index), encoded in zip(
-            examples,
-            encode_examples(examples, TextEncoder(tokenizer), **LIMITS),
-            strict=True,
-        ):
+        all_encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
+        for (_, index), encoded in zip(examples, all_encoded, strict=True):
             all_pieces = prompt.pieces(prompt.roles(index).values())
             all_cuts = encoded.cuts or [()] * len(all_pieces)
             for pieces, response, cuts in zip(all_pieces, encoded.responses, all_cuts, strict=True):
@@ -158,34 +149,6 @@ def test_log_probabilities_are_those_of_plain_transformers_on_the_conversation(k
             scored.append(is_scored)
         expected = logps[-len(response) :][torch.tensor(scored)].sum()
         assert found.item() == pytest.approx(expected.item(), abs=1e-12)
-
-
-@pytest.mark.slow
-def test_a_model_trained_on_answers_without_a_space_answers_without_one(tmp_path):
-    tokenizer = copy.deepcopy(TOKENIZERS["first"])
-    tokenizer.chat_template = make_template(BEFORE_ANSWER["newline"])
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SMALL, vocab_size=len(tokenizer))
-    for part in (tokenizer, transformers.AutoModelForCausalLM.from_config(config)):
-        part.save_pretrained(tmp_path / "model")
-    row = {"messages": [turn("user", "What is it?"), turn("assistant", "cat cat")]}
-    for split in ("train", "test"):
-        write_rows(tmp_path / "rows" / f"{split}.jsonl", [row] * 40)
-    run_here(
-        [
-            *("loss=sft", "exp_name=sft", f"model.name_or_path={tmp_path / 'model'}", "trainer=BasicTrainer"),
-            *(f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", "wandb.enabled=false", "lr=0.01"),
-            *("datasets=[mine]", f"dataset_sources.mine={tmp_path / 'rows'}", "sample_during_eval=false"),
-            *("batch_size=4", "eval_batch_size=1", "n_eval_examples=1", "n_epochs=40", "warmup_steps=0"),
-        ]
-    )
-    exported = tmp_path / "run" / "LATEST" / "hf"
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    served = transformers.AutoTokenizer.from_pretrained(exported)
-    prompt = served.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
-    ids = prompt["input_ids"] if not isinstance(prompt, torch.Tensor) else prompt
-    said = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
-    assert served.decode(said).endswith("<A>\ncat cat</s>")
 
 
 @pytest.mark.parametrize("tokenizer_kind", KINDS)

@@ -244,11 +244,6 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
             WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}"),
             "renders the prompt differently once a response follows, so it is not known where the response starts: n",
         ),
-        # as Mistral's, which puts a system turn into a last question alone
-        (
-            WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'system' or messages | length < 3"),
-            "renders the prompt differently once a response follows, so it is not known where",
-        ),
         # the last answer is left out
         (
             WITH_TOOLS.replace("for m in messages", "for m in messages if m.content != 'Blue.'"),
@@ -313,15 +308,14 @@ ODD = {"none": [None, True], "text": "a'b\"\n%}é", "number": -1.5}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "date", "begins"),
+    ("arguments", "begins"),
     [
-        ({}, "2025-02-09", "\n09 Feb 2025 <user>"),
-        ({"date_string": "today"}, "2025-02-09", "\ntoday <user>"),
-        ({"enable_thinking": False, "odd": ODD}, "2025-02-09", "\n09 Feb 2025 <user>"),
+        ({"date_string": "today"}, "\ntoday <user>"),
+        ({"enable_thinking": False, "odd": ODD}, "\n09 Feb 2025 <user>"),
     ],
 )
-def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arguments, date, begins, chat, tmp_path):
-    file = tmp_path / "template.jinja"
+def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arguments, begins, chat, tmp_path):
+    file, date = tmp_path / "template.jinja", "2025-02-09"
     file.write_text(
         DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
     )
@@ -366,13 +360,11 @@ def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
     def load(**options: object) -> Any:
         return AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama", **options)
 
-    digests = []
-    for tokenizer in (load(), load(), load(**options), load(**options)):
-        digests += [identify_tokenizer(tokenizer), tokenizer("a") and identify_tokenizer(tokenizer)]
-    assert digests[:4] == [digests[0]] * 4
-    assert digests[4:] == [digests[4]] * 4
+    plain, same, other = load(), load(), load(**options)
+    same("a")  # using it changes nothing
+    digests = [identify_tokenizer(tokenizer) for tokenizer in (plain, same, other)]
     assert None not in digests
-    assert digests[0] != digests[4]
+    assert [digests[0] == digest for digest in digests] == [True, True, False]
 
 
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}

@@ -138,8 +138,10 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     examples, report = build(tmp_path, tokenizer, [long, short, other], **values)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
-    [warning] = SplitReport(**report).find_warnings("train")
-    assert warning.startswith("in 2 of 3 examples (train) the example is longer than max_length and is left out: raise")
+    _, warning = SplitReport(**report).describe("train")
+    assert warning.startswith(
+        "warning: in 2 of 3 examples (train) the example is longer than max_length and is left out: raise"
+    )
     with pytest.raises(InputError, match="has nothing to train on: 2 are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **values)
 
