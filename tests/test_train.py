@@ -17,16 +17,8 @@ from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_ro
 from dpo.settings.keys import KEYS
 
 SCRIPT = str(ROOT / "train.py")
-TINY = (
-    f"model.name_or_path={GOLDEN / 'tiny-llama'}",
-    "model.reference_dtype=float32",
-    "exp_name=test",
-    "eval_batch_size=4",
-    "n_eval_examples=4",
-    "n_eval_model_samples=4",
-    "max_length=48",
-    "max_prompt_length=32",
-)
+SMALL = "eval_batch_size=4 n_eval_examples=4 n_eval_model_samples=4 max_length=48 max_prompt_length=32"
+TINY = (f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32", "exp_name=test", *SMALL.split())
 DPO = ("loss=dpo", "loss.beta=0.1")
 
 
@@ -89,22 +81,18 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
 
     assert result.returncode == 2
     assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert lines[0] == "bad configuration:"
-    for line, start in zip(
-        lines[1:],
-        [
-            "unknown key exp_nam: did you mean exp_name?",
-            "model=pythia2 is not one of blank_model, ",
-            "unknown key lrr: did you mean lr?",
-            "exp_name is not set",
-            "lr=-1 must be a number above 0",
-            "optimizer=AdmW must be one of Adadelta, Adafactor",
-            "loss.beta is not set",
-        ],
-        strict=True,
-    ):
-        assert line.startswith(f"  - {start}")
+    starts = (
+        "bad configuration:",
+        "  - unknown key exp_nam: did you mean exp_name?",
+        "  - model=pythia2 is not one of blank_model, ",
+        "  - unknown key lrr: did you mean lr?",
+        "  - exp_name is not set",
+        "  - lr=-1 must be a number above 0",
+        "  - optimizer=AdmW must be one of Adadelta, Adafactor",
+        "  - loss.beta is not set",
+    )
+    for line, start in zip(result.stderr.splitlines(), starts, strict=True):
+        assert line.startswith(start)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +103,7 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
 
     assert result.returncode == 2
     *_, message = result.stderr.splitlines()
-    assert re.search(rf"^error: .*record 17 of {tmp_path}/train\.jsonl \(line 17\): rejected is missing", message)
+    assert re.search(rf"^error: .*record 17 of {tmp_path}.*: rejected is missing", message)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

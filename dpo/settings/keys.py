@@ -35,13 +35,10 @@ KEEP, CHANGE, PER_RUN = Resume
 
 # --- names, whose code is in tables beside it -------------------------------------------------------------------------
 
-TrainerName = Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"]
 Optimizer = Literal[  # a class of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
 ]  # fmt: skip
 Dtype = Literal["float32", "bfloat16", "float16"]
-Schedule = Literal["constant", "linear", "cosine"]
-LRScaling = Literal["none", "linear", "sqrt"]
 Layout = Literal["padded", "shared_prefix"]
 VARLEN = "varlen"
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
@@ -79,7 +76,7 @@ class RunPlan:
     export: Annotated[bool, CHANGE]
     dry_run: Annotated[bool, PER_RUN]
     deterministic: Annotated[bool, CHANGE]
-    trainer: Annotated[TrainerName, CHANGE]
+    trainer: Annotated[Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"], CHANGE]
     world_size: Annotated[int | None, ">= 1", CHANGE]
     fsdp_port: Annotated[int | None, "[1, 65535]", CHANGE]
     fsdp_shard_size: Annotated[int | None, ">= 1", CHANGE]
@@ -193,9 +190,9 @@ class TrainingPlan:
     optimizer: Optimizer
     optimizer_args: Mapping[str, Any]
     lr: Annotated[float, "> 0"]
-    lr_scaling: LRScaling
+    lr_scaling: Literal["none", "linear", "sqrt"]
     warmup_steps: Annotated[int | None, ">= 0"]
-    schedule: Schedule
+    schedule: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Annotated[float, "[0, 1]"]
     max_grad_norm: Annotated[float, "(0, inf]"]
     cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]

@@ -33,20 +33,16 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 ROWS_FOLDER = "dpo-rows"  # in the local directory
 
-# the forms of custom data: each is the fields of one record
-PAIR_FIELDS = ("prompt", "chosen", "rejected")
+# the forms of custom data, each the fields of one record, from which examples can be made, by what a loss trains on;
+# "prompts" are for online runs
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
-TARGET_FIELDS = ("prompt", "completion")
-PROMPT_FIELDS = ("prompt",)
-LABEL_FIELDS = ("prompt", "completion", "label")
-SCORED_FIELDS = ("prompt", "responses", "scores")
-PAIRS, LISTS = (PAIR_FIELDS, WHOLE_PAIR_FIELDS), (SCORED_FIELDS, ("prompt", "responses"))
-# the forms of records from which examples can be made, by what a loss trains on; "prompts" are for online runs
+PAIRS = (("prompt", "chosen", "rejected"), WHOLE_PAIR_FIELDS)
+LISTS = (("prompt", "responses", "scores"), ("prompt", "responses"))
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (*PAIRS, *LISTS),
-    "prompts": (*PAIRS, *LISTS, PROMPT_FIELDS),
-    "targets": (*PAIRS, *LISTS, TARGET_FIELDS, ("messages",)),
-    "labels": (LABEL_FIELDS, ("messages", "label"), *PAIRS),  # pairs with `unpair`
+    "prompts": (*PAIRS, *LISTS, ("prompt",)),
+    "targets": (*PAIRS, *LISTS, ("prompt", "completion"), ("messages",)),
+    "labels": (("prompt", "completion", "label"), ("messages", "label"), *PAIRS),  # pairs with `unpair`
     "lists": (*LISTS, *PAIRS),
 }
 # optional fields of records of any form; the config may say that such a field has no column
@@ -87,20 +83,14 @@ class Source:
         if "format" in source:
             raise InputError(f"{key}.format was removed after {REMOVED['dataset_sources.NAME.format']}")
         if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns"}:
-            raise InputError(
-                f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
-                f"...}}"
-            )
+            raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}
-        are_fixed = columns and name in BUILT_IN
-        if (
-            are_fixed
-            or not isinstance(columns, Mapping)
-            or not all(
-                own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
-                for own, column in columns.items()
-            )
-        ):
+        are_fixed = bool(columns) and name in BUILT_IN
+        are_mapped = isinstance(columns, Mapping) and all(
+            own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
+            for own, column in columns.items()
+        )
+        if are_fixed or not are_mapped:
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
@@ -157,15 +147,13 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
     if not isinstance(sources, Mapping):
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
         return [Problem("dataset_sources", sentence)]
-    problems = [
-        Problem(
-            "datasets",
-            f"datasets names {name!r}, which is none of {', '.join(BUILT_IN)}, no file or directory in {Path.cwd()}, "
-            "no Hub id, or named like another dataset: say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID",
+    problems = []
+    if unknown := [name for name in datasets if not has_source(name, sources)]:
+        sentence = (
+            f"datasets names {', '.join(unknown)}: it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub "
+            "id, or named like another dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
         )
-        for name in datasets
-        if not has_source(name, sources)
-    ]
+        problems.append(Problem("datasets", sentence))
     for name, value in sources.items():
         try:
             if value is not None:
