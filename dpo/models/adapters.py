@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685), put into a model in place, in PEFT's file format.
 
-The model's class, blocks and names stay the same, but the weights of an adapted layer move under `base_layer`. A model
-may hold two adapters: `policy`, which is trained, and `reference`, which is frozen.
+The weights of an adapted layer move under `base_layer`. A model may hold two adapters: `policy`, which is trained, and
+`reference`, which is frozen.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.saver import ModelPart
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.quantization import Linear4bit
-from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import full_state, local_tensor, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
@@ -276,10 +276,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Merge a stored adapter into a model; return all weights by name.
-
-    Each sum is in float32 and rounded once, to `dtype` or the dtype of the base's weight.
-    """
+    """Merge a stored adapter into a model, each sum rounded once, to `dtype` or the base's; return all weights."""
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
         added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)

@@ -1,8 +1,6 @@
-"""Layouts of examples in a forward pass, and checks of models' support.
+"""Layouts of examples in a forward pass: the reference code's, and one of fewer tokens, if a model supports it.
 
-`padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
-tokens (see `dpo/models/packing.py`). In shapes, B is the number of examples, and "sides" the largest number of
-responses of an example: 2 for pairs, 1 for SFT.
+In shapes, B is the number of examples, and "sides" the largest number of responses of an example: 2 for pairs.
 """
 
 from __future__ import annotations
@@ -20,9 +18,15 @@ from dpo.data.examples import Example, make_labels
 from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.attention import find_attention
-from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, sequence_rewards, token_logps
+from dpo.models.logprobs import (
+    TokenLogps,
+    find_scalar_head,
+    packed_logps,
+    sequence_logps,
+    sequence_rewards,
+    token_logps,
+)
 from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
-from dpo.models.scalar_head import find_scalar_head
 from dpo.parallel.sharding import run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
@@ -39,11 +43,7 @@ class PaddedRows:
 
 
 class Microbatch(NamedTuple):
-    """The inputs of one forward pass.
-
-    All processes take part in every forward pass, so a process without examples (B = 0) feeds the first example of the
-    global batch, and discards the result.
-    """
+    """The inputs of one forward pass; a process without examples (B = 0) feeds another's, and discards the result."""
 
     indices: torch.Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
@@ -95,20 +95,14 @@ class Padded:
         self.masked = masked
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        """Split a global batch into `parts` microbatches per process.
-
-        Returns the microbatches of process `rank` of `size` processes. Processes take microbatches in turn.
-        """
+        """Split a global batch into `parts` microbatches for each of `size` processes; return those of `rank`."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         indices_of_all = np.array_split(np.arange(len(examples)), parts * size)  # the last arrays may be empty
         lay_out = partial(pad, length=length)
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of each example's responses by token, (sides, B, T).
-
-        A reward model gives the responses' rewards instead, (sides, B, 1).
-        """
+        """Log-probabilities of each example's responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
         input_ids, labels = inputs.input_ids, inputs.labels
         attention_mask = inputs.attention_mask if self.masked else None
         if find_scalar_head(model) is not None:

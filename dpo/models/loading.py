@@ -1,7 +1,4 @@
-"""Loading of a plan's policy and reference.
-
-They are loaded one after the other, so that a host holds at most one whole model before it is distributed.
-"""
+"""Loading of a plan's policy and reference, one after the other, so that a host holds at most one whole model."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ import torch
 
 from dpo.errors import InputError
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, read_adapter
+from dpo.models.logprobs import install_scalar_head
 from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
-from dpo.models.scalar_head import install_scalar_head
 from dpo.models.text_part import is_text_part, name_in_files
 from dpo.models.weights import Weights, locate_weights, model_digest, read_archive
 from dpo.parallel.sharding import choose_device_map, find_blocks

@@ -1,4 +1,8 @@
-"""Log-probabilities and rewards of responses, from padded and from packed rows."""
+"""Log-probabilities and rewards of responses, from padded and from packed rows.
+
+A reward model is a sequence classification model of transformers with one output, its scalar head: a linear layer
+`score` without bias, applied to the hidden state of a text's last token.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
+from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models.attention import find_attention, replace_sdpa_on_cpus
 from dpo.models.packing import Packed, map_tensors, tree_mask
-from dpo.models.scalar_head import find_scalar_head, reward
 from dpo.system.arithmetic import find_compute_dtype
+
+HEAD, HEAD_WEIGHT = "score", "score.weight"  # transformers' names
+LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a reward model lacks
 
 
 class TokenLogps(NamedTuple):
@@ -36,11 +43,7 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Log-probabilities of the labelled tokens of (B, T) inputs.
-
-    The results are (B, T-1): each row has its labelled tokens, without gaps, and then zeros. The softmax is in float32
-    or higher.
-    """
+    """Log-probabilities of the labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps and then zeros."""
     with _one_text_per_row():
         logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
@@ -170,10 +173,7 @@ IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> TokenLogps:
-    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks.
-
-    Each result is (N,). The backward pass recomputes the logits of every chunk but the last.
-    """
+    """Log-probabilities of `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
     head = model.get_output_embeddings()
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -200,3 +200,49 @@ def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         return logits / divisor
     return logits
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+class ScalarHead(torch.nn.Linear):
+    """A linear layer with one output, computed in float32 or higher, as rewards in half precision have three digits."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__(weight.shape[1], 1, bias=False, device="meta")
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(dtype) * self.weight.to(dtype)).sum(-1, keepdim=True)  # autocast would round a matrix product
+
+
+def find_scalar_head(model: Any) -> ScalarHead | None:
+    """The scalar head of a reward model; None for a language model."""
+    head = getattr(model, HEAD, None)
+    return head if isinstance(head, ScalarHead) else None
+
+
+def install_scalar_head(model: Any) -> None:
+    """Make a sequence classification model compute its head as a ScalarHead; InputError for any other model."""
+    head = getattr(model, HEAD, None)
+    if type(head) is torch.nn.Linear and head.out_features == 1 and head.bias is None:
+        setattr(model, HEAD, ScalarHead(head.weight))
+    elif not isinstance(head, ScalarHead):
+        raise InputError(
+            f"loss=bradley_terry needs a sequence classification model whose head is a linear layer `{HEAD}` with one "
+            f"output and no bias, and {type(model).__name__} is not one: choose another model"
+        )
+
+
+def draw_head(model: Any, seed: int) -> torch.Tensor:
+    """Draw a head's weight, (1, H) in float32, as transformers initializes it."""
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
+
+
+def reward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Rewards, (n,), from the hidden states of last tokens, (n, H)."""
+    head = getattr(model, HEAD)
+    return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs

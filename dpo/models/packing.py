@@ -25,11 +25,7 @@ NONE = -1  # the tree index of padding, the branch index of a prompt, and the ro
 
 
 class Segments(NamedTuple):
-    """A row's prompts and responses, with the columns that each attends to.
-
-    A prompt attends to itself, a response to its prompt and itself, padding to padding; no token attends to a later
-    one. S is the number of segments, K the number of keys of all segments.
-    """
+    """A row's S prompts and responses, with the K columns that they attend to: a response to its prompt and itself."""
 
     queries: torch.Tensor  # (S + 1,) int32: the first column of each segment, and L
     keys: torch.Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, and K
@@ -245,11 +241,10 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Return whether queries attend to keys, (R, 1, L, L) bool.
+    """Return whether queries attend to keys, (R, 1, L, L) bool; queries are along the second to last dim.
 
-    Queries are along the second to last dim, keys along the last. A token attends to those tokens of its prompt and of
-    its own response that are not later and, with a sliding window, are fewer than `window` positions back. Padding
-    attends to padding, so that every query has a key.
+    A token attends to those tokens of its prompt and of its own response that are not later and fewer than `window`
+    positions back; padding attends to padding, so that every query has a key.
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)

@@ -15,7 +15,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
-from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
+from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
@@ -38,11 +38,6 @@ class Source(NamedTuple):
         return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
 
     @property
-    def labels(self) -> dict[str, int]:
-        """The entries that only a reward model's config has."""
-        return {"num_labels": 1} if self.scalar_head else {}
-
-    @property
     def auto_class(self) -> Any:
         kind = "SequenceClassification" if self.scalar_head else "CausalLM"
         return getattr(transformers, f"AutoModelFor{kind}")
@@ -57,7 +52,8 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
             f"model.name_or_path; or merge both: python -m scripts.export {name} DIR --merge"
         )
     with explaining_load_errors("model", name):
-        config = transformers.AutoConfig.from_pretrained(name, **source.options, **source.labels)
+        labels = {"num_labels": 1} if source.scalar_head else {}
+        config = transformers.AutoConfig.from_pretrained(name, **source.options, **labels)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
             f"model {name!r} is quantized (its config.json has a quantization_config), so it cannot be trained: give "
@@ -124,7 +120,7 @@ def load_model(
             own_config = config.get_text_config() if is_text_part(config) else config
             load = partial(type(structure).from_pretrained, None, config=own_config, state_dict=state)
         else:
-            load = partial(source.auto_class.from_pretrained, source.name, **source.options, **source.labels)
+            load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
         # transformers casts and places the weights one by one, so that there is no second copy
         model, loading = load(
             dtype=dtype, attn_implementation=attention, device_map=device_map, output_loading_info=True
@@ -235,10 +231,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Turn dropout off permanently, also in train mode.
-
-    Many models apply dropout functionally, from a float attribute of the module or of its config.
-    """
+    """Turn dropout off permanently, also where a float attribute of a module or of its config decides on it."""
     # modules share configs, and the config of a multimodal model contains others
     configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]

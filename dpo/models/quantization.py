@@ -1,8 +1,7 @@
 """QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits, by the kernels of bitsandbytes.
 
-Weights are in 4-bit NormalFloat with double quantization. The packed weights are buffers, not parameters: every process
-holds all of them, and FSDP, gradients and optimizers see only the other weights. bitsandbytes' own layer is not used:
-on a CPU with AVX512-BF16, its first evaluation converts the weights to another format and loses precision.
+Weights are in 4-bit NormalFloat with double quantization, as buffers: every process holds all of them, and FSDP and
+optimizers see only the other weights. bitsandbytes' own layer loses precision in its first evaluation on some CPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.models.scalar_head import find_scalar_head
+from dpo.models.logprobs import find_scalar_head
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import release_freed_memory, silence_bitsandbytes
 
@@ -80,10 +79,9 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
-    """Replace a model's linear layers, except its head, by 4-bit ones.
+    """Replace a model's linear layers, except its head, by 4-bit ones, on `device` if given; InputError if impossible.
 
-    Layers are quantized one by one, on `device` if given, so that it never holds the whole model unquantized. The rest
-    of the model then moves there too, unless it is on the meta device. Raises InputError without bitsandbytes.
+    The device never holds the whole model unquantized. A model on the meta device stays there.
     """
     if model.device.type == "meta":
         device = None

@@ -1,8 +1,7 @@
 """The text part of a checkpoint that also has a vision part.
 
-`AutoModelForCausalLM` loads the text part of some checkpoints as a model of its own, whose weights have other names
-than in the checkpoint's files and in its class. An export puts the weights back under the files' names, and an adapter
-has the names of the class.
+`AutoModelForCausalLM` loads the text part of some checkpoints as a model of its own, whose weights have other names.
+An export puts them back under the names of the checkpoint's files, and an adapter has the names of its class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Files with a model's weights, loaded as data; digests of models.
-
-A `policy.pt` may be from this project or from the reference implementation. No code in it is executed.
-"""
+"""Files with a model's weights, of this project or the reference code, read without running code; digests of models."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import torch
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import CONFIG, POLICY, adapter_weights, base_weights, explaining_adapter
-from dpo.models.scalar_head import HEAD_WEIGHT, LM_HEAD, find_scalar_head
+from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.system.plain_files import read_json
 
 # buffers that transformers stored in 2023, and computes today

@@ -22,8 +22,8 @@ from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
+from dpo.models.logprobs import HEAD_WEIGHT, install_scalar_head
 from dpo.models.pretrained import Source, disable_dropout, load_model
-from dpo.models.scalar_head import HEAD_WEIGHT, install_scalar_head
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
