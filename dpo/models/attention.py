@@ -44,10 +44,7 @@ def choose_attention(wanted: str) -> str | None:
 
 
 def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """transformers' rule, but on GPUs keys and values are repeated in float32.
-
-    Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
-    """
+    """transformers' rule, but not in float32 on GPUs, where only torch's slowest kernel takes grouped heads."""
     return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
 
 

@@ -85,10 +85,10 @@ class Microbatch(NamedTuple):
 
 
 class Padded:
-    """Each response in its own row, padded to the global batch's longest.
+    """Each response in its own row, padded on the right to the global batch's longest.
 
-    Padding is on the right, where causal attention does not look: unless `masked`, the model gets no mask. With a mask,
-    transformers uses slower kernels, and makes the host wait in every forward to read the mask's values.
+    Causal attention does not look to the right: unless `masked`, the model gets no mask, with which transformers uses
+    slower kernels, and makes the host wait in every forward.
     """
 
     def __init__(self, *, masked: bool = True) -> None:
@@ -177,11 +177,10 @@ def choose_layout(
     n_responses: int | None = None,
     on_any_process: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """Choose the layout `name`, or `Padded` with a message that says why.
+    """Choose the layout `name`, or `Padded` with a message that says why, by running the model on pairs in both.
 
-    Compares `shared_prefix` with `padded` by running the model on short pairs, and on pairs as long as the run's: a
-    response and its prompt have at most `longest` tokens (None: `max_length`), and a microbatch at most `n_responses`.
-    `on_any_process(here)` returns whether `here` is true on any process that shares the model.
+    Some pairs are as long as the run's: a response and its prompt have at most `longest` tokens (None: `max_length`),
+    and a microbatch at most `n_responses`. `on_any_process(here)` returns whether `here` is true on any process.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):

@@ -113,9 +113,9 @@ def check_parts(plan: Plan) -> None:
 def model_loaders(
     plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference (None if it is no separate model), without quantization or adapters.
+    """Functions that load policy and reference (None if it is no separate model), not quantized and without adapters.
 
-    On ranks other than 0, they return models without weights. Raises InputError as `check_model` does.
+    On ranks other than 0 they return models without weights.
     """
     archive = check_model(plan).archive
     # a checkpoint with an adapter has no weights of the base
@@ -148,10 +148,9 @@ def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **opt
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy before it is distributed, and the digest of its frozen weights, which are the reference, or the base.
+    """The policy before it is distributed, and on rank 0 the digest of its frozen weights, if they are the reference.
 
-    `policy` is a model or a function that loads it. The digest is None without an adapter, if the reference is a
-    separate model, and on ranks other than 0.
+    `policy` is a model or a function that loads it.
     """
     if plan.lora is None:
         return _prepare(policy, plan, {}, rank=rank, compile_blocks=True), None
@@ -184,11 +183,10 @@ def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) 
 def _prepare(
     model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
 ) -> Any:
-    """Quantize, adapt and compile a model, or what a function loads, as the plan says.
+    """Quantize, adapt and compile a model, or what a function loads, as the plan says; InputError if it does not fit.
 
-    `adapters` maps names to directories in PEFT's format, or to None for a new adapter; the first becomes active. Only
-    rank 0 reads them, and will send the weights to the other ranks. Raises InputError if an adapter does not fit, or
-    a class of blocks that the plan names is not in the model.
+    `adapters` maps names to directories in PEFT's format, which rank 0 reads for all, or to None for a new adapter; the
+    first becomes active.
     """
     if not isinstance(model, torch.nn.Module):
         model = model()

@@ -100,8 +100,7 @@ def load_model(
     """Load a model in `dtype`, with dropout off.
 
     The weights are those of the `archive` (a `policy.pt`) if given, else drawn from the seed with `random_init`, else
-    the model's own. A scalar head that the weights lack is drawn from the seed.
-    Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
+    the model's own. A scalar head that they lack is drawn from the seed; InputError if they lack other weights.
     """
     config, attention = load_config(source), choose_attention(attn_implementation)
     structure: Any = None

@@ -37,10 +37,7 @@ class Weights(NamedTuple):
 
 
 def locate_weights(path: str | Path) -> Weights:
-    """The weights that a path names: a `policy.pt`, an adapter, or a directory or run with one of them.
-
-    Raises InputError if there are none. The base of an adapter may not exist.
-    """
+    """The weights that a path names: a `policy.pt`, an adapter, or a directory or run with one; InputError if none."""
     folder = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = (folder, folder / "LATEST", *([folder.parent] if folder.name == "policy.pt" else []))
     adapter = next((candidate for candidate in folders if (candidate / CONFIG).is_file()), None)
@@ -66,10 +63,9 @@ def find_archive(archive: str | Path) -> Path:
 
 
 def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Read the weights in a `policy.pt`, with the names of transformers today.
+    """Read the weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
 
-    `model` gives the expected names and shapes. For a reward model, the weights of a language model are accepted too,
-    without a scalar head. Raises InputError if the file is missing, is not a `policy.pt`, or does not fit the model.
+    A reward model takes the weights of a language model too, which have no scalar head.
     """
     path = find_archive(archive)
     with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
@@ -103,10 +99,7 @@ def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of all that determines a model's log-probabilities: weights, architecture, and compute `dtype`.
-
-    `adapter` names the adapter with which the model computes; None for the base alone.
-    """
+    """A digest of what determines log-probabilities: weights, architecture, compute `dtype`, the `adapter` in use."""
     differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
