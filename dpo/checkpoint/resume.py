@@ -61,11 +61,10 @@ class Run(NamedTuple):
 
     def record(self, plan: Plan) -> None:
         """Write the config, and facts about this start of the run, into its directory."""
-        run = saved_at = None
+        former = None
         if self.resume_point is not None:
-            run, saved_at = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
-        facts = {"processes": plan.dims.world_size, "run": run, "continues_from": saved_at}
-        write_record(self.directory, plan.nested_values(), **facts)
+            former = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
+        write_record(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
 
 @contextmanager

@@ -116,17 +116,11 @@ def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
 
 
 def write_record(
-    run_dir: Path,
-    config: dict[str, Any],
-    *,
-    processes: int = 1,
-    run: str | None = None,
-    continues_from: float | None = None,
+    run_dir: Path, config: dict[str, Any], *, processes: int = 1, former: tuple[str, float] | None = None
 ) -> None:
     """Write `config.yaml`, and `env.json` with facts for repeating the run.
 
-    `run` is the id of a run that is continued, and `continues_from` the time of the checkpoint that it continues from,
-    in seconds since 1970.
+    `former`: the id of the run that is continued, and the time of its checkpoint in seconds since 1970.
     """
     import torch  # not at the top, as the report imports this file without torch
 
@@ -134,19 +128,20 @@ def write_record(
     for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    seconds_before: float | None = 0.0
-    if continues_from is not None:
-        former = read_record(run_dir)  # empty if the run continues another's checkpoint
-        seconds_before = former.get("seconds_before")
+    run, seconds_before = secrets.token_hex(8), 0.0
+    if former is not None:
+        run, saved_at = former
+        record = read_record(run_dir)  # empty if the run continues another's checkpoint
+        seconds_before = record.get("seconds_before")
         if seconds_before is not None:
-            seconds_before += max(0.0, continues_from - datetime.fromisoformat(former["started"]).timestamp())
+            seconds_before += max(0.0, saved_at - datetime.fromisoformat(record["started"]).timestamp())
     options = ["--porcelain=v2", "--branch", "--untracked-files=no", "."]  # runs of the user are untracked files
     command = ["git", "-C", str(Path(__file__).parents[2]), "status", *options]
     with suppress(OSError):  # there is no git
         git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     commit = next((line.split()[-1] for line in git if line.startswith("# branch.oid")), None)
     facts = {
-        "run": run or secrets.token_hex(8),
+        "run": run,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
@@ -241,9 +236,6 @@ class RecordedStream:
     def write(self, text: str) -> int:
         self._log.add(text)
         return self.screen.write(text)
-
-    def writelines(self, lines: Any) -> None:
-        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.screen, name)

@@ -19,7 +19,6 @@ from support.runs import ROOT, assert_gone, make_environment
 
 from dpo.errors import InputError, RunError
 from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
-from dpo.system.signals import ASKED, Stopped
 
 TESTS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"  # where processes find this file
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -67,16 +66,6 @@ def refuse():
 
 def hang():
     time.sleep(600)
-
-
-def load_on_rank_0(rank, world_size, folder):
-    """A signal comes while rank 1 waits where it cannot hear it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if rank == 1 else signal.SIG_DFL)  # not what was forked with it
-    note_pid(folder, rank)
-    dist.barrier()
-    if rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-    hang()
 
 
 def finish_without_rank_1(rank, world_size, folder):
@@ -150,13 +139,6 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert "because rank 1 failed, was killed, or did not answer in time" in str(error.value)
     assert "in fail_on_rank_1" in str(error.value)
     assert "in hang" in capfd.readouterr().err
-    assert_all_gone(tmp_path)
-
-
-def test_a_signal_while_one_rank_loads_ends_those_that_cannot_hear_it(tmp_path):
-    options = {"timeout_secs": 600, "constants": {"PATIENCE": PATIENCE | {ASKED: 2}}}
-    with pytest.raises(Stopped):
-        warm.launch(load_on_rank_0, 2, tmp_path, process_group=True, **options)
     assert_all_gone(tmp_path)
 
 

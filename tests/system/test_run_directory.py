@@ -102,9 +102,9 @@ def test_the_time_of_a_resumed_run_has_what_came_before_its_checkpoint(tmp_path)
     assert record["seconds_before"] == 0
     started = datetime.fromisoformat(record["started"]).timestamp()
     for before, saved_after in ((100, 100), (130, 30)):
-        write_record(tmp_path, {}, continues_from=started + saved_after)
+        write_record(tmp_path, {}, former=("id", started + saved_after))
         assert json.loads((tmp_path / "env.json").read_text())["seconds_before"] == pytest.approx(before, abs=2)
-    write_record(tmp_path / "..", {}, continues_from=started)  # another run's checkpoint, copied
+    write_record(tmp_path / "..", {}, former=("id", started))  # another run's checkpoint, copied
     assert json.loads((tmp_path / "../env.json").read_text())["seconds_before"] is None
 
 
