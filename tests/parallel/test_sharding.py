@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, WITH_PLAN, build, keep_float64, list_examples, plain_logps
-from support.runs import GOLDEN, ROOT, assert_alike, compose, read_metrics, train
+from support.runs import GOLDEN, ROOT, assert_alike, compose, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -77,7 +77,6 @@ TINY = (
     "lr=1e-3",
     "exp_name=test",
 )
-TWO = ("trainer=FSDPTrainer", "world_size=2")
 
 
 # --- the numbers of one process ------------------------------------------------------------------------------------
@@ -337,26 +336,6 @@ def test_greedy_samples_are_those_of_one_process(mesh, tmp_path):
     ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("many", "one"))
     assert ours == theirs  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, *_ in ours["samples"]}) > 2
-
-
-# --- the command line ----------------------------------------------------------------------------------------------
-
-
-@SLOW
-def test_two_processes_compute_in_the_dtype_asked_for_and_save_float32(tmp_path):
-    sharded = train(
-        *TINY, *TWO, "loss=dpo", "loss.beta=0.1", "n_examples=8", "model.fsdp_policy_mp=bfloat16",
-        "model.reference_dtype=float32", "n_eval_model_samples=16", f"local_run_dir={tmp_path / 'two'}",
-        "do_first_sampling=true",
-    )  # fmt: skip
-    assert sharded.returncode == 0, sharded.stderr
-    assert "in another dtype" in sharded.stdout  # bfloat16 against a float32 reference
-    first = read_metrics(tmp_path / "two", "train")[0]
-    assert first["rewards_train/margins"] != 0
-    assert len((tmp_path / "two" / "samples.jsonl").read_text().splitlines()) == 3 * 16  # before, halfway and after
-
-    policy = torch.load(tmp_path / "two" / "LATEST" / "policy.pt", weights_only=True)
-    assert {str(tensor.dtype) for tensor in policy["state"].values()} == {"torch.float32"}
 
 
 # --- several machines ----------------------------------------------------------------------------------------------
