@@ -36,9 +36,8 @@ GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, besides those of signals
 # Seconds for other workers to exit after one with this status; the first status in this order that a worker has is the
-# run's. After a failure another may report bad input, which says more. A stop signal reaches all. When a collective
-# times out, a rank that lost contact waits GRACE_SECS before it exits, or NCCL's watchdog aborts the waiting ranks in
-# turn. After those that are done, the others may be in a last collective.
+# run's. After a failure another may report bad input, which says more. Ranks that lost contact, or are asked to stop,
+# end one after the other; after one that is done, others may be in a last collective.
 PATIENCE = {BAD_INPUT: 1, FAILED: 1, ASKED: 60, LOST_CONTACT: 60, DONE: math.inf}
 
 
