@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import FAMILIES
 from support.runs import GOLDEN, assert_alike, compose, read_metrics
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +25,6 @@ from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import Source, load_model
 from dpo.models.quantization import Linear4bit, quantize
-from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
 from scripts.sample import load_panel
 from trainers import BasicTrainer, Trainer
@@ -168,20 +166,3 @@ def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path):
     assert all(a["loss/eval"] == b["loss/eval"] for a, b in zip(*of["eval"], strict=True))
     assert all(a["rewards_train/margins"] == 0 for a in of["train"][0])
     assert all(b["rewards_train/margins"] != 0 for b in of["train"][1])
-
-
-@SLOW
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer, tmp_path):
-    config = FAMILIES[family]()
-    config.vocab_size = len(tokenizer)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    for layout in get_args(Layout):
-        named = (f"model.name_or_path={tmp_path / 'model'}", "model=blank_model", f"layout={layout}")
-        run(layout, *with_reference("base"), *named)
-    assert_alike(*(tmp_path / layout for layout in get_args(Layout)), tolerance=1e-4)
-    with torch.no_grad():
-        whole = loaded(tmp_path / "padded" / "LATEST", base=tmp_path / "model")
-        expected = whole(IDS).logits
-        torch.testing.assert_close(whole.merge_and_unload()(IDS).logits, expected, rtol=1e-4, atol=1e-5)
