@@ -54,11 +54,8 @@ class Example(NamedTuple):
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """Number of scored tokens of each response.
-
-        Each token is predicted from those before it, so without a prompt a response's first token has no score.
-        """
-        n_unscored = 0 if self.prompt else 1
+        """Number of scored tokens of each response."""
+        n_unscored = 0 if self.prompt else 1  # a token is predicted from those before it
         return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
@@ -156,10 +153,7 @@ def iterate_examples(
 
 
 def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int) -> Iterator[list[ExampleId]]:
-    """Yield the example ids of the first epoch in batches.
-
-    The order is that of `iterate_examples`. There are at most `n_examples` ids, and the last batch may be partial.
-    """
+    """Yield at most `n_examples` ids of the first epoch, in its order, in batches of which the last may be partial."""
     single_ids = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     ids = chain.from_iterable(single_ids)
     while batch := list(islice(ids, batch_size)):

@@ -113,10 +113,7 @@ def iterate_prompts(
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
-    """Write prompts as lines of JSON, and beside them where each line ends and how many examples it has.
-
-    Returns a digest of the prompts.
-    """
+    """Write prompts as lines of JSON, and beside them the lines' ends and numbers of examples; return a digest."""
     index, digest = [], hashlib.sha256()
     with path.open("wb") as file:
         file.write(b"\n")  # an empty file cannot be mapped

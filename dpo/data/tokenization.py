@@ -1,8 +1,7 @@
 """Conversion of texts to token ids, whole or apart.
 
 A user's conversation is tokenized once, and its tokens are cut where prompt and response, or scored and other text,
-meet. If a token would lie on both sides, its parts are tokenized apart, as all texts of the reference code's datasets
-are.
+meet. If a token lies on both sides, its parts are tokenized apart, as texts of the reference code's datasets are.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def find_control(tokenizer: Any) -> re.Pattern[str]:
 
 
 def escape_control(text: str, tokenizer: Any) -> str:
-    """Make the control tokens in a message's text ordinary text.
-
-    ESCAPE is inserted after the first character of each. A chat template keeps it, and `TextEncoder` removes it.
-    """
+    """Make control tokens ordinary text, by an ESCAPE in each; a chat template keeps it, `TextEncoder` removes it."""
     control, escaped = find_control(tokenizer), unescape(text)
     while (again := control.sub(lambda match: match[0][0] + ESCAPE + match[0][1:], escaped)) != escaped:
         escaped = again  # strings that overlap need another round

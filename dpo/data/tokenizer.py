@@ -133,10 +133,9 @@ def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
-    """A token with an embedding that ends no text, or None.
+    """A special token with an embedding that is not EOS, or None.
 
-    A model with a scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad. It
-    is the tokenizer's own pad token, another with "pad" in its name, or BOS, if that is a special token.
+    A model with a scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
     """
     added = tokenizer.added_tokens_decoder
     named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpo.data.counts import SplitReport
 from dpo.data.near_duplicates import find_near_duplicates
+from dpo.data.preflight import SplitReport
 from dpo.data.table import Prompt, PromptTable, write_prompts
 
 SYSTEM = "You are the patient assistant of a shop that sells every kind of battery and lamp to people at home."

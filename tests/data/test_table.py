@@ -18,7 +18,7 @@ from support.runs import GOLDEN, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
-from dpo.data import counts
+from dpo.data import preflight
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
 from dpo.data.table import Prompt, PromptTable, find_or_build, is_whole, read_facts, write_prompts
@@ -205,7 +205,7 @@ def load_and_weigh(rank, world_size, config, folder):
 
     calls, load_rows = [], preference_datasets.load_rows
     preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
-    counts.SAMPLE_SIZE = 10  # or it would mostly tokenize
+    preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
     before = own_memory()
     data = preference_datasets.load_data(resolve(config), silent=True)

@@ -11,11 +11,11 @@ from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS
 from support.runs import GOLDEN
 from transformers import AutoTokenizer
 
-from dpo.data import counts
+from dpo.data import preflight
 from dpo.data.asking import as_messages
-from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.preflight import SplitCounter
 from dpo.data.schema import Record, read_messages
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
@@ -129,8 +129,8 @@ def test_a_prompt_ends_between_tokens(chat):
 
 def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(chat, tmp_path, monkeypatch):
     """Also if it is not in the sample whose tokens are counted."""
-    monkeypatch.setattr(counts, "COUNTED_WHOLE", 1)
-    monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
+    monkeypatch.setattr(preflight, "COUNTED_WHOLE", 1)
+    monkeypatch.setattr(preflight, "SAMPLE_SIZE", 1)
     results = {"chosen": RESULT, "rejected": {**RESULT, "content": "No."}}
     rows = [{side: [user(f"{i}?"), CALL, result, *SKY] for side, result in results.items()} for i in range(20)]
     tokenizer = chat(WITH_TOOLS)

@@ -12,9 +12,8 @@ import pytest
 from support.records import plan_of_data
 from support.runs import write_rows
 
-from dpo.data.counts import SplitReport
 from dpo.data.examples import encode_examples, list_examples
-from dpo.data.preflight import build_table
+from dpo.data.preflight import SplitReport, build_table
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError

@@ -36,8 +36,8 @@ from dpo.checkpoint.files import (
     write_checkpoint,
 )
 from dpo.data.collation import find_examples, get_collate_fn, make_rows
-from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.preflight import SplitCounter
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
