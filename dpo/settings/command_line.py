@@ -220,7 +220,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
     is_hydra_key = _is_hydra_key(key)
     if is_hydra_key and (not ALLOWED_HYDRA_KEYS.fullmatch(key) or "_target_" in override):
-        return f"{key} may not be set: Hydra's own keys can name code to run, but those of directories and launchers"
+        return f"{key} may not be set, as Hydra's own keys can name code to run, except for directories and launchers"
     if line.is_sweep and redact(override) != override:
         return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
     try:
@@ -246,10 +246,12 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
 
 
 def place_job(plan: Plan, hydra_config: Any) -> Plan:
-    """Give a sweep's job a directory of its own, `local_run_dir` with its number, and its sweep's W&B group."""
-    job_dir = f"{plan.run.local_run_dir}_{hydra_config.job.num}"
-    group = plan.wandb.group or Path(hydra_config.sweep.dir).name
-    return plan.change("local_run_dir", job_dir).change("wandb.group", group)
+    """Give a sweep's job a directory with its number, inside `local_run_dir` if that is given, and a W&B group."""
+    sweep, number = plan.run.local_run_dir, hydra_config.job.num
+    job_dir = f"{sweep}/{number}"
+    if plan.has_new_run_dir:
+        sweep, job_dir = hydra_config.sweep.dir, f"{sweep}_{number}"
+    return plan.change("local_run_dir", job_dir).change("wandb.group", plan.wandb.group or Path(sweep).name)
 
 
 def help_text() -> str:

@@ -6,7 +6,6 @@ below `settings` do not read the config. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -209,7 +208,7 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> str:
-    """The settings that differ from the defaults, as text to print."""
-    defaults, values = dict(dotted(load_defaults())), redact(dict(plan.values))
-    changed = [f"  {key}={json.dumps(value)}" for key, value in values.items() if value != defaults.get(key)]
-    return "\n".join(["settings that differ from the defaults:", *changed])
+    """The choices of groups, and the settings that differ from the defaults, as text to print."""
+    values, defaults = redact(dict(plan.values)), dict(dotted(load_defaults(**options_in(plan.values))))
+    shown = [key for key in values if key.endswith(".name") or values[key] != defaults.get(key)]
+    return "\n".join(["settings that differ from the defaults:", *(f"  {key}={values[key]!r}" for key in shown)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
          "n_epochs and n_examples are both null, so training would never end: give one of them"),
         ((run.save_every or 0) % data.batch_size,
          f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
+        (os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
+         f"exp_name={run.exp_name} must be a name for the run, relative and without '..'"),
         (run.resume == "auto" and p.has_new_run_dir,
          "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: give "
          "local_run_dir=DIR"),

@@ -111,7 +111,7 @@ def test_a_failed_job_costs_no_other_one(has_run_dir, command, tmp_path):
 
     assert result.returncode == 1
     assert "this job failed for the reason above" in result.stderr
-    runs = sorted(tmp_path.glob("sweep_*") if has_run_dir else (tmp_path / "somebody").glob("test*"))
+    runs = sorted((tmp_path / "sweep").iterdir() if has_run_dir else (tmp_path / "somebody").glob("test*"))
     assert [run.name.rpartition("_")[2] for run in runs] == ["0", "1"]
     assert [(run / "LATEST").exists() for run in runs] == [False, True]
     assert yaml.safe_load((runs[1] / "config.yaml").read_text())["local_run_dir"] == str(runs[1])
