@@ -70,7 +70,7 @@ class Trainer:
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """The separate reference model; None if there is none, or it was freed as all examples are cached."""
+        """The separate reference model; None without one, or once it was freed as all examples are cached."""
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
 
@@ -135,9 +135,8 @@ class Trainer:
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
         state.count_update(len(batch.examples))  # an update that a callback refuses counts too
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
-        update = Update(
-            state.batch_counter, state.example_counter, batch.examples, reduced.examples, means, batch.drawn
-        )
+        counters = (state.batch_counter, state.example_counter)
+        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
         if self.callbacks.allow(update) and has_loss:
             step_optimizer(self.optimizer)
@@ -229,9 +228,8 @@ class Trainer:
             if state.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)
         except SamplingFailed as error:
-            self.progress.line(
-                f"warning: no samples after {n_examples:,} examples, as they could not be drawn: {error}"
-            )
+            why = f"as they could not be drawn: {error}"
+            self.progress.line(f"warning: no samples after {n_examples:,} examples, {why}")
         if state.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False
@@ -309,9 +307,8 @@ class BasicTrainer(Trainer):
         self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
         stored: Any = store_rows(config)
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
-        plan = resolve(
-            {**given, "trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}, world_size=world_size
-        )
+        given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
+        plan = resolve(given, world_size=world_size)
         # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())

@@ -77,41 +77,38 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
     n_frozen_shards = dims.tensor_size if is_whole else n_shards
     weights, trained = {*policy.parameters()}, {*trained_parameters(policy)}
     # whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded
-    frozen_bytes = _count(weights - trained) * compute_size if is_whole else _count_bytes(weights - trained)
-    trained_bytes = _count_bytes(trained) // n_shards
+    frozen_bytes = _count(weights - trained, compute_size if is_whole else None)
+    trained_bytes = _count(trained) // n_shards
     held = Counter(
-        policy=trained_bytes + frozen_bytes // n_frozen_shards + _count_bytes(policy.buffers()),
+        policy=trained_bytes + frozen_bytes // n_frozen_shards + _count(policy.buffers()),
         gradients=trained_bytes,
         optimizer=trained_bytes * count_states(plan.training),
     )
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
         held["update"] = trained_bytes
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
-        n_elements = _count(weights) - _count(adapter_weights(policy, POLICY).values())
-        held["reference"] = n_elements * DTYPES[plan.reference_dtype].itemsize // n_frozen_shards
+        base = weights.difference(adapter_weights(policy, POLICY).values())
+        held["reference"] = _count(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
-        held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
+        held["scorer"] = _count(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
         blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
         units = [weights.difference(*blocks), *blocks]  # the root is the first
         # the root stays gathered; of the blocks the running and the next one do, or all
-        root, *sizes = (_count(unit & trained if is_whole else unit) for unit in units)
-        n_gathered = root + (2 * max(sizes) if plan.fsdp.reshard_after_forward else sum(sizes))
-        held["gathered"] = n_gathered * compute_size // dims.tensor_size
+        root, *sizes = (_count(unit & trained if is_whole else unit, compute_size) for unit in units)
+        gathered = root + (2 * max(sizes) if plan.fsdp.reshard_after_forward else sum(sizes))
+        held["gathered"] = gathered // dims.tensor_size
         # gradients of the largest unit, or all until the last backward pass of an update
-        n_reduced = max(_count(unit & trained) for unit in units)
-        if plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:
-            n_reduced = _count(trained)
-        held["reduced"] = n_reduced * DTYPES[plan.fsdp.reduce_dtype].itemsize // dims.tensor_size
+        waits = plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1
+        reduced = [trained] if waits else [unit & trained for unit in units]
+        itemsize = DTYPES[plan.fsdp.reduce_dtype].itemsize
+        held["reduced"] = max(_count(unit, itemsize) for unit in reduced) // dims.tensor_size
     return held
 
 
-def _count(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _count(tensors: Iterable[torch.Tensor], itemsize: int | None = None) -> int:
+    """Bytes of tensors, in their dtypes or in another."""
+    return sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
 
 
 def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
