@@ -2,8 +2,8 @@
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...]
 
-A run's directory means all of its `step-N`, newest first. Exit status: 0 if all are intact, 1 if one is damaged, 2 if a
-path is neither a run nor a checkpoint. A resumed run verifies its checkpoint in the same way.
+A run's directory means all of its `step-N`, newest first. Exit status: 0 if all are intact, 1 if one is damaged or no
+checkpoint. A resumed run verifies its checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_complete, find_checkpoints
+from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,11 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0
     for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):
-        is_checkpoint = path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists())
-        checkpoints = [path] if is_checkpoint else find_checkpoints(path)
-        if not checkpoints:
-            parser.error(f"{path} is neither a checkpoint nor a directory with a step-N")
-        for checkpoint in checkpoints:
+        for checkpoint in find_checkpoints(path) or [path]:
             try:
                 n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())
                 print(f"whole    {checkpoint} ({n_bytes / 1e9:.3g} GB)", flush=True)

@@ -105,17 +105,6 @@ def test_draws_follow_the_models_distribution(tokenizer, tiny_llama):
     assert (counts[kept] / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
 
-def test_an_answer_ends_with_eos_which_is_among_its_tokens(tokenizer, tiny_llama):
-    model = copy.deepcopy(tiny_llama)
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] += 3 * model.lm_head.weight.std()
-    prompts = [(5, 6, 7), (8,)]
-    answers = answer(model, tokenizer, prompts, [0, 1], Sampling(200, seed=(3,), end_tokens=[tokenizer.eos_token_id]))
-    ended = [a for a in answers if len(a.tokens) < 200]
-    assert ended
-    assert all(a.tokens.index(tokenizer.eos_token_id) == len(a.tokens) - 1 for a in ended)
-
-
 @pytest.mark.parametrize(
     ("mode", "fed"),
     [("keep_start", "\n\nHuman: Who has seen the red [...]"), ("keep_end", "[...] d umbrella?\n\nAssistant:")],

@@ -13,12 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dpo.analysis.ledger import PARQUET
 from dpo.analysis.runs import read_run
-from dpo.data.examples import Example, text_digest
+from dpo.data.examples import text_digest
 from dpo.errors import RunError
-from dpo.models.answers import Answer, Drawn
-from dpo.reporting.events import Evaluation, RunContext, Update
-from dpo.reporting.files import FileLogger
-from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 
 ONLINE = (
@@ -34,51 +30,6 @@ def rows_of(run_dir: Path) -> list[dict]:
 def records_of(run_dir: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     return [line for line in lines if "completions" in line]
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-ANSWERS = (
-    Answer(" No.", (1, 2), True, -2.0),
-    Answer(" Hm.", (3,), True, 1.5),
-    Answer(" Ye", (4,), False, 3),
-)
-
-
-def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_path):
-    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 2}), tmp_path, 0, None, print))
-    logger.load_state_dict({})
-    logger.on_start()
-    examples = [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)]
-    for number, best in ((1, 1), (2, 2)):
-        drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", ANSWERS, best, 0) for n in range(3)}
-        logger.on_update(Update(number, 4 * number, examples, {}, {}, drawn))
-    logger.on_evaluation(Evaluation(2, 8, {}))
-
-    drawn = records_of(tmp_path)
-    assert len(drawn) == 2  # n_eval_model_samples
-    assert drawn[1] == {
-        "examples": 8,
-        "prompt": "\n\nHuman: 1?\n\nAssistant:",
-        "turns": "",
-        "completions": [
-            {"text": " No.", "score": -2.0, "tokens": 2, "ended": True},
-            {"text": " Hm.", "score": 1.5, "tokens": 1, "ended": True},
-            {"text": " Ye", "score": 3, "tokens": 1, "ended": False},
-        ],
-        "best": 2,
-        "worst": 0,
-    }
-    assert (tmp_path / "samples.txt").read_text().split("\n")[-12:-1] == [
-        f"{'=' * 30} after 8 examples, drawn by the last update {'=' * 30}",
-        *("Human: 1?", "", "Assistant:"),
-        *("--- best: score 3, 1 token, cut off ---", "Ye"),
-        *("--- another: score 1.5, 1 token ---", "Hm."),
-        *("--- worst: score \u22122, 2 tokens ---", "No.", ""),
-    ]
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):

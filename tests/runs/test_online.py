@@ -39,7 +39,6 @@ from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
 from dpo.training.online import Drawing, choose_pair, draw_label
-from scripts import demo
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
@@ -96,15 +95,6 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path
         assert 0 < line["online/sampling_share"] < 1
         assert line["online/seconds_per_token"] > 0
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
-
-
-def test_the_policy_comes_to_say_what_is_scored_high(run, tmp_path):
-    scorer = ("online.scorer=keyword", "online.keyword=e", "online.n_samples=4")
-    run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=1e-2", "n_examples=120", "loss.beta=0.02", "eval_every=160")
-    lines = read_metrics(tmp_path / "run", "train")
-    first, last = ([line["online/score"] for line in part] for part in (lines[:8], lines[-8:]))
-    assert sum(last) / 8 > sum(first) / 8 + 1
-    assert lines[-1]["online/kl"] > 0.1
 
 
 def answer_of(tokens: str, score: float) -> Answer:
@@ -194,13 +184,6 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
         assert metrics[f"online_eval/{name}"] == pytest.approx(np.mean(values), abs=1e-5), name
         error = np.std(values, ddof=1) / 2
         assert metrics[f"online_eval/{name}_se"] == pytest.approx(error, abs=1e-5), name
-
-
-def test_without_a_reference_answers_are_not_compared_and_one_prompt_has_no_error(run, tmp_path):
-    run("run", *ONLINE, "loss=simpo", "loss.beta=2", "n_eval_examples=1", "n_examples=4")
-    [first, _] = read_metrics(tmp_path / "run", "eval")
-    found = {name for name in first if name.startswith("online_eval/")}
-    assert found == {"online_eval/score", "online_eval/length", "online_eval/eos"}
 
 
 @pytest.mark.slow
@@ -335,27 +318,6 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path,
     assert ["rewards_train/accuracies" in line for line in (first, second, third)] == [False, True, False]
 
 
-@pytest.mark.parametrize("loss", ["bco", "beta_dpo"])
-def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
-    """Running averages of the former reference are gone.
-
-    bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0.
-    """
-    settings = (*DRAWN, "online.sync_reference_every=2", "online.ties=keep", "loss.beta=0.5", "lr=1.0")
-    trainer, new = (make(compose(tmp_path, name, f"loss={loss}", *settings)) for name in ("run", "new"))
-    before = [trainer.train_step(next_batch(trainer)).metrics for _ in range(2)]
-    assert abs(before[1]["rewards_train/chosen"]) + abs(before[1]["rewards_train/margins"]) > 0.1
-    for model in (new.policy, new.reference_model):
-        model.load_state_dict(trainer.policy.state_dict())
-    batch = next_batch(trainer)
-    ours, theirs = (one.train_step(batch).metrics for one in (trainer, new))
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert ours["loss/train"] == pytest.approx(math.log(2) * (2 if loss == "bco" else 1), rel=1e-6)
-    following = next_batch(trainer)
-    ours, theirs = (one.train_step(following).metrics for one in (trainer, new))
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-
-
 # --- scorers -------------------------------------------------------------------------------------------------------
 
 
@@ -435,30 +397,3 @@ def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_tra
     with pytest.raises(InputError, match=r"its tokenizer's chat template rejects the prompt.*not ten"):
         run("run", *REWARDED, f"online.reward_model={model}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(tmp_path):
-    """The commands of docs/online.md: SFT, a reward model, online DPO."""
-    common = [*demo.COMMON, f"local_dirs=[{tmp_path}]"]
-    common.remove("do_first_sampling=true")
-    start = ("model.archive={sft}/LATEST", "warmup_steps=10", "batch_size=32")
-    reward = (
-        *("loss=bradley_terry", "optimizer=AdamW", "lr=1e-3", "sample_during_eval=false"),
-        *("n_examples=1024", "eval_every=512", *start),
-    )
-    online = (
-        *("loss=dpo", "loss.beta=0.5", "online=online", "online.scorer=reward_model", "online.max_new_tokens=24"),
-        *("online.reward_model={reward}/LATEST/hf", "online.ties=keep", "optimizer=SGD", "lr=0.05"),
-        *("n_examples=512", "eval_every=256", *start),
-    )
-    run_dirs = {name: tmp_path / name for name in ("sft", "reward", "online")}
-    for (name, run_dir), stage in zip(run_dirs.items(), (demo.STAGES["sft"], reward, online), strict=True):
-        overrides = (override.format(**run_dirs) for override in stage)
-        runs.train_here([*common, *overrides, f"exp_name={name}", f"local_run_dir={run_dir}"])
-
-    assert read_metrics(run_dirs["reward"], "eval")[-1]["rewards_eval/accuracies"] > 0.95
-    before, *_, after = read_metrics(run_dirs["online"], "eval")
-    error = math.hypot(before["online_eval/score_se"], after["online_eval/score_se"])
-    assert after["online_eval/score"] - before["online_eval/score"] > 5 * error
-    assert after["online_eval/win_rate"] > 0.6

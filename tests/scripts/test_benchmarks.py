@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.runs import GOLDEN, run_script
 
-from benchmarks import compare, harness
+from benchmarks import compare
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
 from dpo.models.layouts import pad
@@ -30,14 +30,6 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     by_segments = pack([Example((1, 2, 3), ((10, 11, 9), (20, 9)))], max_tree_tokens=None)
     columns = 3 * 3 + 2 * 5 + 1 * 4
     assert count_flops(shape, by_segments, with_reference=True) == 4 * (6 * 2 * 1000 + 4 * columns * 16 + 5 * 2 * 70)
-
-
-def test_they_measure_with_a_runs_settings_of_torch(tmp_path):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    harness.make_trainer(harness.compose([*TINY, f"local_run_dir={tmp_path}", f"local_dirs=[{tmp_path}]"]))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    said = harness.run_python("-c", "import os; print(os.environ['PYTORCH_ALLOC_CONF'])")
-    assert said.split() == ["expandable_segments:True"]
 
 
 def slow(*values: object):

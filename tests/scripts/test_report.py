@@ -6,7 +6,6 @@ import os
 
 import pytest
 from support.records import evaluation, update, write_run
-from support.runs import run_python
 
 from dpo.analysis import page
 from scripts.report import main
@@ -47,16 +46,6 @@ def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
         write_run(tmp_path / "sweep" / name, LINES, config={"exp_name": name})
     assert main([str(tmp_path / "sweep"), "--out", str(tmp_path / "out")]) == 0
     assert "2 runs compared" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_a_report_loads_no_torch(tmp_path):
-    runs = [str(write_run(tmp_path / name, LINES)) for name in "ab"]
-    program = (
-        "import sys; from dpo.analysis import page; page.draw_all = lambda runs: []; import scripts.report;"
-        "assert scripts.report.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
-    )
-    result = run_python("-c", program, *runs, "--out", str(tmp_path / "out"))
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_junk_and_a_place_that_is_not_a_reports_are_one_sentence_and_status_2(tmp_path, capsys):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from support.runs import GOLDEN, run_script, small_run, train
 
-from dpo.analysis.ledger import STREAM, append
-
 CODE = """\
 import pathlib
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,8 +52,6 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         assert result.returncode == 0, result.stderr
         assert f"exported {folder / name}" in result.stdout
         assert "trust_remote_code: true" in (folder / name / "config.yaml").read_text()
-    visit = {"example": "some pair", "dataset": "mine", "epoch": 0, "split": "train", "truncated": False}
-    append(folder / "run" / STREAM, [visit | {"update": n, "margin": -1.8} for n in (2, 3)])
     return folder
 
 
@@ -92,13 +88,6 @@ def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_
     allowed = run_script(*command, "--trust-remote-code", **environment)
     assert allowed.returncode == 0, allowed.stderr
     assert proof.exists()
-
-
-def test_what_runs_no_models_needs_no_trust(elsewhere):
-    (elsewhere / "proof").unlink(missing_ok=True)
-    result = run_script("-m", "scripts.ledger", str(elsewhere / "run"))
-    assert result.returncode == 0
-    assert not (elsewhere / "proof").exists()
 
 
 def test_a_run_that_continues_is_asked_again(elsewhere, rows, tmp_path):

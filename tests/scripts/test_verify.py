@@ -48,12 +48,3 @@ def test_one_checkpoint_may_be_named_by_its_link(run_dir, capsys):
 
     assert main([str(run_dir / "LATEST")]) == 0
     assert capsys.readouterr().out.startswith(f"whole    {run_dir}/step-16 (")
-
-
-@pytest.mark.parametrize("what", ["", "nowhere", "empty", "step-8/policy.pt"])
-def test_what_is_no_checkpoint_is_bad_usage(what, run_dir):
-    (run_dir / "empty").mkdir()
-    arguments = [str(run_dir / what)] if what else []
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
