@@ -52,9 +52,7 @@ CHARTS = (  # in the order of the page
     Chart("KL to the reference, estimated (nats)", ("online/kl",), baseline=0.0),
     Chart("Length of answers (tokens)", ("online/length",)),
     Chart("Answers that end, prompts that tie", ("online/eos", "online/ties"), in_percent=True),
-    Chart("Share of the time", ("online/sampling_share", "online/scoring_share"), in_percent=True),
     Chart("Throughput (tokens per second)", ("tokens_per_second",)),
-    Chart("Peak memory (GB)", ("memory/peak_gb",)),
 )
 
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
-from dpo.reporting.trackers import TensorBoardLogger
-from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 
 ON = "tensorboard.enabled=true"
@@ -64,15 +59,3 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
     for name, values in expected.items():
         assert [step for step, _ in shown[name]] == [step for step, _ in values], name
         assert [value for _, value in shown[name]] == pytest.approx([value for _, value in values], rel=1e-6), name
-
-
-def context(run_dir: Path, **settings: Any) -> RunContext:
-    config = OmegaConf.create({"tensorboard": {"enabled": True}, "debug": False} | settings)
-    return RunContext(resolve(config), run_dir, 0, None, print)
-
-
-def test_it_is_off_in_debugging_and_on_other_ranks(tmp_path):
-    assert TensorBoardLogger.is_wanted(context(tmp_path))
-    assert not TensorBoardLogger.is_wanted(context(tmp_path, debug=True))
-    assert not TensorBoardLogger.is_wanted(context(tmp_path)._replace(rank=1))
-    assert not TensorBoardLogger.is_wanted(context(tmp_path, tensorboard={"enabled": False}))
