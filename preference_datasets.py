@@ -26,7 +26,7 @@ from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
-from dpo.data.schema import Entry, PreferenceData, Row, get_field
+from dpo.data.schema import ASSISTANT, Entry, PreferenceData, Row, get_field
 from dpo.data.sources import HUB_IDS, identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
@@ -48,11 +48,10 @@ def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, sil
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
     """Return a dialogue up to and including its last `\\n\\nAssistant:`."""
-    marker = "\n\nAssistant:"
-    start = prompt_and_response.rfind(marker)
-    if start < 0:
-        raise InputError(f"no {marker!r} in {prompt_and_response[:200]!r}: not a dialogue in Anthropic's format")
-    return prompt_and_response[: start + len(marker)]
+    before, marker, _ = prompt_and_response.rpartition(ASSISTANT)
+    if not marker:
+        raise InputError(f"no {ASSISTANT!r} in {prompt_and_response[:200]!r}: not a dialogue in Anthropic's format")
+    return before + marker
 
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
@@ -186,16 +185,12 @@ def get_dataset(
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
     Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
-
     `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. The test
     split of a source without splits, such as one file, is a tenth of its prompts; it comes with the train split as
-    `held_out`, so that the source is read once. Tokenizer and options are for custom data: see `get_custom`. Raises
-    InputError for an unknown name, a missing split, a row without a field, and empty data.
+    `held_out`, so that the source is read once. Tokenizer and options are for custom data: see `get_custom`.
     """
     configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
-    if name == "demo":
-        if configured_source is not None:
-            raise InputError("dataset_sources.demo: the demo data is generated; choose another name for your data")
+    if name == "demo" and configured_source is None:
         return get_demo(split)
     if configured_source is None and name not in HUB_IDS:
         raise InputError(
@@ -229,21 +224,15 @@ def check_columns(plan: Plan) -> None:
     The first records are read, and all of them only if these lack what the loss needs.
     """
     trains_on = "prompts" if plan.online else plan.loss.trains_on
-    for name in plan.data.datasets:
-        value = plan.data.dataset_sources.get(name)
-        source = None if value is None or name in LOADERS else Source.parse(name, value)
+    for name, value in plan.data.dataset_sources.items():
+        source = Source.parse(name, value) if value and name in plan.data.datasets and name not in LOADERS else None
         if source is None or source.local is None:
             continue
         options = {"name": name, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
-        for limit in (N_INSPECTED, None):
-            rows = load_rows(source, "train", limit=limit)
-            try:
-                if any(isinstance(row, Mapping) for row in rows):  # else all are bad, as reading them will say
-                    recognize(rows, source.columns, origin=source.path, **options)
-                break
-            except InputError:
-                if limit is None:
-                    raise
+        try:
+            recognize(load_rows(source, "train", limit=N_INSPECTED), source.columns, origin=source.path, **options)
+        except InputError:
+            recognize(load_rows(source, "train"), source.columns, origin=source.path, **options)
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
@@ -283,9 +272,8 @@ def get_batch_iterator(
 ) -> Iterator[PaddedBatch]:
     """Load the datasets, tokenize, and yield batches, as the reference code does.
 
-    The order is that of `iterate_examples`. As in the reference code, partial batches of either split are dropped, and
-    with `n_examples` alone the data is repeated. The trainers do not use this function: they evaluate each test example
-    once. Raises InputError if neither `n_epochs` nor `n_examples` is given, or if an epoch does not fill one batch.
+    The order is that of `iterate_examples`; partial batches of either split are dropped, and with `n_examples` alone
+    the data is repeated. The trainers do not use this function: they evaluate each test example once.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")

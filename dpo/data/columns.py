@@ -105,6 +105,8 @@ def recognize(
     has no column or several.
     """
     present = list(dict.fromkeys(column for row in rows if isinstance(row, Mapping) for column in row))
+    if not present and isinstance(rows[0], InputError):  # no row can be parsed
+        raise rows[0]
     first_rows = list(islice((row for row in rows if isinstance(row, Mapping)), N_INSPECTED))
     key = f"dataset_sources.{name}.columns"
     given = [column for column in configured.values() if column is not None]
@@ -133,7 +135,7 @@ def recognize(
             f"{_write_override(key, form, candidates)} (docs/formats.md)"
         )
     # of several columns, none is a system turn for sure; a single word may name a model
-    system = candidates[SYSTEM][0] if len(candidates[SYSTEM]) == 1 else ""
+    [system] = candidates[SYSTEM] if len(candidates[SYSTEM]) == 1 else [""]
     has_words = any(not WORD.fullmatch(str(row.get(system, ""))) for row in first_rows)
     # online runs draw other responses than a record's weight is for, and one margin does not fit all pairs of a list
     optional = {

@@ -6,22 +6,22 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from decimal import Decimal
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 from dpo.data.asking import HH, find_format, share_header, split_turns
 from dpo.data.columns import Columns, recognize
-from dpo.data.problems import BadRecordsError, list_bad
 from dpo.data.schema import (
     ASSISTANT,
+    BadRecordsError,
     Messages,
     PreferenceData,
     Record,
     Row,
     common_start,
     get_field,
+    list_bad,
     read_messages,
     read_tools,
 )
@@ -37,13 +37,8 @@ ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a 
 SHOWN = 60  # characters of a prompt's end, and of a response's beginning
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
-DESIRABLE = (
-    "true", "1", "1.0", "+1", "yes", "good", "positive", "chosen", "desirable", "up", "thumbs up", "thumbs_up", "👍",
-)  # fmt: skip
-UNDESIRABLE = (
-    "false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "thumbs down", "thumbs_down",
-    "👎",
-)  # fmt: skip
+DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
 
 
 def get_custom(
@@ -65,8 +60,6 @@ def get_custom(
     examples the columns must provide, and `with_margins` whether a margin is read. Raises InputError for columns, and
     BadRecordsError, which names records and `origin`, unless these can be skipped.
     """
-    if not any(isinstance(row, Mapping) for row in rows):
-        raise BadRecordsError(name, [(number, str(row)) for number, row in enumerate(rows, start=1)])
     recognized = recognize(rows, columns, name=name, origin=origin, trains_on=trains_on, with_margins=with_margins)
     reader = _Reader(rows, recognized, tokenizer, origin=origin, trains_on=trains_on, chat=chat)
     mode = "keep_turns" if reader.is_rendered else "keep_end"
@@ -175,9 +168,8 @@ def _is_empty(response: str | Messages) -> bool:
     """Return whether a text or messages say nothing."""
     if isinstance(response, str):
         return not response.strip()
-    return not any(
-        str(value).strip() for message in response for key, value in message.items() if key != "role" and value
-    )
+    values = [value for message in response for key, value in message.items() if key != "role"]
+    return not any(str(value).strip() for value in values if value)
 
 
 # --- forms of records ----------------------------------------------------------------------------------------------
@@ -340,9 +332,8 @@ def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
 def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
     """Read a finite number, which may be text as in CSV."""
     value, number = row.get(column), math.nan
-    if isinstance(value, (int, float, str, Decimal)):
-        with suppress(ValueError, OverflowError):
-            number = float(value)
+    with suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
         raise InputError(f"{where}: {column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")

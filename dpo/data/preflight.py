@@ -21,8 +21,7 @@ import numpy as np
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, RAW, find_format
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.problems import BAD, BadRecordsError, explain_refusal, write_problems
-from dpo.data.schema import PreferenceData
+from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, write_problems
 from dpo.data.table import (
     FOLDER,
     SPLITS,

@@ -27,7 +27,6 @@ HUB_IDS = {
 }
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
-LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
@@ -128,10 +127,9 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 
 
 def _find_files(folder: Path, split: str) -> list[Path]:
-    """Find the files of a split, in `folder` or `folder/data`.
+    """Find one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
 
-    They are one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`. Raises
-    InputError if the folder has none or several of these.
+    They are in `folder` or `folder/data`. Raises InputError if there are none or several of these.
     """
     names = SPLIT_NAMES.get(split, (split,))
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
@@ -223,7 +221,7 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
     """Parse a table whose first line names its columns."""
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel writes semicolons where 0.5 is 0,5
     separator = max(",;\t", key=re.sub('"[^"]*"', "", first_line).count)

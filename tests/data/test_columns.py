@@ -39,7 +39,6 @@ def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> C
 @pytest.mark.parametrize(
     ("trains_on", "present", "given", "found"),
     [
-        ("pairs", "prompt chosen rejected", {}, "prompt chosen rejected"),
         ("pairs", "id chosen rejected score", {}, "- chosen rejected"),  # the prompt is what they share
         ("pairs", "Instruction Chosen-Response REJECTED_RESPONSE", {}, "Instruction Chosen-Response REJECTED_RESPONSE"),
         ("pairs", "question prompt best chosen rejected", {}, "prompt chosen rejected"),  # our own names go first
@@ -52,13 +51,11 @@ def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> C
             )
         ),
         ("targets", "prompt chosen rejected messages completion", {}, "prompt chosen rejected"),  # pairs before targets
-        ("targets", "question answer label", {}, "question - - answer"),
         ("targets", "prompt chosen rejected text", {"completion": "text"}, "prompt - - text"),
         # a column that was given is nothing else
         ("targets", "prompt answer", {"prompt": "answer", "completion": "prompt"}, "answer - - prompt"),
         ("targets", "Input Instruction Output", {}, "Instruction - - Output - - Input"),  # Alpaca's
         ("targets", "input instruction output", {"prompt": "instruction"}, "instruction - - output"),
-        ("labels", "Question Answer thumbs_up", {}, "Question - - Answer - thumbs_up"),
         ("labels", "instruction input output kto_tag", {}, "instruction - - output - kto_tag input"),
         ("labels", "prompt chosen rejected", {}, "prompt chosen rejected"),  # for `unpair`
     ],
@@ -87,12 +84,6 @@ def test_columns_are_recognized_by_their_names_unless_the_config_gives_them(trai
 )
 def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, given, told):
     assert find(row, **given).describe(0) == f"columns {told}"
-
-
-def test_a_bad_record_does_not_hide_that_the_others_are_dialogues():
-    rows = [{**DIALOGUE, "id": "a"}, {"chosen": DIALOGUE["chosen"], "rejected": None, "id": "b"}]
-    used = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").used
-    assert used == {"chosen": "chosen", "rejected": "rejected"}
 
 
 KEY = "dataset_sources.mine.columns"

@@ -56,8 +56,7 @@ def test_prompts_to_answer_need_no_responses(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("good", "bad"),
-    [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), (" Good", "bad"), ("👍", "👎"), ("up", "down")],
+    ("good", "bad"), [(True, False), (1.0, 0.0), (1, -1), ("True", "false"), (" Good", "bad"), ("👍", "👎")]
 )
 def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     labelled = (("Q:", " yes", good), ("P:", " no", bad), ("Q:", " hm", bad))
@@ -70,12 +69,6 @@ def test_a_rejected_response_may_be_empty(tokenizer):
     assert take([pair], tokenizer, "pairs") == [{"chosen": " yes", "rejected": ""}]
     label = {"prompt": "Q:", "completion": "", "label": False}
     assert take([label], tokenizer, "labels") == [{"rejected": ""}]
-
-
-def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokenizer):
-    rows = [{"prompt": "Q:", "chosen": " yes", "rejected": " no"}, {"prompt": "Q:", "chosen": " a", "rejected": " no"}]
-    expected = [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
-    assert take(rows, tokenizer, "labels") == expected
 
 
 def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):

@@ -33,12 +33,10 @@ def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> Sp
     ("held_out", "training", "is_alike"),
     [
         (KEPT, KEPT, True),
-        ("how LONG does  the battery last", KEPT, True),
         (f"{KEPT} Thanks!", KEPT, True),
-        (KEPT, f"Please: {KEPT}", True),
-        ("Wie lange hält der Akku?", "wie lange hält der Akku", True),
+        ("Wie LANGE hält der  Akku?", "wie lange hält der Akku", True),
         ("電池はどのくらい持ちますか?", "電池はどのくらい持ちますか", True),
-        ("Explain to me rivers?", "Explain to me harps?", False),  # each has a rare word of its own
+        ("Explain to me rivers?", "Explain to me harps?", False),
         (KEPT, "How do I change the lamp of the hall?", False),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.runs import train, write_rows
 
-from dpo.data.problems import SHOWN
+from dpo.data.schema import SHOWN
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
