@@ -113,7 +113,7 @@ def get_shp(
     for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
         responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
-        score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
+        score_a, score_b = (get_field(row, f"score_{side}", where, int, float) for side in "AB")
         label = get_field(row, "labels", where, int)
         if not (score_a and score_b):
             raise InputError(f"{where}: neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
@@ -135,7 +135,7 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, E
         if not answers:
             raise InputError(f"{where}: answers is empty")
         responses = [" " + strip_html_tags(get_field(answer, "text", where)) for answer in answers]
-        scores = [get_field(answer, "pm_score", where, (int, float)) for answer in answers]
+        scores = [get_field(answer, "pm_score", where, int, float) for answer in answers]
         pairs = []  # (better, worse)
         for earlier, later in combinations(range(len(scores)), 2):
             pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))

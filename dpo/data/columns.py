@@ -114,8 +114,10 @@ def recognize(
         raise InputError(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
-    verdict, sides = _find_verdict(first_rows, present, configured, origin)
-    candidates = _collect_candidates([column for column in present if column not in sides.values()], configured)
+    candidates = _collect_candidates(present, configured)
+    verdict, sides = None, {}
+    if not candidates["rejected"] and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
+        verdict, sides = _find_verdict(first_rows, present, origin)
     if verdict:
         candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
     whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
@@ -186,12 +188,11 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
 
 
 def _find_verdict(
-    rows: Sequence[Mapping[str, Any]], present: Sequence[str], configured: Mapping[str, str | None], origin: str
+    rows: Sequence[Mapping[str, Any]], present: Sequence[str], origin: str
 ) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit.
 
-    There is none beside a column of rejected responses, or if the config names responses. Raises InputError if numbers
-    may count from 0 or from 1.
+    Raises InputError if numbers may count from 0 or from 1.
     """
     by_name: dict[str, dict[str, str]] = {}
     for column in sorted(present, key=normalize):
@@ -199,8 +200,7 @@ def _find_verdict(
             by_name.setdefault(match[1], {})[match[2]] = column
     pairs = [sides for sides in by_name.values() if "".join(sides) in ("ab", "01", "12")]
     named = [column for column in present if VERDICT.fullmatch(normalize(column))]
-    is_pair = _collect_candidates(present, {})["rejected"] or not configured.keys() <= {"prompt", *OPTIONAL_FIELDS}
-    if is_pair or not pairs or not named:
+    if not pairs or not named:
         return None, {}
     verdict, sides = min(named, key=lambda name: normalize(name).startswith("label")), pairs[0]
     found = {_find_side(row.get(verdict)) for row in rows}

@@ -250,8 +250,8 @@ def _read_answers(
         prompt, *responses = split_shared_prompt(*values) if are_texts else _split_shared_messages(values)
         if not prompt:
             raise InputError(
-                f"{where}: {' and '.join(columns)} begin with nothing in common, which would be the prompt: give a "
-                f"column with the prompt, as 'dataset_sources.NAME.columns={{prompt: COLUMN}}'"
+                f"{where}: {' and '.join(columns)} begin with nothing in common, which would be the prompt: name a "
+                f"column with the prompt, as docs/formats.md says"
             )
         return prompt, responses
     prompt = _read_value(row, used["prompt"], where)
@@ -303,7 +303,7 @@ def _split_shared_messages(dialogues: Sequence[Messages]) -> list[Messages]:
 
 def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messages:
     """Read a text, a list of messages, or one message."""
-    value = get_field(row, column, where, (str, list, dict))
+    value = get_field(row, column, where, str, list, dict)
     if not isinstance(value, str):
         return read_messages(value, where)
     if MESSAGES_AS_TEXT.match(value):

@@ -26,14 +26,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON c
 Messages = list[dict[str, Any]]  # of a chat, with role and content
 Row = Mapping[str, Any] | InputError  # of a source; the error says why a row cannot be parsed
 TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
-TYPE_NAMES: dict[Any, str] = {
-    str: "text",
-    list: "a list",
-    (str, list): "text or a list of messages",
-    (str, list, dict): "text or a list of messages",
-    int: "a whole number",
-    (int, float): "a number",
-}
+TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", float: "a number"}
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
 ROLES = ("system", "user", "assistant", "tool", CALLER)
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}  # ShareGPT's
@@ -176,12 +169,13 @@ def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:
 # --- fields and messages -------------------------------------------------------------------------------------------
 
 
-def get_field(row: Row, key: str, where: str, types: type | tuple[type, ...] = str) -> Any:
-    """Return `row[key]`, checked.
+def get_field(row: Row, key: str, where: str, *types: type) -> Any:
+    """Return `row[key]`, a text or a value of one of the types.
 
     Raises InputError, which names the record (`where`), if the value is missing, null, of another type or not Unicode,
     and the error that stands in place of a row that could not be parsed.
     """
+    types = types or (str,)
     if isinstance(row, InputError):
         raise row
     if not isinstance(row, Mapping):
@@ -190,9 +184,8 @@ def get_field(row: Row, key: str, where: str, types: type | tuple[type, ...] = s
     # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
         shown = "missing" if key not in row else "null" if value is None else f"{value!r:.80}"
-        raise InputError(
-            f"{where}: {key} is {shown}, and must be {TYPE_NAMES[types]}: correct it, or remove the record"
-        )
+        wanted = " or ".join(dict.fromkeys(TYPE_NAMES[each] for each in types))
+        raise InputError(f"{where}: {key} is {shown}, and must be {wanted}: correct it, or remove the record")
     if isinstance(value, str):
         check_unicode(value, f"field {key!r}", where)
     return value

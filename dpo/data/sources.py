@@ -53,18 +53,16 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
         return ArrowRows(self.dataset.select(indices))
 
 
-def _name_classes(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels by their names; `feature` describes the value as `datasets` does.
+def _name_classes(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the numbers of class labels by their names; `features` describes the columns as `datasets` does.
 
     The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
     """
-    if not isinstance(feature, dict):
-        return value
-    if feature.get("_type") == "ClassLabel":
-        return feature["names"][value] if value is not None and value >= 0 else None  # -1 stands for no label
-    if isinstance(value, dict):
-        return {name: _name_classes(part, feature.get(name)) for name, part in value.items()}
-    return [_name_classes(part, feature.get("feature")) for part in value] if isinstance(value, list) else value
+    for column, feature in features.items():
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+            is_label = row[column] is not None and row[column] >= 0  # -1 stands for no label
+            row[column] = feature["names"][row[column]] if is_label else None
+    return row
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
@@ -184,7 +182,7 @@ def _parse_file(file: Path) -> Iterator[Any]:
 
         table = pyarrow.parquet.ParquetFile(file)
         about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
-        features = about.get("info", {}).get("features")
+        features = about.get("info", {}).get("features", {})
         for batch in table.iter_batches(ROWS_PER_BATCH):
             yield from (_name_classes(row, features) for row in batch.to_pylist())
         return

@@ -163,7 +163,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "pairs": [
         (PAIR, {"prompt": ""}, "the prompt is empty: give it a value, or remove the record"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
-        (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list of messages: correct it, or remove the record"),
+        (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message: correct"),
         (PAIR, {"chosen": " \n"}, "the response to learn is empty"),
         (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16 surrogate"),
         (PAIR, {"rejected": None}, "rejected is null, and must be text"),
@@ -221,7 +221,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
         ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text and others hold chat messages"),
         # a prompt that other records have is not taken from what the responses share
-        ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list of"),
+        ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list"),
     ],
 )
 def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):

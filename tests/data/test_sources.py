@@ -92,16 +92,13 @@ def test_class_labels_have_their_names(place, tmp_path, hub):
     labels = ["desirable", "undesirable", "desirable", None]
     rows = [{"prompt": "a", "completion": f" {i}", "label": label} for i, label in enumerate(labels)]
     dataset = datasets.Dataset.from_list(rows).class_encode_column("label")
-    nested = datasets.Features({**dataset.features, "more": datasets.List({"kind": dataset.features["label"]})})
-    dataset = dataset.map(lambda row: {"more": [{"kind": row["label"]}]}, features=nested)
     assert dataset["label"][:3] == [0, 1, 0]
     if place == "saved":
         dataset.save_to_disk(tmp_path / place)
     else:
         dataset.to_parquet(tmp_path / (place if place.endswith("parquet") else f"{place}/train.parquet"))
     source = Source(place if "/" in place else str(tmp_path / place))
-    expected = [{**row, "more": [{"kind": row["label"]}]} for row in rows]
-    assert list(load_rows(source, "train", str(tmp_path / "cache"))) == expected
+    assert list(load_rows(source, "train", str(tmp_path / "cache"))) == rows
     assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
 
 
