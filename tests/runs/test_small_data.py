@@ -7,11 +7,10 @@ import re
 import shutil
 from collections import Counter
 
-import pyarrow.parquet as pq
 import pytest
 from support.runs import GOLDEN, train, write_rows
 
-from dpo.system.run_directory import PARQUET
+from dpo.analysis.ledger import read_ledger
 
 TRAINERS = {
     "one process": (),
@@ -52,9 +51,7 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     assert (report["train"]["examples"], report["test"]["examples"]) == (n_train, n_test)
     assert report["updates"] == updates
     scored = Counter(
-        (row["update"], row["example"])
-        for row in pq.read_table(tmp_path / "run" / PARQUET).to_pylist()
-        if row["split"] == "eval"
+        (row["update"], row["example"]) for row in read_ledger(tmp_path / "run").to_pylist() if row["split"] == "eval"
     )
     assert set(scored.values()) == {1}
     assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
