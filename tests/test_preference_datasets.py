@@ -27,12 +27,6 @@ def test_the_prompt_ends_at_the_last_assistant_marker():
     assert extract_anthropic_prompt(dialogue) == "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
 
 
-def test_a_dialogue_without_the_marker_is_named(tmp_path):
-    good = {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"}
-    with pytest.raises(InputError, match=r"record 2 of .*no '\\n\\nAssistant:' in 'nonsense'"):
-        load("hh", [good, {"chosen": "nonsense", "rejected": "nonsense"}], tmp_path)
-
-
 def test_hh_rows_of_one_prompt_are_several_pairs_and_the_last_chosen_is_the_target(tmp_path):
     hi, bye = "\n\nHuman: Hi\n\nAssistant:", "\n\nHuman: Bye\n\nAssistant:"
     rows = [
@@ -147,6 +141,7 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
+        ("hh", {"chosen": "nonsense", "rejected": ""}, r"no '\n\nAssistant:' in 'nonsense'"),
         ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text: correct it"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A is '4', and must be a number"),
         ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number"),

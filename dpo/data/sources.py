@@ -160,13 +160,9 @@ def _read_file(file: Path) -> Iterator[Row]:
             yield row if is_row else InputError(f"record {number} of {file} is {row!r:.80}, not an object with fields")
     except InputError:
         raise
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8 (in a spreadsheet as CSV "
-            f"UTF-8), or convert it, as with `iconv -f UTF-16 -t UTF-8`"
-        ) from error
     except Exception as error:  # the libraries that parse files raise anything for damage
-        raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
+        fix = ": save it as UTF-8 (in a spreadsheet as CSV UTF-8)" if isinstance(error, UnicodeError) else ""
+        raise InputError(f"{file} cannot be read: {one_sentence(error)}{fix}") from error
 
 
 def _parse_file(file: Path) -> Iterator[Any]:

@@ -168,7 +168,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16 surrogate"),
         (PAIR, {"rejected": None}, "rejected is null, and must be text"),
         (PAIR, {"rejected": math.nan}, "rejected is nan, and must be text"),
-        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common, which would be the prompt: give"),
+        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common, which would be the prompt: name"),
         (WHOLE, {"rejected": HELLO["rejected"]}, "chosen and rejected must all be text or all be chat messages"),
         (ALPACA, {"input": 0}, "input is 0, and must be text"),
         (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+from typing import Any
 
 import datasets
 import pytest
@@ -44,7 +45,8 @@ def write(path, rows: list) -> None:
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The Hub is this directory; the calls that load datasets from it."""
-    calls, load_dataset = [], datasets.load_dataset
+    calls: list[Any] = []
+    load_dataset: Any = datasets.load_dataset
 
     def load(path, **options):
         calls.append((path, options))
@@ -142,7 +144,7 @@ def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
 
 
 SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8)"
-NOT_UTF8 = "{dir}/train.csv is not UTF-8 (byte %s): save it as UTF-8 (in a spreadsheet as CSV UTF-8)"
+NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it as UTF-8 (in a spreadsheet as CSV UTF-8)"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +169,8 @@ NOT_UTF8 = "{dir}/train.csv is not UTF-8 (byte %s): save it as UTF-8 (in a sprea
         ({"train.csv": 'a;b\n1;"2" 3\n4;5\n'}, "expected after '\"', in the record that begins on line 2: quote"),
         ({"train.csv": "a,b,a\n1,2,3\n"}, "{dir}/train.csv: the first line names a column twice: a, b, a"),
         *(({"train.csv": start + b"\xb5\0"}, SHEET) for start in FIRST_BYTES_OF_SHEETS),
-        ({"train.csv": TABLE.encode("utf-16")}, NOT_UTF8 % "0xff"),
-        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8 % "0x93"),
+        ({"train.csv": TABLE.encode("utf-16")}, NOT_UTF8.format(at=0) % "0xff"),
+        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8.format(at=30) % "0x93"),
     ],
 )
 def test_data_that_cannot_be_read_says_which_file_and_why(tmp_path, files, message):

@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, PARTS, compose, train
+from support.runs import GOLDEN, PARTS, train
 from transformers import dynamic_module_utils
 
 from dpo.checkpoint.files import (
@@ -46,7 +45,6 @@ from dpo.models.pretrained import Source, load_config
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
-from dpo.settings.validation import find_problems
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
@@ -75,13 +73,6 @@ def vouch_for_file(file: Path, content: bytes) -> None:
     manifest, sha256 = json.loads((file.parent / MANIFEST).read_text()), hashlib.sha256(content).hexdigest()
     files = {**manifest["files"], file.name: {"sha256": sha256, "bytes": len(content)}}
     vouch(file.parent, files=files)
-
-
-def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
-    """Write another state into a checkpoint's file, and vouch for it."""
-    content, changed = torch.load(file, weights_only=True), io.BytesIO()
-    torch.save({**content, "state": change(content["state"])}, changed)
-    vouch_for_file(file, changed.getvalue())
 
 
 # --- code that nobody asked for ------------------------------------------------------------------------------------
@@ -148,15 +139,13 @@ def test_no_override_names_code_to_run(command, tmp_path):
     overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
     result = train(*command("run", "n_examples=4"), *overrides)
     assert result.returncode == 2
-    assert "hydra.callbacks.c._target_ may not be set, as Hydra's own keys can name code to run" in result.stderr
+    assert "hydra.callbacks.c._target_ may not be set: Hydra's own keys can name code to run" in result.stderr
     assert not (tmp_path / "proof").exists()
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])
-def test_names_cannot_escape(name, tmp_path):
+def test_names_of_datasets_cannot_escape(name, tmp_path):
     folder = shutil.copytree(GOLDEN / "words", tmp_path / "data")
-    config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
-    assert any(problem.sentence.startswith("exp_name=") for problem in find_problems(resolve(config)))
     before = set(os.listdir(tmp_path))
     options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
     assert get_dataset(name, "train", dataset_sources={name: str(folder)}, **options)
@@ -264,16 +253,6 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     logger.on_start()
     assert [victim.read_text() for victim in victims] == ['{"a": 1}\n{"a": 2}\n'] * 2
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"a": 1}\n'
-
-
-# --- files that hold something else --------------------------------------------------------------------------------
-
-
-def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):
-    group = {"params": [0, 1], "lr": 1e-3}
-    replace_state(checkpoint / "optimizer.pt", lambda state: {**state, "param_groups": [group]})
-    with pytest.raises(InputError, match=r"optimizer\.pt is the state of other tensors"):
-        run("run", "resume=auto")
 
 
 # --- fuzzing -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections import Counter
 
 import pytest
@@ -65,16 +63,3 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
         (n_examples, prompt) for n_examples in {sample["examples"] for sample in samples} for prompt in prompts
     )
     assert f" of {n_test} answer" in result.stdout.splitlines()[-1]
-
-
-def test_samples_of_texts_that_a_template_renders_are_turns(run, tmp_path):
-    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
-    template = "{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content }}{% endfor %}<|endoftext|>assistant"
-    (model / "chat_template.jinja").write_text(template)
-    rows = [{"prompt": f"Key {i}?", "chosen": "Here.", "rejected": "No <|endoftext|>!"} for i in range(12)]
-    mine = write_rows(tmp_path / "mine.jsonl", rows)
-    run("run", f"model.name_or_path={model}", "datasets=[mine]", f"dataset_sources.mine={mine}", "n_examples=4",
-        "sample_during_eval=true", "n_eval_tokens=4")  # fmt: skip
-    [sample] = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert re.fullmatch(r"<.endoftext.>user\nKey \d+\?<.endoftext.>assistant", sample["prompt"])
-    assert re.fullmatch(r"user: Key \d+\?", sample["turns"])
