@@ -170,7 +170,7 @@ NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it a
         ({"train.csv": "a,b,a\n1,2,3\n"}, "{dir}/train.csv: the first line names a column twice: a, b, a"),
         *(({"train.csv": start + b"\xb5\0"}, SHEET) for start in FIRST_BYTES_OF_SHEETS),
         ({"train.csv": TABLE.encode("utf-16")}, NOT_UTF8.format(at=0) % "0xff"),
-        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8.format(at=30) % "0x93"),
+        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8.format(at=29) % "0x93"),
     ],
 )
 def test_data_that_cannot_be_read_says_which_file_and_why(tmp_path, files, message):
