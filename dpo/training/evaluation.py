@@ -91,10 +91,7 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations of the first prompts by policy and reference; `n_examples`, trained on, is part of the seed.
-
-        Raises SamplingFailed on every process.
-        """
+        """Continuations by policy and reference, or SamplingFailed on all processes; `n_examples` is in the seed."""
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         with closing(self.sampled_models()) as models:
             by_model = [self._answer(model, self.sampled, sampling) for model in models]

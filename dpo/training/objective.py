@@ -317,8 +317,7 @@ class Objective:
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
         """Evaluate all examples of the batches, of these weights, as one batch.
 
-        Its statistic replaces a running average, so the loss depends only on the model and the examples. With
-        `loss.momentum=1` the average is disabled and stays 0.
+        Its statistic replaces a running average, so the loss depends only on the model and the examples.
         """
         columns = self._score_all(batches)
         scores = make_scores(columns)
@@ -328,7 +327,7 @@ class Objective:
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
         has_all_roles = all(has_response.any() for has_response in has_role.values())
-        if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:
+        if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:  # else the average stays 0
             # rewards do not depend on the average, so those of the first call serve to compute it
             means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
             average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])

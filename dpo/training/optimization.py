@@ -54,9 +54,8 @@ def count_states(training: TrainingPlan) -> int:
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 
-    It depends only on how many updates were applied, so a resumed run has the rates of one that was never stopped. If
-    the length of the run was changed, it continues on the curve of the new length, with the base rate and the warm-up
-    that the run began with.
+    It depends only on how many updates were applied. A run that is made longer continues on the curve of its new
+    length, with the base rate and the warm-up that it began with.
     """
 
     def __init__(

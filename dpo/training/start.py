@@ -62,10 +62,9 @@ def list_first_tasks(plan: Plan) -> str:
 
 @torch.no_grad()
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> str:
-    """Check the models on two examples per process; return a message. Leaves the policy in train mode.
+    """Check that the policy is causal and the same in both modes, log-probabilities are finite, and rewards are 0.
 
-    The policy is causal, and computes in train mode what it does in eval mode; log-probabilities are finite; rewards
-    are 0. Raises InputError with the failed check and its likely cause.
+    Returns a message, or raises InputError with the likely cause. Leaves the policy in train mode.
     """
     mesh, loss, policy = objective.mesh, objective.loss, objective.policy
     if not loss.scalar_head:  # a reward model may look both ways
