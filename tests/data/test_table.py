@@ -75,26 +75,17 @@ def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypa
     assert list_tables(tmp_path) == {first}
 
 
-def test_an_edited_file_makes_another_table_whatever_its_size_and_time(source, tmp_path):
-    file = source / "train.jsonl"
-    first, before = prepare(tmp_path, {"hh": str(source)}), file.stat()
-    file.write_text(file.read_text().replace("11?", "12?"))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-
-    second = prepare(tmp_path, {"hh": str(source)})
-    assert second != first
-    assert PromptTable(second / "train.jsonl")[11].text == "\n\nHuman: 12?\n\nAssistant:"
-
-
 @pytest.mark.parametrize(
     "change",
-    [{"loss": "sft"}, {"bad_records": "skip"}, {"max_length": 63}, {"truncation": "drop"}, {"test": "edited"}],
+    [{"loss": "sft"}, {"bad_records": "skip"}, {"max_length": 63}, {"truncation": "drop"}, {"file": "edited"}],
 )
 def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
-    first = prepare(tmp_path, {"hh": str(source)})
-    if change.pop("test", None):
-        (source / "test.jsonl").write_text((source / "test.jsonl").read_text() + "\n")
+    first, file = prepare(tmp_path, {"hh": str(source)}), source / "test.jsonl"
+    if change.pop("file", None):  # of the same size and time as before
+        before = file.stat()
+        file.write_text(file.read_text().replace("0?", "1?"))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert prepare(tmp_path, {"hh": str(source)}, **change) != first
 
 

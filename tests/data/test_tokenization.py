@@ -6,7 +6,6 @@ The tiny tokenizer gives one token to each of "a" 65, "b" 66, " b" 276, " c" 272
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
@@ -133,7 +132,6 @@ def test_chosen_and_rejected_rows_are_stacked_at_one_length():
 
 def test_an_example_is_known_by_its_texts_with_their_roles_and_by_where_one_ends():
     known = text_digest("a", {"chosen": " b", "rejected": " c"})
-    assert re.fullmatch("[0-9a-f]{32}", known)
     others = {
         text_digest("a b", {"chosen": "", "rejected": " c"}),
         text_digest("a", {"chosen": " c", "rejected": " b"}),
