@@ -1,4 +1,4 @@
-"""Entry point and recipe: the steps of a run in their order; `dpo/training/parts.py` has those of its trainer.
+"""Entry point and recipe: the steps of a run in their order.
 
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
@@ -37,8 +37,6 @@ from dpo.system.launching import get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, read_record
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from dpo.checkpoint.resume import Run
     from dpo.data.preflight import TrainingData
 
@@ -101,7 +99,7 @@ def dry_run(plan: Plan) -> None:
     from dpo.reporting.table import LOGS
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import check_optimizer
-    from dpo.training.start import list_first_tasks
+    from dpo.training.start import list_first_tasks, set_up_libraries
     from preference_datasets import check_columns, load_data
 
     resume_point = look_at_run(plan, LOGS)
@@ -119,15 +117,12 @@ def dry_run(plan: Plan) -> None:
     print_prediction(plan, data)
 
 
-# --- the work of one process -----------------------------------------------------------------------------------------
-
-
 def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None = None, printed: str = "") -> None:
     """Open the run's directory, then load and train, in one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
     with ending_on_stop_signals(plan.run.local_run_dir):
-        with host.importing():
+        with host.importing(freeze=models is None):  # the caller's models may be in reference cycles
             import trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import opening_run
             from dpo.reporting.table import LOGS
@@ -144,6 +139,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import check_alike, meet_rank_0
     from dpo.training.optimization import check_optimizer
+    from dpo.training.start import set_up_libraries
     from preference_datasets import check_columns, load_data
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
@@ -177,30 +173,42 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         print_result(Path(plan.run.local_run_dir))
 
 
-def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
-    """Seed random generators, choose kernels, and without `bars` hide those of libraries, which would fill a log."""
-    from dpo.system.arithmetic import set_up_torch
-
-    host.prepare_transformers(plan.run.seed, bars=bars)
-    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
-
-
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
     """Make a trainer of its parts, and train; afterwards nothing of it is held."""
+    from dpo.parallel.mesh import Mesh
+    from dpo.reporting.terminal import Progress
+    from dpo.training import parts
+    from dpo.training.evaluation import Evaluator
     from dpo.training.memory import explain_out_of_memory
-    from dpo.training.parts import make_parts
+    from dpo.training.objective import make_objective
+    from dpo.training.online import make_batches
+    from dpo.training.optimization import Schedule, make_optimizer
+    from dpo.training.stop import StopRequest
     from trainers import Trainer
 
+    progress = Progress.of(plan, silent=rank != 0)
+    mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     with explain_out_of_memory(plan, data):
-        trainer = Trainer(*make_parts(plan, data, models, rank=rank, resume_from=resume_from))
+        plan = parts.place_frozen_weights(plan, mesh, progress)
+        policy, reference = parts.find_models(plan, models, progress, rank=rank, resume_from=resume_from)
+        policy, digest = parts.make_policy(plan, policy, data, mesh, resume_from=resume_from)
+        reference = parts.make_reference(plan, reference, policy, digest, data, mesh)
+        objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
+        optimizer = make_optimizer(plan.training, policy)
+        scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
+        stop = StopRequest(mesh)
+        batches = make_batches(plan, data, objective, stop, progress)
+        evaluator = Evaluator(objective, batches, progress, stop)
+        checkpoints = parts.make_checkpoints(plan, mesh, evaluator, progress)
+        callbacks = parts.make_callbacks(plan, data, mesh, policy, progress)
+        made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
+        trainer = Trainer(*made, digest, progress, stop)
         if resume_from is not None:
-            trainer.checkpoints.restore(resume_from, trainer.parts)
+            checkpoints.restore(resume_from, trainer.parts)
         trainer.train()
 
 
-def worker_main(
-    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
-) -> None:
+def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, reference_model: Any = None) -> None:
     """Train loaded models, as `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
     starts it in N processes, which meet at `config.fsdp_port`, or use the process group that exists already.
     """

@@ -1,6 +1,6 @@
 """The trainer: the training loop, one update, and when it evaluates, samples and saves.
 
-`make_parts` makes its parts, for `train.py` and for the reference code's trainers at the end of this file.
+`train.py` makes its parts; the reference code's trainers, at the end of this file, make their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
-from dpo.checkpoint.saver import Checkpoints, Part, RunState
+from dpo.checkpoint.resume import record_config, record_inputs
+from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
@@ -39,7 +40,7 @@ from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE, MicrobatchMetrics, Objective
-from dpo.training.parts import make_parts
+from dpo.training.parts import list_saved, make_parts
 from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
@@ -58,11 +59,20 @@ class Trainer:
     evaluator: Evaluator
     checkpoints: Checkpoints
     callbacks: Callbacks
-    state: RunState  # counters, and the states of all that is not a part of its own
-    parts: Sequence[Part]  # of a checkpoint
-    facts: dict[str, Any]  # about config, data and model, for the manifests of checkpoints
+    base_digest: str | None  # of frozen weights under the policy's adapter, if they are the reference
     progress: Progress
     stop: StopRequest
+
+    def __post_init__(self) -> None:
+        self.state, self.parts = list_saved(
+            self.plan,
+            *(self.objective, self.optimizer, self.scheduler, self.base_digest),
+            **self.batches.states,
+            checkpoints=self.checkpoints,
+            callbacks=self.callbacks,
+        )
+        # for the manifests of checkpoints
+        self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
 
     @property
     def policy(self) -> torch.nn.Module:
@@ -314,7 +324,7 @@ class BasicTrainer(Trainer):
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
         data = load_data(plan, silent=rank != 0)
-        super().__init__(*make_parts(plan, data, (policy, reference_model), rank=rank))
+        super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
         self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says

@@ -26,7 +26,7 @@ from dpo.settings.keys import CONFIG_DIR
 from dpo.settings.plan import resolve
 from dpo.system.host import set_allocators
 from dpo.system.launching import launch
-from train import set_up_libraries
+from dpo.training.start import set_up_libraries
 
 ROOT = CONFIG_DIR.parent
 # runs that make updates and do little else; benchmarks override the number of examples

@@ -12,7 +12,6 @@ import io
 import logging
 import mmap
 import os
-import random
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -52,34 +51,23 @@ def print_whatever_happens() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Context for a run's imports: without garbage collection, which would take a quarter of their time."""
+def importing(*, freeze: bool = False) -> Iterator[None]:
+    """Context for a run's imports: without garbage collection, which would take a quarter of their time.
+
+    With `freeze`, it never looks at what exists afterwards.
+    """
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        if gc.get_freeze_count() == 0:  # later, in a sweep, it would exempt the garbage of earlier runs
-            gc.freeze()  # nor does it look at what was imported
+        if freeze and gc.get_freeze_count() == 0:  # later, in a sweep, it would exempt the garbage of earlier runs
+            gc.freeze()
 
 
 def silence_bitsandbytes() -> None:
     """Silence bitsandbytes' request for a kernel package that is not used here, before PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
-def prepare_transformers(seed: int, *, bars: bool) -> None:
-    """Import transformers, seed all random generators, and without `bars` hide the progress bars of libraries."""
-    import numpy as np
-    import torch
-    import transformers
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)  # `transformers.set_seed` would import PEFT, which takes a second
-    if not bars:
-        transformers.utils.logging.disable_progress_bar()
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

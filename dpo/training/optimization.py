@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.errors import InputError, one_sentence
+from dpo.models.adapters import trained_parameters
+from dpo.parallel.sharding import optimized
 from dpo.settings.keys import Optimizer, TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in get_args(Optimizer)}
@@ -27,11 +29,11 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 }
 
 
-def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the plan's optimizer; raise InputError for arguments that its class does not take."""
+def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of a model's trained weights; raise InputError for arguments that its class does not take."""
     optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args
     try:
-        return optimizer_class(parameters, lr=training.lr, **arguments)
+        return optimizer_class(optimized(trained_parameters(model)), lr=training.lr, **arguments)
     except Exception as error:  # of torch, for the user's arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
@@ -42,7 +44,7 @@ def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Paramet
 
 def check_optimizer(training: TrainingPlan) -> None:
     """Raise InputError for arguments that the optimizer does not take."""
-    make_optimizer(training, [torch.nn.Parameter(torch.zeros(1))])
+    make_optimizer(training, torch.nn.Linear(1, 1))
 
 
 def count_states(training: TrainingPlan) -> int:

@@ -1,4 +1,4 @@
-"""What a trainer uses, made in this order by `train.py` and by the reference code's constructor of a trainer."""
+"""The parts of a trainer that take more than a line to make."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.models.adapters import REFERENCE, policy_part, switch, trained_parameters
+from dpo.models.adapters import REFERENCE, policy_part, switch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import distribute, keep_outputs_where_they_are, optimized
+from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import CALLBACKS
@@ -27,60 +26,57 @@ from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
-from dpo.training.objective import make_objective
+from dpo.training.objective import Objective, make_objective
 from dpo.training.online import make_batches
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.stop import StopRequest
 
 
-def make_parts(
-    plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None = None
-) -> tuple[Any, ...]:
-    """All that a trainer uses, in the order of its fields.
-
-    `models` are the policy and the separate reference or None, each a model or a function that loads one. Without
-    `models` those of the plan are loaded.
-    """
+def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, rank: int) -> tuple[Any, ...]:
+    """What a `Trainer` of given models uses, made as in `train.py`, for the reference code's constructors."""
     progress = Progress.of(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
-    fsdp = from_rank_0(decide_frozen_weights(plan).fsdp if rank == 0 else None)
-    if fsdp != plan.fsdp:
-        progress.line(f"frozen weights are {fsdp.frozen_weights} on every process (fsdp_frozen_weights)")
-        plan = replace(plan, fsdp=fsdp)
-    if models is None:
-        progress.line(f"loading the weights of {plan.model.name_or_path}")
-    policy, reference = models or model_loaders(plan, rank=rank, resume_from=resume_from)
-    if models and resume_from is not None:  # which loaders read themselves
-        if plan.lora is None:  # `make_policy` loads an adapter
-            load_archive(policy, resume_from)
-        if reference is not None and plan.follow_every:
-            load_archive(reference, resume_from / f"{FOLLOWING}.pt")
-    policy, frozen_digest = make_policy(plan, policy, data, mesh, resume_from=resume_from)
-    reference = make_reference(plan, reference, policy, frozen_digest, data, mesh)
+    plan = place_frozen_weights(plan, mesh, progress)
+    policy, digest = make_policy(plan, policy, data, mesh)
+    reference = make_reference(plan, reference, policy, digest, data, mesh)
     objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
-    optimizer = make_optimizer(plan.training, optimized(trained_parameters(policy)))
+    optimizer = make_optimizer(plan.training, policy)
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
     evaluator = Evaluator(objective, batches, progress, stop)
-    run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
-    checkpoints = Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
-    context = RunContext(plan, run_dir, rank, data, progress.line, policy)
-    callbacks = Callbacks(CALLBACKS, context, terminal=progress)
-    states = {"objective": objective, **batches.states, "checkpoints": checkpoints, "callbacks": callbacks}
-    state = RunState(reference, frozen_digest, rank=rank, **states)
-    saved: list[Part] = [policy_part(policy)]  # in the order of writing
-    if plan.follow_every:  # only then does the reference change
-        saved.append(ModelPart(FOLLOWING, reference.model))
-    saved += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
-    facts = {"config": record_config(plan), **record_inputs(data, policy.config)}
+    checkpoints = make_checkpoints(plan, mesh, evaluator, progress)
+    callbacks = make_callbacks(plan, data, mesh, policy, progress)
     made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
-    return (*made, state, saved, facts, progress, stop)
+    return (*made, digest, progress, stop)
+
+
+def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> Plan:
+    """Decide where frozen weights are, on rank 0 for all processes."""
+    fsdp = from_rank_0(decide_frozen_weights(plan).fsdp if mesh.rank == 0 else None)
+    if fsdp != plan.fsdp:
+        progress.line(f"frozen weights are {fsdp.frozen_weights} on every process (fsdp_frozen_weights)")
+    return replace(plan, fsdp=fsdp)
+
+
+def find_models(
+    plan: Plan, given: tuple[Any, Any] | None, progress: Progress, *, rank: int, resume_from: Path | None
+) -> tuple[Any, Any]:
+    """Policy and separate reference or None: those given, with a checkpoint's weights, or functions that load them."""
+    if given is None:
+        progress.line(f"loading the weights of {plan.model.name_or_path}")
+        return model_loaders(plan, rank=rank, resume_from=resume_from)
+    policy, reference = given
+    if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
+        load_archive(policy, resume_from)
+    if resume_from is not None and reference is not None and plan.follow_every:
+        load_archive(reference, resume_from / f"{FOLLOWING}.pt")
+    return policy, reference
 
 
 def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None
+    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None = None
 ) -> tuple[Any, str | None]:
     """Load, check and distribute the policy; return it with its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
@@ -132,3 +128,25 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> 
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         keep_outputs_where_they_are(model)
     return model
+
+
+def make_checkpoints(plan: Plan, mesh: Mesh, evaluator: Evaluator, progress: Progress) -> Checkpoints:
+    run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
+    return Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
+
+
+def make_callbacks(plan: Plan, data: TrainingData, mesh: Mesh, policy: Any, progress: Progress) -> Callbacks:
+    context = RunContext(plan, Path(plan.run.local_run_dir), mesh.rank, data, progress.line, policy)
+    return Callbacks(CALLBACKS, context, terminal=progress)
+
+
+def list_saved(
+    plan: Plan, objective: Objective, optimizer: Any, scheduler: Schedule, base_digest: str | None, **states: Any
+) -> tuple[RunState, list[Part]]:
+    """A run's counters and states, and the parts of its checkpoints in the order of writing."""
+    mesh, reference, policy = objective.mesh, objective.reference, objective.policy
+    state = RunState(reference, base_digest, rank=mesh.rank, objective=objective, **states)
+    # the reference is saved only if it changes
+    following = [ModelPart(FOLLOWING, reference.model)] if reference and plan.follow_every else []
+    others = [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
+    return state, [policy_part(policy), *following, *others]

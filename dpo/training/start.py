@@ -1,13 +1,17 @@
-"""What a run says and checks before its first update."""
+"""What a run sets, says and checks before its first update."""
 
 from __future__ import annotations
 
 import math
+import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
@@ -18,13 +22,24 @@ from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, remarks
 from dpo.numbers import count
 from dpo.settings.plan import Plan
-from dpo.system.arithmetic import without_compilation, without_tf32
+from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import Objective, make_scores
 from dpo.training.optimization import count_states
 
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
 MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
+
+
+def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
+    """Seed random generators, choose kernels, and without `bars` hide those of libraries, which would fill a log."""
+    random.seed(plan.run.seed)
+    np.random.seed(plan.run.seed)
+    torch.manual_seed(plan.run.seed)  # `transformers.set_seed` would import PEFT, which takes a second
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
+    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
+from dpo.settings.plan import resolve
 from dpo.training.optimization import Schedule
 from experiments.frontier import exact
 from experiments.frontier.task import Pairs, Task
@@ -58,7 +59,8 @@ def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> A
     """Train a copy of the reference, or a reward model."""
     model, compute_loss = MAKERS[run.method](reference, task, pairs, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr)
-    schedule = Schedule(optimizer, warmup_steps=WARMUP, updates=updates, kind="cosine", min_ratio=0.0)
+    training = resolve({"schedule": "cosine", "warmup_steps": WARMUP}).training
+    schedule = Schedule(training, optimizer, updates=updates, data_size=1)
     batches = _draw_batches(len(pairs.prompts), run.batch, np.random.default_rng([task.seed, 8, run.seed]))
     for _ in range(updates):
         optimizer.zero_grad()

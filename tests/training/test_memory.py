@@ -158,7 +158,7 @@ def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of
     training = replace(plan_of().training, optimizer=name, optimizer_args={})
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = make_optimizer(training, [parameter])
+    optimizer = make_optimizer(training, torch.nn.ParameterList([parameter]))
     optimizer.step()
     n_values = sum(value.numel() for value in optimizer.state[parameter].values() if torch.is_tensor(value))
     assert n_values / parameter.numel() == pytest.approx(count_states(training), abs=0.02)

@@ -133,5 +133,5 @@ def test_the_optimizers_arguments_reach_it_or_are_refused_with_those_it_takes(op
         with pytest.raises(InputError, match=f"optimizer={optimizer}, which takes .*weight_decay.*{complaint}"):
             check_optimizer(training)
     else:
-        [group] = make_optimizer(training, [torch.nn.Parameter(torch.zeros(2))]).param_groups
+        [group] = make_optimizer(training, torch.nn.Linear(2, 1)).param_groups
         assert {name: group[name] for name in ("lr", *arguments)} == {"lr": 1e-3, **arguments}
