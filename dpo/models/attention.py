@@ -7,6 +7,7 @@ computes all columns whatever the mask.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from dpo.models.packing import Segments
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
 
+# torch 2.11 does not have this option, and groups heads without it
+GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux is for sinks
 BLOCK = 96  # queries at a time on a CPU: their scores stay in the processor's cache
 
@@ -87,7 +90,7 @@ def attend_by_segments(
         scale=scaling,
         # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=True,
+        **GROUPED,
     )
     return out[None], None
 

@@ -168,8 +168,12 @@ def release_gathered(model: Any) -> None:
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    if units and model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
+    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
+        return
+    if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
+    else:  # torch 2.11
+        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
 def _list_units(model: Any) -> list[Any]:
