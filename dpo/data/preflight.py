@@ -311,7 +311,7 @@ class TrainingData:
         )
         return cls(
             tokenizer,
-            TextEncoder(tokenizer),
+            TextEncoder(tokenizer, largest=facts["largest"]),
             PromptTable(table / "train.jsonl"),
             PromptTable(table / "test.jsonl"),
             Preflight(train, test, facts["notes"], updates, per_epoch),
@@ -420,7 +420,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
         reports[split] = {**asdict(report), "digest": digest}
     train, test = (PromptTable(directory / f"{split}.jsonl") for split in SPLITS)
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
-    return {**reports, "notes": notes}
+    return {**reports, "notes": notes, "largest": encode.largest}
 
 
 def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:

@@ -94,12 +94,12 @@ class Tokens(NamedTuple):
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
-    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. Raises
-    InputError for a token id without an embedding, once the number of embeddings is known.
+    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest`
+    is the largest token id so far.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.n_embeddings = tokenizer, math.inf
+    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
+        self.tokenizer, self.largest, self.n_embeddings = tokenizer, largest, math.inf
         self._lock = Lock()  # backends are made once
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
@@ -149,13 +149,19 @@ class TextEncoder:
                     encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
-        largest = max((token for cut in encoded.values() for ids in cut or () for token in ids), default=-1)
-        if largest >= self.n_embeddings:
+        found = (token for cut in encoded.values() for ids in cut or () for token in ids)
+        self.largest = max(self.largest, max(found, default=-1))
+        self.check_vocabulary(self.n_embeddings)
+        return encoded
+
+    def check_vocabulary(self, n_embeddings: float) -> None:
+        """Raise InputError for a token id without an embedding, now and in later texts."""
+        self.n_embeddings = n_embeddings
+        if self.largest >= n_embeddings:
             raise InputError(
-                f"the tokenizer gives token id {largest}, but the model has only {self.n_embeddings} embeddings; set "
+                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; set "
                 f"model.tokenizer_name_or_path to the model's own tokenizer"
             )
-        return encoded
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:
         """Tokenize with a tokenizer that gives no offsets: one limit is found if the first part has the same tokens."""

@@ -81,7 +81,7 @@ def make_policy(
     """Load, check and distribute the policy; return it with its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
     policy, frozen_digest = after_rank_0("the policy's weights", load)
-    data.encode.n_embeddings = policy.get_input_embeddings().num_embeddings
+    data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
     check_positions(policy, plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)

@@ -89,11 +89,14 @@ def test_data_that_the_run_cannot_train_on_is_refused_before_it_starts(three_pai
     assert message in str(error.value)
 
 
-def test_a_token_that_the_model_does_not_embed_is_refused(tokenizer):
+def test_a_token_that_the_model_does_not_embed_is_refused_among_earlier_and_later_texts(tokenizer):
     encode = TextEncoder(tokenizer)
     [id_of_a] = encode([" a"])[" a"]
-    encode.n_embeddings = id_of_a + 1
+    encode.check_vocabulary(id_of_a + 1)
     assert encode([" a"]) == {" a": [id_of_a]}
-    encode.n_embeddings = id_of_a
     with pytest.raises(InputError, match=rf"token id {id_of_a}, but the model has only {id_of_a} embeddings"):
-        encode.encode_whole([("a", [[" a"]])])
+        encode.check_vocabulary(id_of_a)
+    later = TextEncoder(tokenizer, largest=id_of_a - 1)
+    later.check_vocabulary(id_of_a)
+    with pytest.raises(InputError, match=rf"token id {id_of_a}, but"):
+        later.encode_whole([("a", [[" a"]])])

@@ -139,7 +139,7 @@ def test_no_override_names_code_to_run(command, tmp_path):
     overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
     result = train(*command("run", "n_examples=4"), *overrides)
     assert result.returncode == 2
-    assert "hydra.callbacks.c._target_ may not be set: Hydra's own keys can name code to run" in result.stderr
+    assert "hydra.callbacks.c._target_ may not be set, as Hydra's own keys can name code to run" in result.stderr
     assert not (tmp_path / "proof").exists()
 
 
