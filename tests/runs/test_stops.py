@@ -135,3 +135,8 @@ def test_output_that_cannot_be_written_ends_no_run(more, command, tmp_path):
     """On a full disk, or a pipe that nobody reads."""
     assert start_run(command("run", *more), fill_output).wait() == 0
     assert len(find_checkpoints(tmp_path / "run")) > 0
+
+
+def test_a_bad_command_line_has_its_status_without_streams():
+    closed = start_interpreter("train.py", "loss=none_such", prepare=lambda: [os.close(n) for n in (0, 1, 2)])
+    assert closed.wait(60) == 2

@@ -172,14 +172,16 @@ class Run:
 
 def train_here(folder: Path, name: str, *overrides: str) -> None:
     """Run `train.work` in this process, where a test can patch the trainer."""
+    import torch
     import torch.distributed as dist
 
     import train
     from benchmarks.harness import compose
     from dpo.settings.plan import resolve
-    from dpo.system.launching import _backend, init_distributed
+    from dpo.system.launching import init_distributed
 
     plan = resolve(compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides]))
     if plan.trainer.multi_process and not dist.is_initialized():
-        init_distributed(0, 1, backend=_backend(), store=dist.FileStore(f"{folder / name}.store", 1))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(0, 1, backend=backend, store=dist.FileStore(f"{folder / name}.store", 1))
     train.work(0, 1, plan)
