@@ -1,7 +1,6 @@
 """Datasets as `{prompt: {responses, pairs, sft_target}}`, and the reference code's batch iterator.
 
-`hh`, `shp` and `se` are the paper's datasets, and `demo` is made up here. Any other name is custom data, see
-`dpo/data/custom.py`. Modules that only `se` needs are imported where they are used, for a quick start.
+`hh`, `shp` and `se` are the paper's, `demo` is made up here; any other name is custom data.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it
 
 
 def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, silent: bool) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of a split, each with its place, and show how many there are."""
+    """Yield the rows of a split, each with its place for messages."""
     rows = load_rows(source, split, cache_dir)
     bar = tqdm.tqdm(rows, f"Processing {name}", disable=silent or None)  # with None, silent unless stderr is a terminal
     for number, row in enumerate(bar, start=1):
@@ -61,10 +60,9 @@ def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
 
 
 def strip_html_tags(html_string: str) -> str:
-    """Convert Stack Exchange HTML to text, as the reference code does.
+    """Convert Stack Exchange HTML to text as the reference code does.
 
-    Keeps the top-level elements `p` (only the text directly in `p`), `pre > code` and `code`, in order, with a blank
-    line between them. Code stays inside `<code>`. Lists, quotes, links and all other elements are dropped.
+    Top-level `p` (only the text directly in it), `pre > code` and `code` remain, with a blank line between them.
     """
     from bs4 import BeautifulSoup, NavigableString
 
@@ -84,10 +82,9 @@ def strip_html_tags(html_string: str) -> str:
 def get_hh(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["hh"])
 ) -> PreferenceData:
-    """Load Anthropic's helpful and harmless dialogues: one pair per row.
+    """Load Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
 
-    A prompt's SFT target is the chosen response of its last row. A rejected dialogue loses as many characters as the
-    chosen one's prompt has, whether it begins with that prompt or not, as in the reference code.
+    A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code.
     """
     data = PreferenceData(truncation_mode="keep_end")
     for row, where in _read_rows(source, split, cache_dir, "HH", silent):
@@ -104,10 +101,7 @@ def get_hh(
 def get_shp(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
 ) -> PreferenceData:
-    """Load Stanford Human Preferences: pairs whose scores differ at least twofold.
-
-    A prompt's SFT target is the reply with the highest score.
-    """
+    """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
     for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
@@ -128,7 +122,6 @@ def get_shp(
 
 
 def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, Entry]]:
-    """Make prompts of Stack Exchange rows, each with its place."""
     prompts = []
     for row, where in placed_rows:
         question, answers = get_field(row, "question", where), get_field(row, "answers", where, list)
@@ -150,10 +143,10 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, E
 def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
-    """Load Stack Exchange: every pair of a question's answers.
+    """Load every pair of a question's answers; of equal scores the later answer is preferred.
 
-    If two answers have the same score, the later one is preferred. The source has one split, `train`, which is shuffled
-    with seed 42; the first 1 % is our test split. If a question is repeated, its last row counts.
+    The source's one split is shuffled with seed 42, and its first 1 % is our test split. A repeated question's last row
+    counts.
     """
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
@@ -182,12 +175,10 @@ def get_dataset(
     tokenizer: Any = None,
     **options: Any,
 ) -> PreferenceData:
-    """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
+    """Load a split as `{prompt: {responses, pairs, sft_target}}`; pairs are (better, worse) indices of responses.
 
-    Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
-    `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. The test
-    split of a source without splits, such as one file, is a tenth of its prompts; it comes with the train split as
-    `held_out`, so that the source is read once. Tokenizer and options are for custom data: see `get_custom`.
+    `dataset_sources[name]` says where a dataset is, or has its rows. Without splits, a tenth of the prompts are the
+    test split, which comes with the train split as `held_out`. Tokenizer and options are those of `get_custom`.
     """
     configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
     if name == "demo" and configured_source is None:
@@ -219,10 +210,7 @@ def get_dataset(
 
 
 def check_columns(plan: Plan) -> None:
-    """Raise InputError if columns of local data are missing.
-
-    The first records are read, and all of them only if these lack what the loss needs.
-    """
+    """Raise InputError if local data lacks columns that the loss needs."""
     trains_on = "prompts" if plan.online else plan.loss.trains_on
     for name, value in plan.data.dataset_sources.items():
         source = Source.parse(name, value) if value and name in plan.data.datasets and name not in LOADERS else None
@@ -236,10 +224,7 @@ def check_columns(plan: Plan) -> None:
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
-    """Make a JSON value that changes whenever a dataset's content changes.
-
-    None if there is no such value, as for a loader that the user has put into LOADERS.
-    """
+    """Make a JSON value that changes with a dataset's content; None for a loader that a user put into LOADERS."""
     loader = LOADERS.get(name, get_custom)
     if loader.__module__ not in (__name__, get_custom.__module__):
         return None
@@ -250,7 +235,6 @@ def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run: see `dpo.data.preflight.load_data`."""
     return preflight.load_data(plan, get_dataset, identify_dataset, silent=silent)
 
 
@@ -270,10 +254,9 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[PaddedBatch]:
-    """Load the datasets, tokenize, and yield batches, as the reference code does.
+    """Yield tokenized batches in the order of `iterate_examples`, as the reference code does.
 
-    The order is that of `iterate_examples`; partial batches of either split are dropped, and with `n_examples` alone
-    the data is repeated. The trainers do not use this function: they evaluate each test example once.
+    Partial batches are dropped, and with `n_examples` alone the data is repeated. Trainers do not use it.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")

@@ -1,11 +1,7 @@
-"""Entry point and recipe: the steps of a run in their order.
+"""Entry point and recipe: the steps of a run in their order; `--help` lists the keys.
 
-    python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
-    python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
-
-`--help` lists the keys. Exit status: 0 after training; 2 for bad input, after one message; 130 after Ctrl-C (the first
-saves, the second does not); 143 after another stop signal; 1 after any other error.
-Modules that need torch are imported inside functions, when a run starts: bad input is refused within a second.
+Exit status: 0 after training; 2 for bad input; 130 after Ctrl-C; 143 after another stop signal; 1 after any other
+error. What needs torch is imported inside functions, so that bad input is refused within a second.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ def run_or_exit(plan: Plan) -> None:
 
 
 def run(plan: Plan) -> None:
-    """Run a plan in as many processes as it says."""
     is_rank_0 = host.is_rank_0()
     for warning in find_warnings(plan) if is_rank_0 else ():
         print(f"warning: {warning}")
@@ -131,7 +126,7 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
 
 
 def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
-    """Load data, train and export; `run` is the directory, and None on all ranks but 0."""
+    """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
     from dpo.checkpoint.resume import check_inputs, find_model_facts, fix_template_date
     from dpo.models.export import export_last
@@ -209,8 +204,9 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
 
 
 def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, reference_model: Any = None) -> None:
-    """Train loaded models, as `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    starts it in N processes, which meet at `config.fsdp_port`, or use the process group that exists already.
+    """Train loaded models in one of `world_size` processes, as `torch.multiprocessing.spawn` starts them.
+
+    They meet at `config.fsdp_port`, or use the process group that exists.
     """
     import torch
 

@@ -1,7 +1,4 @@
-"""The trainer: the training loop, one update, and when it evaluates, samples and saves.
-
-`train.py` makes its parts; the reference code's trainers, at the end of this file, make their own.
-"""
+"""The trainer, with parts that `train.py` makes, and the reference code's trainers, which make their own."""
 
 from __future__ import annotations
 
@@ -48,8 +45,6 @@ from preference_datasets import load_data
 
 @dataclass(eq=False)
 class Trainer:
-    """Trains a policy in this process, which may be one of several, with parts that are made before."""
-
     plan: Plan
     data: TrainingData
     objective: Objective  # the policy, the reference, and the loss between them
@@ -86,16 +81,13 @@ class Trainer:
 
     @cached_property
     def train_iterator(self) -> Iterator[Any]:
-        """The training batches after those on which the run has trained, once the state is restored."""
+        """The batches on which the run has not trained, once the state is restored."""
         return self.batches.train(skip=self.state.batch_counter)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the data, evaluating and saving when due, and after the last update.
-
-        After a stop signal, it saves and raises Stopped; several processes agree to stop in one more update.
-        """
+        """Train to the end of the data; after a stop signal, save and raise Stopped."""
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
         if self.objective.mesh.rank == 0:
             for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
@@ -159,13 +151,11 @@ class Trainer:
         return update._replace(metrics={**means, "lr": lr, **of_online, **costs})
 
     def clip_gradient(self) -> torch.Tensor:
-        """Clip the gradient by its global norm; return the norm before clipping."""
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        """Before the first update, run the self-test; with `cache_reference_logps=all`, score all examples."""
         objective = self.objective
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
@@ -181,8 +171,7 @@ class Trainer:
     def _finishing(self) -> Iterator[None]:
         """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
 
-        After a stop signal or a scorer's failure an unsaved state is saved; after a NaN or infinite value nothing is.
-        After any other error no collective is called, as the other processes may not have failed.
+        After an error that other processes may not share, no collective is called.
         """
         with on_stop_signals(self._record_signal):
             try:
@@ -209,7 +198,7 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
-        """Evaluate, if due and not done yet; return the mean metrics, if it did."""
+        """Return the mean metrics, if it evaluated."""
         state, n_examples = self.state, self.state.example_counter
         is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
         is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
@@ -226,10 +215,7 @@ class Trainer:
         return metrics
 
     def sample_if_due(self) -> None:
-        """Draw an evaluation's samples, once its checkpoint is saved; a failure costs a warning.
-
-        Before the first update and after the last one, the policy also answers prompts, for the verdict on the run.
-        """
+        """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
         state, n_examples, samples = self.state, self.state.example_counter, []
         is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
         try:
@@ -275,7 +261,7 @@ class Trainer:
 
 
 def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
-    """Metrics of the time that an update took, sampling and scoring included, and of memory."""
+    """Metrics of an update's time, with sampling and scoring, and of memory."""
     seconds = step_seconds + sum(batch.seconds.values())
     metrics = {
         "examples_per_second": len(batch.examples) / seconds,
@@ -299,10 +285,7 @@ def peak_memory_gb() -> float:
 
 
 class BasicTrainer(Trainer):
-    """A trainer with the reference code's constructor, attributes and methods (docs/porting.md).
-
-    It makes its own parts, of models or of functions that load one.
-    """
+    """The reference code's trainer (docs/porting.md), of models or of functions that load one."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@ import argparse
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add the only option by which a script runs a model's Python code; no config can set it."""
+    """Add the only option by which a script runs a model's code; no config can set it."""
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

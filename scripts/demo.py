@@ -1,10 +1,4 @@
-"""The command of `make demo`: SFT, then DPO, on synthetic dialogues.
-
-    python -m scripts.demo
-
-Writes `.cache/demo/{sft,dpo}` and a page about the latter, `.cache/demo/report/report.html`. An interrupted demo goes
-on; `make clean-demo` removes all.
-"""
+"""SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); an interrupted demo goes on."""
 
 from __future__ import annotations
 

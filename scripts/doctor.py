@@ -1,9 +1,8 @@
-"""Print what a machine has, and what is wrong with it.
+"""Print what a machine has, and what is wrong with it: exit status 1 if anything is.
 
     python -m scripts.doctor
 
-Exit status 1 if there is a problem, else 0. Changes nothing. What may hang or crash (devices, an all-reduce) runs in a
-child process with a time limit.
+What may hang or crash (devices, an all-reduce) runs in a child process with a time limit.
 """
 
 from __future__ import annotations

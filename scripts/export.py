@@ -1,11 +1,9 @@
 """Export a checkpoint as a model of transformers, with a model card.
 
-    python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
-    python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # adapter and base as one model
+    python -m scripts.export CHECKPOINT OUT [--merge] [--dtype bfloat16]
 
-CHECKPOINT is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one
-that the reference code wrote. With `--merge` it may also be an adapter in PEFT's format, without it an adapter is
-exported in that format. Exit status: 0 written, 1 could not be written, 2 bad input.
+Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT may be such an adapter. Exit status: 0
+written, 1 could not be written, 2 bad input.
 """
 
 from __future__ import annotations

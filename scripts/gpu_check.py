@@ -2,7 +2,7 @@
 
     python -m scripts.gpu_check [--quick] [--minutes 30] [options of pytest, such as -k layouts]
 
-`make gpu-check` runs it. The measured numbers are printed, and written to `.cache/gpu-check.xml` (JUnit).
+The measured numbers are printed, and written to `.cache/gpu-check.xml`.
 """
 
 from __future__ import annotations

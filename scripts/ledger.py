@@ -2,9 +2,7 @@
 
     python -m scripts.ledger RUN [--top 10]
 
-For runs with `ledger=true`, also while they train or after a kill. The texts of pairs come from the run's datasets, if
-these can be loaded here; the texts of pairs that an online run drew are in the ledger. docs/metrics.md explains the
-counts. Exit status: 0, or 2 if RUN has no ledger. Changes nothing.
+docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
 
 
 def list_pairs(pairs: Sequence[Pair], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """List pairs with their texts."""
     for pair in pairs:
         scores = "" if pair.scores is None else "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
         yield (

@@ -2,10 +2,8 @@
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
-RUN is the directory of a run that is complete, still trains, or crashed, or a directory of such runs, as a sweep makes
-it. The page of a run has a verdict, warnings, findings, curves, samples, settings, time and cost; that of several runs
-has a table of their results, the settings that differ, and their curves. Exit status: 0 written, 2 bad input. Changes
-nothing else, and uses no network.
+RUN may still train or have crashed, or be a directory of runs, as a sweep makes it. Exit status: 0 written, 2 bad
+input.
 """
 
 from __future__ import annotations

@@ -49,8 +49,6 @@ class Side(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Models that answer the same prompts."""
-
     sides: list[Side]  # the policy, and the reference if there is one
     tokenizer: Any
     form: str  # of prompts, one of MEANINGS
@@ -71,7 +69,7 @@ class Panel(NamedTuple):
         return tokens
 
     def answer(self, side: Side, prompt: Tokens, number: int, sampling: Sampling) -> str:
-        """A side's answer to the prompt of this number in the session."""
+        """`number` is that of the prompt in the session."""
         with switch(side.model, side.adapter)():
             [given] = answer(side.model, self.tokenizer, [prompt], [number], sampling)
         return given.text
@@ -80,8 +78,7 @@ class Panel(NamedTuple):
 def load_panel(path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any) -> Panel:
     """Load a policy and its reference; `options` are those of `find_origin`.
 
-    `reference` is a path or Hub id, "none", or None for the model that the policy's run started from; `form` that of
-    prompts, or None for that in training, else `chat` with a chat template, else `raw`. Raises InputError if a model
+    `reference` is a path, Hub id or "none"; None: what the policy's run started from. Raises InputError if a model
     cannot be loaded, or if the tokenizers differ.
     """
     policy = find_origin(path, hub=True, **options)
@@ -122,7 +119,6 @@ def _find_start(policy: Origin) -> Origin | None:
 
 
 def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
-    """Load a side; its base is taken from `bases`, or added."""
     plan, weights = origin.plan, origin.weights
     has_plan_dtype = origin.run_dir is not None or weights.archive is not None
     dtype = DTYPES[plan.model.policy_dtype] if has_plan_dtype else None  # None: that of the model's own config

@@ -2,8 +2,7 @@
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...]
 
-A run's directory means all of its `step-N`, newest first. Exit status: 0 if all are intact, 1 if one is damaged or no
-checkpoint. A resumed run verifies its checkpoint in the same way.
+Exit status: 0 if all are intact, 1 if one is damaged or no checkpoint.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ from dpo.settings.plan import ParallelDims
 
 
 class Mesh:
-    """The division of models and examples among the processes of a run.
+    """Ranks fill `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
 
-    Ranks fill a mesh of `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
-    Layers are sharded along `tensor`; parameters, gradients and optimizer state along `shard` (FSDP). Ranks that differ
-    only in `tensor` see the same examples.
+    Layers are sharded along `tensor`, states along `shard` (FSDP). Ranks that differ only in `tensor` see equal
+    examples.
     """
 
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800) -> None:
@@ -48,7 +47,6 @@ class Mesh:
         return values
 
     def any(self, here: bool) -> bool:
-        """Return whether `here` is true on any process."""
         if self.world_size == 1:
             return here
         on_any_rank = torch.tensor(int(here), device=self.device)
@@ -65,12 +63,10 @@ class Mesh:
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value; without other processes, `value` itself."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]

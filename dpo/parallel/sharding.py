@@ -1,8 +1,4 @@
-"""A finished model distributed over the processes of a mesh, and the states of its parameters.
-
-Weights come from rank 0; FSDP shards and gathers them. With one process every collective is skipped, and transformers'
-`device_map` may spread the model's layers over several GPUs.
-"""
+"""A model distributed over the processes of a mesh, and the states of its parameters."""
 
 from __future__ import annotations
 
@@ -32,13 +28,11 @@ def distribute(
     reshard_after_forward: bool = True,
     frozen_whole: bool = False,
 ) -> Any:
-    """Distribute a model's weights, one FSDP unit per transformer block; embeddings and head are in the root unit.
+    """Distribute rank 0's weights, one FSDP unit per transformer block; embeddings and head are in the root unit.
 
-    Rank 0's weights are broadcast; other ranks' may be on the meta device. Each unit is broadcast, sharded along
-    `tensor` and then by FSDP before the next unit, so that a process never holds more than its shards and one unit.
-    Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
-    `frozen_whole` parameters that are not trained are whole on every process (or slices along `tensor`), in
-    `compute_dtype`. Raises InputError for a model without such blocks, or that cannot be sharded along `tensor`.
+    Other ranks' weights may be on the meta device. Units are broadcast one by one, so that a process never holds more
+    than its shards and one unit. With `frozen_whole` parameters that are not trained are whole on every process (or
+    slices along `tensor`), in `compute_dtype`. Raises InputError for a model without such blocks.
     """
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -98,7 +92,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable."""
+    """The modules of class `block_name`, or of the classes that the model declares unsplittable."""
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(
@@ -109,7 +103,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers, by name; the model gets rank 0's generation config."""
+    """Rank 0's shapes and dtypes, by name; the model gets rank 0's generation config."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
@@ -119,7 +113,7 @@ def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _receive_tensors(
     modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
-    """Replace the modules' own parameters and buffers with those of rank 0, frozen parameters in `frozen_dtype`."""
+    """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements: dict[torch.Tensor, torch.Tensor] = {}  # by this rank's tensor: a tied one is sent once and stays tied
     for module_name, module in modules.items():
         for tensors in (module._parameters, module._buffers):
@@ -152,8 +146,7 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
 def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False) -> None:
     """Declare whether the next backward pass is the `last` of an update.
 
-    Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. Every pass
-    reduces them over `shard`; with `reduce_once` only the last does, and until then processes add up whole ones.
+    Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
@@ -177,7 +170,6 @@ def release_gathered(model: Any) -> None:
 
 
 def _list_units(model: Any) -> list[Any]:
-    """The FSDP units of a model, the root first."""
     return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -205,7 +197,7 @@ def gathered_weights(model: Any) -> Iterator[None]:
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
-    """The class named `block_class_name` among the model's modules; InputError if there is none."""
+    """The class of this name among the model's modules; InputError if there is none."""
     for module in model.modules():
         if type(module).__name__ == block_class_name and module is not model:
             return type(module)
@@ -219,7 +211,6 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered from all processes; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -248,7 +239,6 @@ def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -293,7 +283,7 @@ def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer's step; it takes the gradients of sharded parameters."""
+    """Step with the gradients of sharded parameters, and clear them."""
     tensors = _list_optimized(optimizer)
     for tensor in tensors:
         if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
@@ -331,7 +321,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
     def remove_values(i: int, value: Any) -> Any:
-        """Remove the values of a tensor that is sharded as parameter `i` is."""
         whole = whole_parameter(tensors[i])
         is_sharded = whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape
         return value.to("meta") if is_sharded else value
@@ -357,7 +346,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """The `device_map` with which transformers loads weights."""
     if gpus == 0:
         return None
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU

@@ -1,8 +1,7 @@
-"""Tensor parallelism: every process of a group computes with slices of layers.
+"""Tensor parallelism after Shoeybi et al. 2019 (arXiv 1909.08053): every process of a group computes with slices.
 
-A plan maps the names of modules to styles, which say how to shard a module. It comes from the model's class; GPT-2 and
-GPT-J have none. Parameters become DTensors, so that clipping and checkpoints account for the slices. Forward and
-backward passes use their local tensors alone, and the collectives of Shoeybi et al. 2019 (arXiv 1909.08053).
+A plan maps the names of modules to styles. Parameters become DTensors, so that clipping and checkpoints account for the
+slices; forward and backward passes use their local tensors alone.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
 
 
 def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """Select this process's slice of a whole tensor (..., features)."""
     return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
@@ -158,9 +156,9 @@ def _refusal(model: Any, problem: str) -> InputError:
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of adapted layers and of the modules inside them.
+    """The styles of the parts of adapted layers, W x + B A x.
 
-    A layer computes W x + B A x. Conversions are linear, so those of W convert the sum's input and output.
+    Conversions are linear, so those of W convert the sum's input and output.
     """
     styles = {}
     for name, module in model.named_modules():
@@ -181,7 +179,7 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Shard the modules' own parameters, and make forwards compute with slices.
 
-    `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in one call.
+    Modules that share a tied parameter must be in one call.
     """
     slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
@@ -198,7 +196,6 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
-    """Replace a module's forward by one that computes with local parameters."""
     forward, rank = module.forward, mesh.get_local_rank()
     width = getattr(module, "out_features", 0)
     if style.cut == "rows":
@@ -227,14 +224,13 @@ def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: Devic
 
 
 def _cut_dim(name: str, style: Style) -> int | None:
-    """The dim along which a module's parameter `name` is sharded, or None."""
     if style.cut == "in":
         return None if name == "bias" else 1
     return None if style.cut is None else 0
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice along `dim`, or a replica if None."""
+    """This process's slice along `dim`; if None, a replica."""
     placement = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
     if dim is not None:
@@ -260,7 +256,6 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
 
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
-    """Move a local tensor's gradient to its parameter."""
     parameter, grad = owner(), local.grad
     local.grad = None
     if parameter.grad is not None:

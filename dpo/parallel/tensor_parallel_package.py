@@ -1,8 +1,6 @@
-"""Tensor parallelism with the package `tensor_parallel` 2.0.0.
+"""Tensor parallelism with the package `tensor_parallel` 2.0.0, which has a thread for each device of one process.
 
-One process has several devices, and the package a thread for each. The package's rules for sharding GPT-2, GPT-NeoX and
-Llama are corrected here for transformers 5 and for training. Neither sampling nor activation checkpointing is
-supported. No other file uses the package.
+Its rules for GPT-2, GPT-NeoX and Llama are corrected for transformers 5 and for training. No other file uses it.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ FAMILIES = ("gpt2", "gpt_neox", "llama")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """Shard a copy of a model, which should be on the CPU, over devices of this process.
-
-    Raises InputError for a model that the package cannot shard.
-    """
+    """Shard a copy of a model, which should be on the CPU; InputError if the package cannot shard it."""
     config = model.config
     is_known = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa")
     is_odd = config.model_type == "llama" and (
@@ -51,9 +46,8 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> Spl
 
 
 class SplitModel(torch.nn.Module):
-    """A model sliced over several devices, with the whole model's `state_dict()`.
+    """A model sliced over devices, whose `state_dict()` is the whole model's; `parameters()` hold each weight once.
 
-    `parameters()` hold each weight once, so that norm, clipping and elementwise updates are those of the whole model.
     An optimizer's state is that of the slices, so a run continues only with as many devices.
     """
 
@@ -84,7 +78,7 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state dict, with slices joined, on the CPU."""
+        """The whole model's, with slices joined, on the CPU."""
         self._forget_gathered()
         self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
         joined = {}
@@ -95,7 +89,6 @@ class SplitModel(torch.nn.Module):
         return {key: joined[name] for key, name in self.name_of_key.items()}
 
     def _slices(self, name: str) -> list[torch.Tensor]:
-        """The slices of a tensor, by device."""
         return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
 
     def _forget_gathered(self) -> None:

@@ -1,8 +1,4 @@
-"""The command line: checked, composed by Hydra and checked again, before anything runs.
-
-Options must be on an allow-list and keys in the table of keys, no secret may be written to disk, and nothing may name
-code to run. All problems are found at once.
-"""
+"""The command line, checked before and after Hydra composes it: it may store no secret, and files may name no code."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this p
 
 
 class CommandLine(NamedTuple):
-    """A parsed command line."""
-
     options: list[str]  # of Hydra, with their values, without --config-dir
     overrides: list[str]  # as Hydra wants them, with `++` before keys
     config_dir: str | None  # the value of --config-dir
@@ -69,10 +63,7 @@ class CommandLine(NamedTuple):
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
-    """Check a command line. If there are problems, print a sentence for each and exit with status 2.
-
-    Returns the arguments for Hydra, and the plan: None if Hydra is to show something, or to run a sweep.
-    """
+    """Return arguments for Hydra, and the plan: None if Hydra shows something or sweeps; exit 2 for bad input."""
     line, plan = CommandLine([], [], None), None
     try:
         line = parse(arguments)
@@ -98,7 +89,7 @@ def exit_on(problems: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line; raises InputError for an option that is unknown, abbreviated or refused."""
+    """Parse a command line; InputError for an option that is unknown, abbreviated or refused."""
     options, overrides, config_dir = [], [], None
     remaining = iter(arguments)
     for argument in remaining:
@@ -122,7 +113,6 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def parse_key(override: str) -> str:
-    """Parse the key or group that an override sets."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
@@ -138,10 +128,7 @@ def split_sweep(override: str) -> list[str]:
 
 
 def _sign(override: str, line: CommandLine) -> str:
-    """Put the sign before an override with which Hydra applies it, whatever the config has so far.
-
-    `find_problems` refuses a key that the chosen loss, adapter or scorer lacks.
-    """
+    """Put the sign before an override with which Hydra takes any key; `find_problems` refuses those that it should."""
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
@@ -161,11 +148,7 @@ def _is_hydra_key(key: str) -> bool:
 
 
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
-    """Find the plan of a command line, and its problems: one sentence each.
-
-    There is no plan if Hydra is to show something. The jobs of a sweep are all checked. Raises InputError for wrong
-    variables of a launcher.
-    """
+    """Find a command line's plan and the problems of all its jobs; no plan if Hydra shows something or sweeps."""
     found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
     problems = [sentence for sentence in found.values() if sentence]
     # what depends on a refused override is not known
@@ -190,10 +173,9 @@ def _compose(overrides: list[str]) -> DictConfig:
 
 
 def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
-    """Explain which keys the user's config files set by which a config can run code.
+    """Refuse keys that the user's config files set and that can name code.
 
-    What Hydra makes of all files is compared with what it makes without those of the user, so it does not matter what
-    they contain and how they are chosen.
+    Comparing what Hydra makes with and without the files covers all that they contain, however they are chosen.
     """
 
     def find_code(config: DictConfig) -> dict[str, Any]:
@@ -214,7 +196,6 @@ def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
 
 
 def _explain_override(override: str, line: CommandLine) -> str | None:
-    """Explain why an override is refused, if it is."""
     key, equals, value = override.lstrip("+").partition("=")
     if key.startswith("~") or not equals or not key:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
@@ -255,7 +236,6 @@ def place_job(plan: Plan, hydra_config: Any) -> Plan:
 
 
 def help_text() -> str:
-    """The text of `--help`: the options of each group, and all keys with their defaults and comments."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
     lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]

@@ -1,8 +1,6 @@
-"""The keys of the config, each declared once, their defaults, and the names that they accept.
+"""The keys of the config: types, bounds, choices, and what a resume may change. Their defaults are in `config/`.
 
-A key is a field of a section below, under the section's prefix in SECTIONS, or an option of a loss, which is a
-parameter of its formula. The type has the key's bounds and choices, and says whether a resume may change it. Default
-and meaning are in `config/`, conditions on several keys in `dpo/settings/validation.py`. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dpo.system.run_directory import get_cache_dir, get_local_dir, get_local_run
 
 
 class Resume(Enum):
-    """Permission of a resumed run to change a key."""
+    """Whether a resumed run may change a key."""
 
     KEEP = "no: another value would make it another run"
     CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
@@ -47,7 +45,7 @@ HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of
 
 
 class TrainerSpec(NamedTuple):
-    """A trainer and its abilities; `trainers.py` has the class of that name."""
+    """A class of `trainers.py`, by its name, and its abilities."""
 
     name: str
     multi_process: bool = False  # whether it runs in several processes, which form a process group
@@ -93,7 +91,7 @@ class RunPlan:
 
     @property
     def cache_dir(self) -> str | None:
-        """The directory of downloaded models and datasets; None: the libraries' default."""
+        """The directory of downloads; None: the libraries' default."""
         return get_cache_dir(self.local_dirs)
 
 
@@ -157,9 +155,7 @@ class OnlinePlan:
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """A chat template in place of the tokenizer's, and what it reads."""
-
-    template: Annotated[str | None, CHANGE]
+    template: Annotated[str | None, CHANGE]  # in place of the tokenizer's
     template_args: Mapping[str, Any]
     template_date: Annotated[str | None, PER_RUN]  # None: that of rendering
 
@@ -251,8 +247,6 @@ WITHOUT_SECTION: dict[str, Any] = {  # keys that stand alone, and those of losse
 
 
 class Key(NamedTuple):
-    """The values that a key may have, and whether a resume may change them."""
-
     holds: Callable[[Any], bool]
     wanted: str  # completes "must be"
     resume: Resume
@@ -281,7 +275,7 @@ TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_key(annotation: Any) -> Key:
-    """Read a type, such as `Annotated[int | None, ">= 1", CHANGE]`, whose marks are bounds and a Resume."""
+    """Read a type such as `Annotated[int | None, ">= 1", CHANGE]`."""
     plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     bounds = next((mark for mark in marks if isinstance(mark, str)), "")
     resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
@@ -302,7 +296,7 @@ def read_key(annotation: Any) -> Key:
 
 
 def is_within(value: float, bounds: str) -> bool:
-    """Return whether a number is within bounds such as `> 0`, `>= 1` or `[0, 1)`; without any, it must be finite."""
+    """Return whether a number is within bounds such as `> 0` or `[0, 1)`; without any, it must be finite."""
     if "," in bounds:
         low, high = map(float, bounds[1:-1].split(","))
         return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")
@@ -348,15 +342,12 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def options_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Find which option of each group of GROUPS is chosen by values of dotted keys."""
+    """Find the chosen option of each group of GROUPS."""
     return {group: values.get(f"{group}.name") for group in GROUPS}
 
 
 def load_defaults(loss: str | None = None, **others: Any) -> dict[str, Any]:
-    """Load the defaults, with these options of GROUPS.
-
-    For an option that is None or unknown there is its group's `none.yaml`, and without a loss its name is MISSING.
-    """
+    """Load the defaults; an option of GROUPS that is None or unknown counts as `none`, an unknown loss as MISSING."""
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
     options = {"loss": loss, **others}
     for group in GROUPS:

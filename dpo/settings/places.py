@@ -1,7 +1,4 @@
-"""Where the records of datasets are: local paths, Hub ids, and rows in memory, which are written to files.
-
-So processes, tables and a resumed run find all data alike.
-"""
+"""Where the records of datasets are; rows in memory become files, so that processes and resumed runs find them too."""
 
 from __future__ import annotations
 
@@ -54,8 +51,6 @@ FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for
 
 
 class Problem(NamedTuple):
-    """A problem of a config."""
-
     key: str  # whose value is the problem; "" for a condition on several keys
     sentence: str
 
@@ -70,9 +65,7 @@ def find_suffix(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or Hub id, and how its records are read."""
-
-    path: str
+    path: str  # local, or a Hub id
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     columns: Mapping[str, str | None] = field(default_factory=dict)  # by fields of FIELDS; None: it has no column
 
@@ -112,14 +105,10 @@ class Source:
 
 
 def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace paths and Hub ids in `datasets` by their last parts, and define these in `dataset_sources`.
-
-    The path of the chat template becomes absolute, as a later command may run in another directory. Wrong values stay
-    as they are.
-    """
+    """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
     placed = dict(values)
     template, datasets, given = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
-    if is_text(template):
+    if is_text(template):  # a later command may run in another directory
         placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
     datasets = [datasets] if is_text(datasets) else datasets
     if not (are_names(datasets) and isinstance(given, Mapping)):
@@ -137,13 +126,11 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_source(name: str, sources: Mapping[str, Any]) -> bool:
-    """Return whether it is known where a dataset of this name is."""
     source = sources.get(name)
     return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
 
 
 def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem]:
-    """List what is wrong with `datasets` and `dataset_sources`, whose paths are placed."""
     if not isinstance(sources, Mapping):
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
         return [Problem("dataset_sources", sentence)]
@@ -167,9 +154,9 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem
 
 
 def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
-    """Replace rows in `datasets`, which are called `rows`, or in `dataset_sources` by the paths of files.
+    """Replace rows (a list of mappings or a `datasets.Dataset`) in `datasets` or `dataset_sources` by paths of files.
 
-    Rows are a list of mappings or a `datasets.Dataset`. Raises InputError for rows that cannot be written.
+    Raises InputError for rows that cannot be written.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     given, changed = values.get("dataset_sources"), {}

@@ -1,8 +1,4 @@
-"""The plan of a run: its config as typed values.
-
-Fields have the names of the config's keys. Validation, launch, memory prediction and trainers read the plan; packages
-below `settings` do not read the config. Imports no torch.
-"""
+"""The plan of a run: its config as typed values, under the names of its keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class ParallelDims(NamedTuple):
 
     @classmethod
     def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
-        """Find the sizes; without `shard_size`, all processes share one copy."""
+        """Without `shard_size`, all processes share one copy."""
         return cls(world_size, shard_size or max(1, world_size // tensor_size), tensor_size)
 
     @property
@@ -43,7 +39,7 @@ class ParallelDims(NamedTuple):
 
     @property
     def replicate_size(self) -> int:
-        """Number of whole copies of weights, gradients and optimizer state."""
+        """Number of copies of weights, gradients and optimizer state."""
         return self.data_size // self.shard_size
 
 
@@ -80,16 +76,13 @@ class Plan:
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Return whether `fsdp_frozen_weights=whole` keeps an adapter's base equal to a second model as reference.
-
-        Held whole, the base is rounded to the dtype in which it computes.
-        """
+        """Return whether the base, rounded by `fsdp_frozen_weights=whole`, still equals a second model as reference."""
         dtypes = (self.model.policy_dtype, self.reference_dtype)
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
     def best(self) -> tuple[str, int]:
-        """The metric that ranks checkpoints; +1 if higher is better, else -1."""
+        """The metric that ranks checkpoints, and +1 if higher is better, else -1."""
         return (keys.HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property
@@ -111,24 +104,22 @@ class Plan:
 
     @property
     def caches_reference_first(self) -> bool:
-        """Return whether the reference scores all pairs before the first update."""
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict[str, Any]:
-        """Nest `values`: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+        """`{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
         return _nest(self.values)
 
     def change(self, key: str, value: Any) -> Plan:
-        """Make the plan with another value of one key, or with another option of a group, such as `lora`."""
+        """Make the plan with another value of one key, or another option of a group, such as `lora`."""
         values = {**self.values, f"{key}.name" if key in GROUPS else key: value}
         return make_plan(values, world_size=self.dims.world_size, has_new_run_dir=self.has_new_run_dir)
 
 
 def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = None) -> Plan:
-    """Make the plan of a config; keys that it lacks get their defaults, and `find_problems` reports what is wrong.
+    """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
-    A process makes it once, and hands it on. Paths in `datasets` become names that `dataset_sources` explains.
-    `world_size` follows from the config and the machine, unless it is given.
+    `world_size` follows from config and machine, unless it is given.
     """
     nested: Any = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
@@ -208,7 +199,6 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> str:
-    """The choices of groups, and the settings that differ from the defaults, as text to print."""
     values, defaults = redact(dict(plan.values)), dict(dotted(load_defaults(**options_in(plan.values))))
     shown = [key for key in values if key.endswith(".name") or values[key] != defaults.get(key)]
     return "\n".join(["settings that differ from the defaults:", *(f"  {key}={values[key]!r}" for key in shown)])

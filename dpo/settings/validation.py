@@ -1,8 +1,4 @@
-"""Config validation: all problems are reported at once, before anything is loaded.
-
-Conditions on the value of one key are in `dpo/settings/keys.py`. Conditions on several keys, or on keys and the
-machine, are the tables below. Imports no torch.
-"""
+"""Config validation: all problems are reported at once, before anything is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -105,7 +101,6 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
 
 
 def find_problems(plan: Plan) -> list[Problem]:
-    """List the problems of a plan and its values; a sentence has the value and the fix."""
     values = plan.values
     wrong = find_value_problems(values)
     found = [Problem("", sentence) for is_met, sentence in list_conflicts(plan) if is_met]
@@ -119,7 +114,7 @@ def find_problems(plan: Plan) -> list[Problem]:
 
 
 def find_warnings(p: Plan) -> list[str]:
-    """List the warnings about a plan without problems, one sentence each."""
+    """List doubts about a plan without problems."""
     lr, has_steps_of_lr = p.training.lr, p.training.optimizer in keys.STEPS_OF_LR
     names, sources = p.data.datasets, p.data.dataset_sources
     unused = [name for name, source in sources.items() if source is not None and name not in names]
@@ -143,9 +138,9 @@ def find_warnings(p: Plan) -> list[str]:
 
 
 def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
-    """Yield a problem for each key that is set, neither null nor at its default, without what it needs for an effect.
+    """Yield each key that is set, neither null nor its default, without what it needs for an effect.
 
-    Those are refused without which the run would compute something else than was asked for.
+    Those are `refused` without which the run would compute something else than was asked for.
     """
     loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
     # fmt: off
@@ -180,7 +175,6 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise InputError if there are problems."""
     if problems:
         raise InputError("; ".join(problem.sentence for problem in problems))
 
@@ -189,7 +183,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """List the keys that are unknown, and the values that are missing or wrong; those of the loss come last."""
+    """List unknown keys, and missing or wrong values; those of the loss come last."""
     options = options_in(values)
     own_keys = dict(dotted(load_defaults(**options)))
     sentences = {}
@@ -209,7 +203,6 @@ def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def find_value_problem(key: str, value: Any) -> str | None:
-    """Explain why a value is wrong by itself, if it is."""
     if key not in KEYS:
         return explain_unknown_key(key)
     allowed = KEYS[key]
@@ -224,7 +217,6 @@ def find_value_problem(key: str, value: Any) -> str | None:
 
 
 def explain_unknown_key(key: str) -> str:
-    """Explain that a key is unknown or was removed, and suggest a similar one."""
     if key in keys.REMOVED:
         return f"{key} was removed after {keys.REMOVED[key]}"
     if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
@@ -249,11 +241,10 @@ def _as_typed(value: Any) -> Any:
 
 
 def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
-    """Read a run's `config.yaml`, ours or the reference implementation's, as a plan.
+    """Read a run's `config.yaml`, ours or the reference implementation's.
 
-    Raises InputError if it is not a config, for a missing model or a wrong value of a key that begins with one of
-    `prefixes`, and for an interpolation, which could put this machine's environment into an export. Other values may be
-    wrong.
+    Raises InputError if it is none, names no model or has an interpolation, which could put this machine's environment
+    into an export; of wrong values only for those of keys that begin with one of `prefixes`.
     """
     config = read_yaml(path)
     try:
