@@ -1,7 +1,6 @@
-"""LoRA adapters (arXiv 2106.09685), put into a model in place, in PEFT's file format.
+"""LoRA adapters (arXiv 2106.09685) in a model, and their files in PEFT's format.
 
-The weights of an adapted layer move under `base_layer`. A model may hold two adapters: `policy`, which is trained, and
-`reference`, which is frozen.
+A model may hold two: `policy`, which is trained, and `reference`, which is frozen.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ FACTOR_OF_ANY = re.compile(r"\.lora_[AB]\.")  # in the name of a weight, by whic
 
 
 class StoredAdapter(NamedTuple):
-    """An adapter read from a directory in PEFT's format."""
-
     directory: Path
     r: int
     alpha: float
@@ -57,7 +54,7 @@ class StoredAdapter(NamedTuple):
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
-    """Read an adapter in PEFT's format; InputError if it is damaged, or more than LoRA and a scalar head."""
+    """Raises InputError if the adapter is damaged, or more than LoRA and a scalar head."""
     with explaining_adapter(directory):
         check_readable(directory / WEIGHTS)
         config, weights = read_json(directory / CONFIG), load_file(directory / WEIGHTS)
@@ -87,14 +84,13 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def explaining_adapter(directory: Path) -> AbstractContextManager[None]:
-    """Turn errors of reading an adapter into InputErrors inside."""
     return explaining_library(
         lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
     )
 
 
 def _list_layers(names: Iterable[str]) -> list[str]:
-    """The layers to which the weights of an adapter belong."""
+    """The layers of an adapter's weights."""
     return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
 
 
@@ -102,9 +98,9 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 
 
 class AdaptedLayer(torch.nn.Module):
-    """A linear layer with adapters, of which one may be in use: W x + alpha / r * B A dropout(x).
+    """W x + alpha / r * B A dropout(x), of the adapter in use if there is one.
 
-    The names are PEFT's. It takes fewer operations than PEFT's layer, and keeps no float32 copy of the input.
+    Unlike PEFT's layer, whose names it has, it keeps no float32 copy of the input, and takes fewer operations.
     """
 
     lora_A: Any  # modules by adapter, as the next two
@@ -123,7 +119,7 @@ class AdaptedLayer(torch.nn.Module):
         self.in_use: str | None = None
 
     def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
-        """Add an adapter whose A is drawn as PEFT draws it, and whose B is 0."""
+        """Draw A as PEFT does; B is 0."""
         a, b = torch.empty(r, self.in_features), torch.zeros(self.out_features, r)
         torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         self.lora_A[name], self.lora_B[name] = (Factor(matrix.to(self.weight.device)) for matrix in (a, b))
@@ -144,7 +140,7 @@ class AdaptedLayer(torch.nn.Module):
 
 
 class Factor(torch.nn.Linear):
-    """A float32 matrix of an adapter, cast to the input's dtype. B adds its scaled product to the base layer's."""
+    """A float32 matrix of an adapter; B adds its scaled product to the base layer's."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -171,10 +167,10 @@ def add_adapter(
     seed: int = 0,
     source: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model and add an adapter in float32, which becomes active. A new adapter changes nothing.
+    """Freeze a model and add an adapter in float32, which is active and changes nothing yet.
 
-    `targets` are names of layers, or their ends, or "auto". The policy's adapter is trainable, and with it a reward
-    model's scalar head. Raises InputError if a layer cannot be adapted; `source` says who named it.
+    `targets` are names of layers, or their ends, or "auto". A policy's adapter is trained, with a reward model's scalar
+    head. Raises InputError if a layer cannot be adapted; `source` says who named it.
     """
     layers, generator = _find_targets(model, targets, source), torch.Generator().manual_seed(seed)
     for layer_name in layers:
@@ -204,7 +200,6 @@ def add_adapter(
 
 
 def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str]:
-    """The names of the layers to adapt; InputError if one is absent, or cannot be adapted."""
     # of an adapted layer, the base layer comes last
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     ends = [targets] if isinstance(targets, str) else targets
@@ -226,19 +221,19 @@ def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer computes what torch's does, unlike such subclasses as Llama 4's routers."""
+    """Return whether a layer computes what torch's does, unlike Llama 4's routers."""
     return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Put a stored adapter into a model; InputError if it does not fit."""
+    """Raises InputError if the adapter does not fit the model."""
     layers = _list_layers(rename_layers(model, stored.weights, to_class=False))
     add_adapter(model, stored.r, stored.alpha, layers, name=name, source=str(stored.directory))
     load_adapter(model, stored, name)
 
 
 def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Copy a stored adapter's weights into the adapter of that name; InputError if they do not fit."""
+    """Copy a stored adapter's weights into the one called `name`; InputError if they do not fit."""
     parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
@@ -256,7 +251,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of the adapter `name`, by their names without `name`; the policy's has a scalar head, too."""
+    """An adapter's parameters, by names without its own; the policy's has a scalar head, too."""
     weights = {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
@@ -269,14 +264,14 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model's base, with its original names."""
+    """The base's state dict, with its original names."""
     state = model.state_dict().items()
     return {key.replace(".base_layer.", "."): tensor for key, tensor in state if not FACTOR_OF_ANY.search(key)}
 
 
 @torch.no_grad()
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Merge a stored adapter into a model, each sum rounded once, to `dtype` or the base's; return all weights."""
+    """A model's weights with an adapter merged, each sum rounded once, to `dtype` or the base's."""
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
         added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)
@@ -302,12 +297,12 @@ def _adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def seed_dropout(*numbers: int) -> None:
-    """Seed torch's global generator, so that an update draws the same masks in a resumed run."""
+    """Let an update draw the same masks in a resumed run."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
-    """The dropout of each adapted layer, if `lora.dropout` is above 0."""
+    """The adapted layers' dropout, if `lora.dropout` is above 0."""
     dropouts = [dropout for layer in _adapted_layers(model) for dropout in layer.lora_dropout.values()]
     return [dropout for dropout in dropouts if isinstance(dropout, torch.nn.Dropout)]
 
@@ -318,7 +313,7 @@ def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a function that opens contexts with the adapter `name` active, or none, and then the policy's again."""
+    """Make a function that opens contexts with the adapter `name` active, or none, and then the policy's."""
     layers = _adapted_layers(model)  # found once, as an update opens a context for every microbatch
 
     @contextmanager
@@ -345,7 +340,7 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count a policy's parameters, over all shards, 4-bit weights included."""
+    """Count parameters over all shards, 4-bit weights included."""
     n_total = sum(parameter.numel() for parameter in model.parameters())
     # a 4-bit weight is a packed buffer
     n_total += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
@@ -353,12 +348,12 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def policy_part(model: torch.nn.Module) -> ModelPart:
-    """The checkpoint's part with the policy: its adapter, or all weights."""
+    """A policy's adapter, or all its weights."""
     return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)
 
 
 class AdapterPart(ModelPart):
-    """The checkpoint's part with a policy's adapter, also in PEFT's format."""
+    """A policy's adapter, also in PEFT's format."""
 
     def gather(self) -> dict[str, torch.Tensor]:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters

@@ -1,7 +1,4 @@
-"""Answers of a model to prompts, each drawn with random numbers of its own.
-
-Up to rounding, an answer does not depend on the other prompts of its batch.
-"""
+"""Answers to prompts, each with random numbers of its own, so that none depends on its batch, up to rounding."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ Tokens = tuple[int, ...]
 
 
 class Answer(NamedTuple):
-    """A model's answer to a prompt."""
-
     text: str
     tokens: Tokens  # including the end token, if any
     ended: bool  # by an end token, not cut off at `max_new_tokens`
@@ -33,8 +28,6 @@ class Answer(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Answers drawn for a prompt in training."""
-
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
     best: int  # an index into answers
@@ -44,7 +37,7 @@ class Drawn(NamedTuple):
 
     @property
     def pair(self) -> tuple[Answer, Answer]:
-        """The online pair, (chosen, rejected)."""
+        """(chosen, rejected)."""
         best, worst = self.answers[self.best], self.answers[self.worst]
         return (worst, best) if self.is_flipped else (best, worst)
 
@@ -55,8 +48,6 @@ class Drawn(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How answers are drawn."""
-
     max_new_tokens: int
     temperature: float = 1.0  # 0: the most probable token
     top_p: float = 1.0
@@ -78,11 +69,10 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own,
 def choose_sampling(
     model: Any, tokenizer: Any, wanted: Mapping[str, Any], *, chat: bool = False, max_new_tokens: int = 0, **more: Any
 ) -> Sampling:
-    """Choose temperature, top_p, top_k and end tokens.
+    """Each value is the one in `wanted`, else the generation config's, else a default.
 
-    A value is the wanted one, if it is not None, else that of the model's generation config, else a default, which for
-    `chat` is another. Nothing else of a generation config is used: penalties, for instance, would show another
-    distribution than the model's.
+    Nothing else of a generation config is used: penalties, for instance, would show another distribution than the
+    model's.
     """
     chosen, config = {}, model.generation_config
     for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
@@ -93,7 +83,7 @@ def choose_sampling(
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The EOS tokens of a tokenizer, and then of a generation config."""
+    """The tokenizer's EOS token, then those of the config."""
     published = generation_config.eos_token_id
     tokens = [tokenizer.eos_token_id, *(published if isinstance(published, list) else [published])]
     return [token for token in dict.fromkeys(tokens) if token is not None]
@@ -108,10 +98,9 @@ def answer(
     *,
     in_step: bool = False,
 ) -> list[Answer]:
-    """Draw one answer to each prompt.
+    """Draw an answer to each prompt, by the prompt's number and `sampling.seed`.
 
-    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. `in_step`: several
-    processes hold shards of the model and answer in lockstep, so each continues until all have finished.
+    `in_step`: several processes hold shards of the model, so each continues until all have finished.
     """
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     device = next(model.parameters()).device
@@ -152,7 +141,7 @@ def answer(
 
 
 class _DrawToken(transformers.LogitsProcessor):
-    """Leaves of each row's logits (B, V) only the token drawn, by the row's own seed."""
+    """Leaves of each row's logits (B, V) only the token drawn, by the row's seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt
@@ -175,7 +164,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
-    """The text of a prompt as fed, with CUT for truncated text."""
+    """A prompt's text as fed, with CUT for truncated text."""
     if not example.prompt_is_cut:
         return unescape(prompt.text)
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
@@ -185,10 +174,7 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
 
 
 def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
-    """Write a prompt for readers, without control tokens.
-
-    The turns of a chat have their roles; a truncated chat is its text as `fed`.
-    """
+    """A prompt for readers, without control tokens: a chat's turns with roles, or `fed` if it was truncated."""
     if not prompt.messages or fed != unescape(prompt.text):
         return find_control(tokenizer).sub("", fed).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

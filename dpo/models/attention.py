@@ -1,8 +1,6 @@
-"""How a model's layers attend: transformers' implementations, and two of our own.
+"""Attention by segments on a GPU, and in bfloat16 on a CPU.
 
-`model.attn_implementation=varlen` computes the trees of a packed row by segments, without a mask, on a GPU. On a CPU
-`sdpa` is replaced for masked attention in bfloat16: torch's kernel multiplies bfloat16 no faster than float32, and
-computes all columns whatever the mask.
+There torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask.
 """
 
 from __future__ import annotations
@@ -31,14 +29,13 @@ _sdpa, _use_gqa_in_sdpa = sdpa_attention.sdpa_attention_forward, sdpa_attention.
 
 
 def find_attention(config: Any) -> str:
-    """The attention implementation of a model, which transformers has chosen."""
     return config._attn_implementation
 
 
 def choose_attention(wanted: str) -> str | None:
-    """The `attn_implementation` with which transformers makes a model.
+    """What transformers is to make a model with.
 
-    For `sdpa` it is None, transformers' default, which is eager for a model that lacks SDPA, such as Gemma 2.
+    For `sdpa` it is None, which is eager for a model that lacks SDPA, such as Gemma 2.
     """
     AttentionInterface.register(VARLEN, attend_by_segments)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
@@ -67,8 +64,8 @@ def attend_by_segments(
 ) -> tuple[torch.Tensor, None]:
     """Attention by `segments` in bfloat16 or float16; without them, transformers' "sdpa".
 
-    With `segments` there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
-    Raises InputError for layers that need more than this, such as a mask.
+    With them query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D). Raises InputError for
+    layers that need more, such as a mask.
     """
     has_own_mask = segments is not None and attention_mask.numel() != 1  # the usual mask is a dummy of one element
     if has_own_mask or any(kwargs.get(name) is not None for name in UNSUPPORTED):
@@ -99,7 +96,6 @@ def attend_by_segments(
 
 
 def replace_sdpa_on_cpus() -> None:
-    """Compute `attn_implementation="sdpa"` by `attend_in_bfloat16`."""
     AttentionInterface.register("sdpa", attend_in_bfloat16)
 
 
@@ -113,9 +109,9 @@ def attend_in_bfloat16(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over twice as fast as torch's, in bfloat16 on a CPU; transformers' "sdpa" in other cases.
+    """Attention over twice as fast as torch's, in bfloat16 on a CPU; else transformers' "sdpa".
 
-    The query is (rows R, heads H, tokens L, D), key and value are (R, K, L, D), and the output is (R, L, H, D).
+    The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
@@ -135,8 +131,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """softmax(scale * query @ key.T + mask) @ value; the mask is (R or 1, 1, L, L), the output (R, H, L, D).
 
-    All products are in bfloat16, and only over columns that the mask allows; softmax and sums over queries are in
-    float32. Like torch's kernel, it saves nothing of the mask's size for the backward pass.
+    Products are in bfloat16, softmax and sums over queries in float32; nothing of the mask's size is saved.
     """
     # H / K consecutive query heads share a key head
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
@@ -174,14 +169,14 @@ class _MaskedAttention(torch.autograd.Function):
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention probabilities of a block, (R * H, queries, keys) in float32."""
+    """(R * H, queries, keys) in float32."""
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)
     return scores.softmax(-1)
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (queries, keys) of each block of the attention matrix: the shortest range with all keys of the queries."""
+    """Yield queries, and the shortest range with all their keys."""
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), BLOCK):
         queries = slice(start, start + BLOCK)

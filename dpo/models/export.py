@@ -1,7 +1,6 @@
-"""The model that a path names, and its export as a transformers model or a PEFT adapter, with a model card.
+"""The model that a path names, and its export for transformers or PEFT, with a model card.
 
-Weights that do not change are mapped from their file and written shard by shard. Merged or converted weights are in
-memory once.
+Weights that do not change stay mapped from their file; merged or converted ones are in memory once.
 """
 
 from __future__ import annotations
@@ -69,15 +68,13 @@ Metrics are means over the evaluation examples at this checkpoint, if it was eva
 
 
 class Origin(NamedTuple):
-    """A base model, and weights that replace its own."""
-
     plan: Plan  # the run's, or else one of defaults; `plan.model.name_or_path` always names the base
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
 
     @property
     def policy(self) -> Path | None:
-        """The checkpoint's own `policy.pt`, not its base's; None without one."""
+        """The checkpoint's own `policy.pt`, not its base's."""
         if self.weights.adapter is None:
             return self.weights.archive
         file = self.weights.adapter / POLICY_FILE
@@ -94,10 +91,9 @@ def find_origin(
 ) -> Origin:
     """Find the model that a path names; InputError if it names none.
 
-    The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
-    directory; with `hub` also a Hub id. `model` is the base of an adapter or a `policy.pt`, if neither adapter nor run
-    names it, or if it has moved. `run_plan` is that of the path's run, if it is at hand. `trust_remote_code` says
-    whether the model's own code may be run, whatever the run's config says.
+    It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
+    neither adapter nor run names it, or if it has moved; `run_plan` that of the run, if at hand. `trust_remote_code`
+    replaces the run's.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -143,10 +139,9 @@ def export(
 ) -> Path:
     """Write a directory for transformers, whole or not at all, and return its path.
 
-    `checkpoint`, `model` and `plan` are those of `find_origin`. If `dtype` is None, the weights keep their dtype. An
-    adapter is written as an adapter that names its base, or with `merge` as one model. With `verify`, the files are
-    first compared with the checkpoint's checksums, if it has any. Raises InputError if the checkpoint cannot be
-    exported or `out` is not empty, and RunError if writing fails.
+    `checkpoint`, `model` and `plan` are those of `find_origin`. An adapter stays one that names its base, unless
+    `merge` is given. With `verify`, files are compared with the checkpoint's checksums, if any. Raises InputError if
+    the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -177,10 +172,7 @@ def export(
 
 
 def export_last(plan: Plan, rank: int) -> None:
-    """Export a complete run's last checkpoint into its `hf`, if wanted and missing.
-
-    Every process must call it. If the export fails, rank 0 prints a warning.
-    """
+    """Export a complete run's last checkpoint into its `hf`, if wanted and missing; every process must call it."""
     if not plan.run.export or plan.run.debug:
         return
     latest = Path(plan.run.local_run_dir) / "LATEST"
@@ -204,7 +196,7 @@ def export_last(plan: Plan, rank: int) -> None:
 
 
 def _find_base_for_peft(origin: Origin) -> str:
-    """The base that PEFT is to load under an adapter; raises InputError if PEFT cannot."""
+    """The base's name; InputError if PEFT cannot load it."""
     archive, adapter = origin.weights.archive, origin.weights.adapter
     if archive is not None:
         exported = archive.parent / EXPORTED
@@ -220,7 +212,6 @@ def _find_base_for_peft(origin: Origin) -> str:
 
 
 def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
-    """Write an adapter, which names its base, with tokenizer and card."""
     directory: Any = origin.weights.adapter
     config = read_json(directory / CONFIG) | {"base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -233,7 +224,6 @@ def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
 
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
-    """Write a whole model, with tokenizer and card."""
     source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(source, dtype=torch.float32)
@@ -270,7 +260,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Give a model on the meta device the weights to export; those that do not change stay mapped from their file."""
+    """Give a model on the meta device its weights, mapped from their file if they do not change."""
     if adapter is None:
         state = read_archive(origin.weights.archive, model)
     else:
@@ -293,10 +283,10 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
 
 
 def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
-    """Write the tokenizer as it was published, without training's pad token.
+    """Write the tokenizer as published, with another pad token if its own has no embedding.
 
-    A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
-    needs another embedding, as the model may have if it `may_grow`, unless it has more than the tokenizer.
+    A reward model always gets one: if no token can pad, a new one, for which the model `may_grow` or has an embedding
+    left.
     """
     name = origin.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
@@ -317,7 +307,7 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
 
 
 def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> None:
-    """Write a generation config that ends on what was trained, and else has the base's end tokens and sampling."""
+    """Write the base's sampling and end tokens, with the one that was trained."""
     published = load_generation_config(find_source(origin.plan))
     end_tokens = list_end_tokens(published, tokenizer)
     kept = {name: getattr(published, name) for name in (*DEFAULTS, "do_sample") if getattr(published, name) is not None}
@@ -330,7 +320,7 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
 
 
 def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
-    """Write `README.md` for a `model` or for an `adapter` alone."""
+    """Write `README.md`, without a `model` for an `adapter` alone."""
     plan, is_adapter = origin.plan, model is None
     checkpoint = read_file(origin.policy) if origin.policy else {}
     values = redact(plan.values) if origin.run_dir else {}
@@ -387,7 +377,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
 
 
 def find_prompt_format(origin: Origin) -> str | None:
-    """The form of training prompts, if all datasets have the same, by the run's record or an export's card."""
+    """The form of all training prompts, by the run's record or an export's card; None if they differ."""
     if origin.run_dir is not None:
         recorded = (_read_record(origin, "preflight.json").get("train") or {}).get("prompt_formats", {})
         names = origin.plan.data.datasets
@@ -404,6 +394,5 @@ def find_prompt_format(origin: Origin) -> str | None:
 
 
 def _read_record(origin: Origin, name: str) -> Mapping[str, Any]:
-    """A run's JSON file; empty without a file."""
     file = origin.run_dir and origin.run_dir / name
     return read_json(file) if file and file.exists() else {}

@@ -1,6 +1,6 @@
-"""Layouts of examples in a forward pass: the reference code's, and one of fewer tokens, if a model supports it.
+"""Layouts of examples in a forward pass.
 
-In shapes, B is the number of examples, and "sides" the largest number of responses of an example: 2 for pairs.
+In shapes, B counts examples, and "sides" the most responses of one: 2 for pairs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    """Each response in its own row, after its prompt."""
-
     input_ids: torch.Tensor  # (rows, T) int64
     attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
     labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
@@ -43,7 +41,7 @@ class PaddedRows:
 
 
 class Microbatch(NamedTuple):
-    """The inputs of one forward pass; a process without examples (B = 0) feeds another's, and discards the result."""
+    """A process without examples (B = 0) feeds another's, and discards the result."""
 
     indices: torch.Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
@@ -58,7 +56,6 @@ class Microbatch(NamedTuple):
         indices: Sequence[int],
         lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
     ) -> Microbatch:
-        """Make a microbatch of the examples at `indices` of a global batch."""
         fed, n = [examples[i] for i in indices] or examples[:1], len(indices)
         lengths = torch.from_numpy(by_side([example.n_scored for example in fed], fill=0))
         roles = torch.from_numpy(by_side([[ROLES.index(role) for role in e.roles] for e in fed], fill=NONE))
@@ -69,7 +66,7 @@ class Microbatch(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens in the forward pass, including padding."""
+        """Tokens fed, including padding."""
         return self.inputs.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -79,7 +76,7 @@ class Microbatch(NamedTuple):
         return map_tensors(torch.Tensor.pin_memory, self)
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Split one value per response, (sides, B), into (B,) for each role, with 0 for responses that are missing."""
+        """Values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
         # an example has at most one response of a role, so the sum over sides picks its value
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
@@ -87,8 +84,8 @@ class Microbatch(NamedTuple):
 class Padded:
     """Each response in its own row, padded on the right to the global batch's longest.
 
-    Causal attention does not look to the right: unless `masked`, the model gets no mask, with which transformers uses
-    slower kernels, and makes the host wait in every forward.
+    Causal attention does not look there; with a mask (`masked`) transformers uses slower kernels, and makes the host
+    wait.
     """
 
     def __init__(self, *, masked: bool = True) -> None:
@@ -102,7 +99,7 @@ class Padded:
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of each example's responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
+        """Log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
         input_ids, labels = inputs.input_ids, inputs.labels
         attention_mask = inputs.attention_mask if self.masked else None
         if find_scalar_head(model) is not None:
@@ -114,7 +111,7 @@ class Padded:
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out examples in rows of `length` tokens, padded on the right with token 0; first responses come first."""
+    """Lay out examples in rows of `length`, padded with token 0; first responses come first."""
     rows = []  # (prompt, response, cuts)
     row_index = np.zeros((max(len(example.responses) for example in examples), len(examples)), dtype=np.int64)
     for side, i in np.ndindex(row_index.shape):
@@ -143,20 +140,18 @@ class SharedPrefix:
     gives_rewards: bool = False
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        """Split as `Padded.split`, into microbatches with about equally many tokens."""
+        """Split as `Padded.split`, with about equally many tokens."""
         # Consecutive parts have examples of about equal length. All processes compute `size` consecutive parts at the
         # same time, so none waits long for another.
         indices_of_all = split_evenly(examples, parts * size)
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
-        """Pack examples into rows of `length`; None: the cheapest length."""
         max_tree_tokens = None if self.by_segments else 2 * self.max_length
         options = {"alignment": self.alignment, "length": length, "for_rewards": self.gives_rewards}
         return pack(examples, max_tree_tokens=max_tree_tokens, **options)
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
-        """As `Padded.forward`."""
         score = partial(packed_logps, with_squares=with_squares)
         by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
         index = inputs.response_index
@@ -177,10 +172,10 @@ def choose_layout(
     n_responses: int | None = None,
     on_any_process: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """Choose the layout `name`, or `Padded` with a message that says why, by running the model on pairs in both.
+    """The layout `name`, or `Padded` and why, by running the model on pairs in both.
 
-    Some pairs are as long as the run's: a response and its prompt have at most `longest` tokens (None: `max_length`),
-    and a microbatch at most `n_responses`. `on_any_process(here)` returns whether `here` is true on any process.
+    Some are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
+    `on_any_process(here)` returns whether `here` is true on any process.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
@@ -197,7 +192,7 @@ def choose_layout(
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """Choose a layout by the model's class and config alone; `Padded` and a reason if it does not support `name`."""
+    """The layout by class and config alone; `Padded` and a reason if they do not support `name`."""
     windows, attention = find_windows(model, max_length), find_attention(model.config)
     if isinstance(windows, str):
         # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the
@@ -221,7 +216,7 @@ COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_si
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """The window of each kind of attention layer, in tokens, None for all; a reason if rows cannot be shared."""
+    """The window of each kind of attention layer, None for all tokens; a reason if rows cannot be shared."""
     config = model.config.get_text_config()
     kinds, attention = set(getattr(config, "layer_types", None) or ()), find_attention(config)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -248,7 +243,7 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, tolerance: float) -> str | None:
-    """Describe how log-probabilities, or rewards, differ between the layouts, in short and in the longest rows."""
+    """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows."""
     window, n = max(window or 0 for window in layout.windows.values()), max(longest, 12)
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
@@ -288,7 +283,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
 
 
 def _sum_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Summed log-probabilities of each row's labels, (rows,), as all logits of long rows might not fit into memory."""
+    """Log-probabilities summed by row, (rows,), as all logits of long rows might not fit into memory."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
     logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], rows.labels[row, column + 1])

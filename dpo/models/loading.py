@@ -27,36 +27,35 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 
 
 def find_source(plan: Plan) -> Source:
-    """The trained model, which the plan names."""
     model = plan.model
     return Source(model.name_or_path, plan.run.cache_dir, model.trust_remote_code, plan.loss.scalar_head)
 
 
 def resolve_name(name: str) -> str:
-    """The absolute path of a model's directory; a Hub id unchanged."""
+    """A directory's absolute path; a Hub id unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name  # resolves links such as LATEST, which will move
 
 
 def find_model_config(plan: Plan) -> Any:
-    """The trained model's config, perhaps of a checkpoint's text part."""
+    """The model's config, perhaps of a checkpoint's text part."""
     config = load_config(find_source(plan))
     return config.get_text_config() if is_text_part(config) else config
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
-    """The model without its weights and adapters, on the meta device."""
+    """The model on the meta device, without adapters."""
     return load_structure(find_source(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
-    """The policy, quantized and with its adapters, but without weights."""
+    """The policy on the meta device, quantized and with its adapters."""
     names = ([POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]) if plan.lora else []
     return _prepare(find_structure(plan, dtype), plan, dict.fromkeys(names))
 
 
 def find_weights(plan: Plan) -> Weights:
-    """The weights that `model.archive` names; InputError if there are none, or the keys of `lora` do not match them."""
+    """What `model.archive` names; InputError if it does not exist, or the keys of `lora` do not match."""
     archive = plan.model.archive
     if archive is None:
         return Weights()
@@ -77,7 +76,6 @@ def find_weights(plan: Plan) -> Weights:
 
 
 def notes_on_base(plan: Plan) -> list[str]:
-    """A warning if the adapter of `model.archive` names another base."""
     base, name = find_weights(plan).base, plan.model.name_or_path
     if base is None or resolve_name(base) == resolve_name(name):
         return []
@@ -85,7 +83,7 @@ def notes_on_base(plan: Plan) -> list[str]:
 
 
 def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:
-    """The file with the reference in the checkpoint of a resumed run, if the reference follows the policy."""
+    """The reference in a resumed run's checkpoint, if it follows the policy."""
     return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
 
 
@@ -93,7 +91,7 @@ def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | Non
 
 
 def check_model(plan: Plan) -> Weights:
-    """Find the weights, and raise InputError if the model cannot be trained."""
+    """Find the weights; InputError if the model cannot be trained."""
     weights, config = find_weights(plan), load_config(find_source(plan))
     if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
         name_in_files(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
@@ -113,7 +111,7 @@ def check_parts(plan: Plan) -> None:
 def model_loaders(
     plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference (None if it is no separate model), not quantized and without adapters.
+    """Functions that load policy and reference (None if it is no separate model) without adapters.
 
     On ranks other than 0 they return models without weights.
     """
@@ -135,7 +133,7 @@ def model_loaders(
 
 
 def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **options: Any) -> Any:
-    """A plan's model without adapters, by default in the dtype of its config; `options` are those of `load_model`."""
+    """The model without adapters, by default in its config's dtype; `options` are those of `load_model`."""
     source = find_source(plan)
     return load_model(
         source,
@@ -148,7 +146,7 @@ def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **opt
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy before it is distributed, and on rank 0 the digest of its frozen weights, if they are the reference.
+    """The policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
 
     `policy` is a model or a function that loads it.
     """
@@ -167,7 +165,7 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """A separate reference, or what a function loads, and its digest: None unless on rank 0, or if it is to follow."""
+    """As `load_policy`, for a separate reference; without a digest if it is to follow the policy."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
     model = _prepare(model, plan, adapters, rank=rank, compile_blocks=True).eval().requires_grad_(False)
@@ -183,10 +181,9 @@ def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) 
 def _prepare(
     model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
 ) -> Any:
-    """Quantize, adapt and compile a model, or what a function loads, as the plan says; InputError if it does not fit.
+    """Quantize, adapt and compile a model, or what a function loads; InputError if it does not fit.
 
-    `adapters` maps names to directories in PEFT's format, which rank 0 reads for all, or to None for a new adapter; the
-    first becomes active.
+    `adapters` maps names to directories, which rank 0 reads for all, or to None for a new adapter; the first is active.
     """
     if not isinstance(model, torch.nn.Module):
         model = model()

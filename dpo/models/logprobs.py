@@ -1,7 +1,6 @@
 """Log-probabilities and rewards of responses, from padded and from packed rows.
 
-A reward model is a sequence classification model of transformers with one output, its scalar head: a linear layer
-`score` without bias, applied to the hidden state of a text's last token.
+A reward model has a scalar head: a linear layer `score` without bias for the hidden state of a text's last token.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a
 
 
 class TokenLogps(NamedTuple):
-    """Log-probabilities of the scored tokens of n responses, zero-padded.
-
-    T is the largest number of tokens in one response. A reward model has one value per response instead, its reward.
-    """
+    """Log-probabilities of scored tokens of n responses, zero-padded to the longest, T; or their rewards (T = 1)."""
 
     logps: torch.Tensor  # (n, T)
     squares: torch.Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
@@ -43,7 +39,7 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Log-probabilities of the labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps and then zeros."""
+    """Log-probabilities of labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps, then zeros."""
     with _one_text_per_row():
         logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
@@ -61,7 +57,7 @@ def sequence_logps(
 
 @contextmanager
 def _one_text_per_row() -> Iterator[None]:
-    """Tell transformers inside that no row has several texts, for which it would read the positions on the host."""
+    """Keep transformers from reading positions on the host, in search of rows with several texts."""
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -73,10 +69,7 @@ def _one_text_per_row() -> Iterator[None]:
 def packed_logps(
     model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
 ) -> TokenLogps:
-    """Log-probabilities of the U responses of `packed`, (U, T).
-
-    Equal to `sequence_logps` of each response alone, up to rounding. A reward model gives `sequence_rewards`, (U, 1).
-    """
+    """`sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
         [attention_mask] = attention_mask.values()
@@ -111,7 +104,7 @@ def sequence_rewards(
 
 
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
-    """The additive mask of each kind of attention layer: on CPUs it is faster than `tree_mask`, which is bool."""
+    """Additive masks, by kind of attention layer: on CPUs they are faster than bool."""
     device, dtype = packed.input_ids.device, model.get_input_embeddings().weight.dtype
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
@@ -129,7 +122,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, in float32 or higher: (N,) for (N, V).
+    """`logits.log_softmax(-1)` at the targets: (N,) for (N, V).
 
     It is computed a few rows at a time, and again in the backward pass, so that no second tensor of (N, V) exists.
     """
@@ -161,7 +154,7 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Split all tensors into pieces of as many rows of logits as fit into a CPU's cache, on a GPU into one."""
+    """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
     rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
 
@@ -192,7 +185,7 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
 
 
 def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What a model makes of the logits of its head."""
+    """What the model makes of its head's logits."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return torch.tanh(logits / cap) * cap
     if (factor := getattr(config, "logit_scale", None)) is not None:
@@ -206,7 +199,7 @@ def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 class ScalarHead(torch.nn.Linear):
-    """A linear layer with one output, computed in float32 or higher, as rewards in half precision have three digits."""
+    """Computed in float32 or higher, as rewards in half precision have three digits."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
@@ -218,13 +211,13 @@ class ScalarHead(torch.nn.Linear):
 
 
 def find_scalar_head(model: Any) -> ScalarHead | None:
-    """The scalar head of a reward model; None for a language model."""
+    """None for a language model."""
     head = getattr(model, HEAD, None)
     return head if isinstance(head, ScalarHead) else None
 
 
 def install_scalar_head(model: Any) -> None:
-    """Make a sequence classification model compute its head as a ScalarHead; InputError for any other model."""
+    """Raises InputError unless this is a sequence classification model with one output."""
     head = getattr(model, HEAD, None)
     if type(head) is torch.nn.Linear and head.out_features == 1 and head.bias is None:
         setattr(model, HEAD, ScalarHead(head.weight))
@@ -236,13 +229,13 @@ def install_scalar_head(model: Any) -> None:
 
 
 def draw_head(model: Any, seed: int) -> torch.Tensor:
-    """Draw a head's weight, (1, H) in float32, as transformers initializes it."""
+    """A head's weight, (1, H) in float32, as transformers draws it."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
 
 
 def reward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Rewards, (n,), from the hidden states of last tokens, (n, H)."""
+    """Rewards, (n,), from hidden states of last tokens, (n, H)."""
     head = getattr(model, HEAD)
     return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs

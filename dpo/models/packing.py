@@ -1,9 +1,8 @@
-"""Shared-prefix layout: a prompt and its distinct responses as a tree.
+"""Shared-prefix layout: a prompt and its distinct responses as a tree, each fed once.
 
     prompt | chosen | rejected     positions restart after the prompt; responses do not attend to each other
 
-Prompt and responses are fed once each. A response's last token predicts nothing, so it is not fed. This file only
-computes token ids, positions and masks; `dpo/models/logprobs.py` runs the model on them.
+A response's last token predicts nothing, so it is not fed.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class Segments(NamedTuple):
 
 @dataclass
 class Packed:
-    """R packed rows of L tokens, and the positions of scored tokens.
+    """R rows of L tokens, each with several trees; tensors are int64.
 
-    A row holds several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
-    responses (the same response to two prompts counts twice), T the largest number of tokens in one response (1 for
-    rewards), B the number of examples, and "sides" the largest number of responses of an example.
+    N counts scored tokens, U distinct responses (the same to two prompts twice), T the tokens of the longest (1 for
+    rewards), B examples, and "sides" the most responses of an example.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -57,7 +55,7 @@ class Packed:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `change`, which moves or pins a tensor, to all tensors of a dataclass or named tuple."""
+    """Apply `change` to all tensors of a dataclass or named tuple."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_dataclass(value):
@@ -69,15 +67,15 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
 
 
 def count_tokens(example: Example) -> int:
-    """The number of tokens fed for a single example."""
+    """Tokens fed for an example alone."""
     return len(example.prompt) + sum(len(response) - 1 for response in set(example.responses))
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split examples into `parts` with about equally many fed tokens; return the indices of each part's examples.
+    """Indices of examples in `parts` with about equally many fed tokens, long ones first.
 
-    Parts of long examples come first. The last parts are empty if there are fewer examples than parts. Examples of a
-    prompt are neighbours, so that few prompts are fed twice.
+    The last parts are empty if examples are fewer. Examples of a prompt are neighbours, so that few prompts are fed
+    twice.
     """
     sort_keys: dict[tuple, tuple[int, int]] = {}  # prompt -> (tokens of its longest example, index of its first)
     for i, example in enumerate(examples):
@@ -104,8 +102,6 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 
 @dataclass
 class _Tree:
-    """A prompt, and responses to it as branches."""
-
     prompt: tuple[int, ...]
     branches: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # (index among the U responses, token ids, cuts)
     length: int  # tokens fed
@@ -119,12 +115,11 @@ def pack(
     length: int | None = None,
     for_rewards: bool = False,
 ) -> Packed:
-    """Pack the trees of the examples into rows.
+    """Pack examples into rows of `length`, or of the cheapest one (None), a multiple of `alignment`.
 
-    The row length is `length` or, if None, the cheapest one up to twice `max_tree_tokens`, rounded up to a multiple of
-    `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
-    the prompt. With `max_tree_tokens` None all trees are in one row, at least `length` long, which has `segments`.
-    With `for_rewards` a response is fed whole, and `scored` has its last scored token itself.
+    Trees above `max_tree_tokens` are divided, each part with the prompt; without it all are in one row, at least
+    `length` long, with `segments`. With `for_rewards` a response is fed whole, and `scored` has its last scored token
+    itself.
     """
     indices: dict[tuple[tuple, tuple[tuple, tuple]], int] = {}  # of distinct responses, by (prompt, (response, cuts))
     for example in examples:
@@ -165,12 +160,12 @@ def pack(
 
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
-    """Transpose lists, one for each of B examples, to (sides, B) int64, with `fill` after shorter lists."""
+    """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
     return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
-    """Put each tree, longest first, into the first row of `length` tokens with enough space."""
+    """Put each tree into the first row with enough space."""
     rows: list[list[_Tree]] = []
     n_free: list[int] = []  # tokens left in each row
     for tree in trees:
@@ -186,7 +181,6 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 def _write(
     rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int], *, for_rewards: bool
 ) -> Packed:
-    """Write the trees of each row one after another."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored, targets, slots = [], [], []
@@ -224,7 +218,6 @@ def _write(
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
-    """The segments of a row, whose tokens belong to these trees and branches."""
     is_first = (np.diff(tree, prepend=tree[0]) != 0) | (np.diff(branch, prepend=branch[0]) != 0)
     queries = np.split(np.arange(len(tree)), np.flatnonzero(is_first))
     keys = []
@@ -241,10 +234,10 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Return whether queries attend to keys, (R, 1, L, L) bool; queries are along the second to last dim.
+    """Return whether queries attend to keys, (R, 1, queries, keys) bool.
 
-    A token attends to those tokens of its prompt and of its own response that are not later and fewer than `window`
-    positions back; padding attends to padding, so that every query has a key.
+    A token attends to its prompt and its own response, not to later tokens or those `window` or more positions back;
+    padding attends to padding, so that every query has a key.
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)

@@ -25,8 +25,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 
 class Source(NamedTuple):
-    """A model of transformers, and how it is read."""
-
     name: str  # a directory or a Hub id
     cache_dir: str | None = None
     trust_remote_code: bool = False
@@ -34,7 +32,7 @@ class Source(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `from_pretrained` of configs, models and tokenizers."""
+        """For `from_pretrained` of configs, models and tokenizers."""
         return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
 
     @property
@@ -44,7 +42,7 @@ class Source(NamedTuple):
 
 
 def load_config(source: Source) -> transformers.PretrainedConfig:
-    """A model's config; InputError if it is none, or that of a model that cannot be trained here."""
+    """Raises InputError if there is none, or for a model that cannot be trained here."""
     name, auto_class = source.name, source.auto_class.__name__
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
@@ -75,14 +73,14 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
 
 
 def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
-    """The model of `load_model` without its weights, on the meta device."""
+    """The model of `load_model` on the meta device."""
     config = load_config(source)
     with explaining_load_errors("model", source.name), torch.device("meta"):
         return _complete(_make(source, config, dtype, choose_attention(attn_implementation)), source, config)
 
 
 def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
-    """A model with the weights that its class draws."""
+    """A model with weights that its class draws."""
     options = {"attn_implementation": attention, "trust_remote_code": source.trust_remote_code}
     return source.auto_class.from_config(config, dtype=dtype, **options)
 
@@ -99,8 +97,8 @@ def load_model(
 ) -> Any:
     """Load a model in `dtype`, with dropout off.
 
-    The weights are those of the `archive` (a `policy.pt`) if given, else drawn from the seed with `random_init`, else
-    the model's own. A scalar head that they lack is drawn from the seed; InputError if they lack other weights.
+    Weights are those of the `archive` (a `policy.pt`), else with `random_init` drawn, else the model's own. A scalar
+    head that they lack is drawn; InputError if they lack others.
     """
     config, attention = load_config(source), choose_attention(attn_implementation)
     structure: Any = None
@@ -139,7 +137,6 @@ def load_model(
 
 
 def _complete(model: Any, source: Source, config: Any) -> Any:
-    """Turn off dropout and router logits, install a scalar head, and note names of weights in a larger checkpoint."""
     disable_dropout(model)
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
@@ -161,7 +158,7 @@ def load_generation_config(source: Source) -> transformers.GenerationConfig:
 
 
 def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
-    """Raise InputError for missing weights, by `from_pretrained`'s loading info: they would be drawn at random."""
+    """Raise InputError for weights that `from_pretrained` would draw at random."""
     if missing := sorted(loading["missing_keys"]):
         raise InputError(f"{what} has no weights for {', '.join(missing[:5])}: {advice}")
 
@@ -177,7 +174,7 @@ def check_positions(model: Any, max_length: int) -> None:
 
 
 def count_positions(model: Any) -> float:
-    """The number of positions in a model's table of them; infinity without such a table."""
+    """The number of positions in a model's table; infinity without one."""
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
         is_table = isinstance(table, torch.nn.Embedding) and table is not model.get_input_embeddings()
@@ -201,7 +198,6 @@ def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """Notes on a model, given the requested attention and `max_length`."""
     name, used_attention = type(model).__name__, find_attention(model.config)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
@@ -230,7 +226,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Turn dropout off permanently, also where a float attribute of a module or of its config decides on it."""
+    """Turn dropout off for good, also where a number in a module or its config decides on it."""
     # modules share configs, and the config of a multimodal model contains others
     configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]

@@ -1,7 +1,7 @@
-"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits, by the kernels of bitsandbytes.
+"""QLoRA's base (arXiv 2305.14314): linear layers in 4-bit NormalFloat with double quantization, by bitsandbytes.
 
-Weights are in 4-bit NormalFloat with double quantization, as buffers: every process holds all of them, and FSDP and
-optimizers see only the other weights. bitsandbytes' own layer loses precision in its first evaluation on some CPUs.
+Weights are buffers, which FSDP and optimizers do not see. bitsandbytes' own layer loses precision in its first
+evaluation on some CPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(torch.nn.Linear):
-    """A frozen linear layer with a 4-bit weight, whose bias stays a parameter."""
+    """The weight is frozen; the bias stays a parameter."""
 
     weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
     scales: torch.Tensor  # one byte per block
@@ -42,7 +42,7 @@ class Linear4bit(torch.nn.Linear):
         return _Multiply.apply(input.to(dtype), bias, self)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the layer multiplies with, (out_features, in_features)."""
+        """The weight as multiplied with, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
         # dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block
@@ -52,8 +52,6 @@ class Linear4bit(torch.nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
-    """`input @ weight.T + bias`; the backward pass dequantizes the weight again."""
-
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
         ctx.layer = layer  # not the dequantized weight, which would take its full size until the backward pass
@@ -65,7 +63,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a `Linear4bit`; without values for a weight on the meta device."""
+    """A `Linear4bit`'s buffers, also on the meta device."""
     from bitsandbytes.functional import create_dynamic_map
 
     kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
@@ -79,7 +77,7 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
-    """Replace a model's linear layers, except its head, by 4-bit ones, on `device` if given; InputError if impossible.
+    """Replace linear layers, except the head, by 4-bit ones, on `device` if given; InputError if impossible.
 
     The device never holds the whole model unquantized. A model on the meta device stays there.
     """
@@ -94,14 +92,14 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """A layer's weight rounded to 4 bits, in the dtype of `weight`."""
+    """A layer's weight rounded, in the dtype of `weight`."""
     is_transposed = isinstance(layer, Conv1D)  # GPT-2's, whose weight is (in_features, out_features)
     rounded = Linear4bit(weight.T if is_transposed else weight).dequantized(weight.dtype)
     return rounded.T if is_transposed else rounded
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """The names of a model's linear layers but the head, as far as their weights fill whole blocks."""
+    """Linear layers but the head, whose weights fill whole blocks."""
     silence_bitsandbytes()
     needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
     with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):

@@ -1,7 +1,4 @@
-"""Scorers of the policy's answers in training: rules, a user's function, a reward model.
-
-A reward model is a sequence classification model with one output.
-"""
+"""Scorers of the policy's answers: rules, a user's function, or a sequence classification model with one output."""
 
 from __future__ import annotations
 
@@ -46,8 +43,6 @@ LARGEST = 3.4e38  # the largest float32
 
 
 class Scorer(NamedTuple):
-    """A function or reward model that scores answers."""
-
     name: str  # as in the config
     score: Any  # maps prompts, and an answer to each, to a number per answer; None on a rank that scores nothing
     digest: str = ""  # of the code or weights, which must be the same when a run is resumed
@@ -57,7 +52,7 @@ class Scorer(NamedTuple):
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The score of each answer; raises ScorerFailed for any error of the scorer, and for what is no score."""
+        """Raises ScorerFailed for any error of the scorer, and for what is no score."""
 
         def compute() -> list[float]:
             given = list(self.score(prompts, answers))
@@ -76,7 +71,6 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's generators inside."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -91,7 +85,7 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
 
 
 def _run_users_code(code: Callable[[], Any], error_class: type[Exception], problem: str, file: Path | None) -> Any:
-    """Run a user's code; any error becomes an `error_class`, which names the `problem` and the line of `file`."""
+    """Any error becomes an `error_class`, which names the `problem` and the line of `file`."""
     try:
         with torch.no_grad():
             return code()
@@ -105,7 +99,7 @@ def _run_users_code(code: Callable[[], Any], error_class: type[Exception], probl
 
 
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
-    """Run a user's file, which may import modules beside it, and take the function that `FILE.py:NAME` names."""
+    """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -136,10 +130,10 @@ MARK = "reward_format"  # the entry for the format in an exported reward model's
 
 
 class RewardModel:
-    """A model that scores answers, `rows` at a time, or one at a time without a pad token.
+    """Scores answers, `rows` at a time, or one without a pad token.
 
-    `form` is POLICY or a value of online.reward_format; None stands for the first that the tokenizer allows. `limit` is
-    the largest number of tokens in a prompt with its answer. Of longer texts the end is scored, which has the answer.
+    `form` is POLICY or a value of online.reward_format; None is the first that the tokenizer allows. Of texts longer
+    than `limit` the end is scored, which has the answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None) -> None:
@@ -168,7 +162,6 @@ class RewardModel:
         config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The score of each answer."""
         texts = [
             self.encode(prompt, answer.text, ended=answer.ended)
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -177,10 +170,7 @@ class RewardModel:
         return [score for part in parts for score in self.forward(part).tolist()]
 
     def encode(self, prompt: Prompt, answer: str, *, ended: bool) -> Inputs:
-        """The tokens of prompt and answer, truncated on the left.
-
-        Raises InputError if the chat template rejects the prompt.
-        """
+        """Prompt and answer, truncated on the left; InputError if the chat template rejects the prompt."""
         if self.form in ("pair", "text"):
             prompt_text = unescape(prompt.text)
             texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
@@ -207,14 +197,13 @@ class RewardModel:
         return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
 
     def digest(self) -> str:
-        """A digest of weights and tokenizer."""
         content = self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items())
         weights = model_digest(self.model, str(self.model.dtype))
         return hashlib.sha256(repr((weights, content)).encode()).hexdigest()
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
-        """The scores of B texts, (B,) in float32."""
+        """Scores of B texts, (B,) in float32."""
         rows = [text | {"attention_mask": [1] * len(text["input_ids"])} for text in texts]
         inputs = {}
         for name in rows[0]:
@@ -225,10 +214,7 @@ class RewardModel:
 
 
 def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
-    """Load the reward model that `online.reward_model` names, in this process.
-
-    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
-    """
+    """Raises InputError if the model cannot be loaded, has no weights for its head, or not exactly one output."""
     name = plan.online.reward_model
     key = f"online.reward_model={name}"
     source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
@@ -254,10 +240,10 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
 
 
 def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
-    """Load the scorer that `plan.online` names.
+    """Load what `plan.online` names; InputError if that is impossible.
 
-    A reward model is loaded on `device`, for `rows` answers at a time, by every process, from files that rank 0 has
-    fetched; on the meta device it has no weights. Raises InputError if the scorer cannot be loaded.
+    Every process loads a reward model, for `rows` answers at a time, from files that rank 0 has fetched; on the meta
+    device it has no weights.
     """
     online = plan.online
     if online.scorer == "reward_model":

@@ -1,7 +1,7 @@
 """The text part of a checkpoint that also has a vision part.
 
-`AutoModelForCausalLM` loads the text part of some checkpoints as a model of its own, whose weights have other names.
-An export puts them back under the names of the checkpoint's files, and an adapter has the names of its class.
+A model of `AutoModelForCausalLM` has other names for its weights than the checkpoint's files (and our exports) or its
+class (and adapters).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 
 
 def is_text_part(config: Any) -> bool:
-    """Return whether `AutoModelForCausalLM` takes a config's `text_config` alone, by its own rule."""
+    """Return whether `AutoModelForCausalLM` takes the `text_config` alone, by its own rule."""
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) is text_config
@@ -44,7 +44,7 @@ def name_in_class(model: Any, config: Any) -> None:
 
 
 def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
-    """Rename an adapter's weights to those in the checkpoint's class, or back, as far as they have other names."""
+    """Rename an adapter's weights to those in the checkpoint's class, or back."""
     layers = {}
     for weights in getattr(model, "names_in_class", {}).items():
         own, theirs = (weight.removesuffix(".weight") for weight in weights)
@@ -57,7 +57,7 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
 
 
 def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
-    """A text model's weights by their names in the files; InputError unless each of them has one place there."""
+    """Weights by their names in the files; InputError unless each has one place there."""
     shapes, own = _read_shapes(name, cache_dir), model.state_dict()
     for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
         if names := _match_names(model, weights, shapes):
@@ -80,9 +80,9 @@ def complete_checkpoint(
 def _match_names(
     model: Any, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """The names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
+    """Names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
 
-    The base model's weights have one prefix in common, those of its head perhaps another. A tied head may be missing.
+    The base model's weights share a prefix, those of its head perhaps another. A tied head may be missing.
     """
     embeddings, own = model.get_input_embeddings(), _find_shapes(weights)
     base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
@@ -112,7 +112,7 @@ def _find_shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ..
 
 
 def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
-    """The path of a file of a directory or Hub id, which may be fetched; None if there is none."""
+    """The path of a file of a directory or Hub id, which may be fetched."""
     directory = Path(name).expanduser()
     if directory.is_dir():
         return str(directory / file) if (directory / file).exists() else None
@@ -132,7 +132,6 @@ def _find_files(name: str, cache_dir: str | None) -> list[Path]:
 
 
 def _read_shapes(name: str, cache_dir: str | None) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in the safetensors files of a model."""
     shapes = {}
     with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
         for path in _find_files(name, cache_dir):

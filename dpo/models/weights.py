@@ -24,20 +24,18 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name
 
 
 class Weights(NamedTuple):
-    """Files with weights that replace those of a model's own directory."""
-
     archive: Path | None = None  # a policy.pt with all weights of the model, or of the adapter's base
     adapter: Path | None = None  # a directory in PEFT's format
     base: str | None = None  # the base that the adapter names, if that is a directory or a Hub id
 
     def resolve(self) -> Weights:
-        """The same weights by absolute paths, without links."""
+        """The same by absolute paths, without links."""
         archive, adapter = (path and path.resolve() for path in (self.archive, self.adapter))
         return self._replace(archive=archive, adapter=adapter)
 
 
 def locate_weights(path: str | Path) -> Weights:
-    """The weights that a path names: a `policy.pt`, an adapter, or a directory or run with one; InputError if none."""
+    """Find a `policy.pt` or an adapter, or that of a directory or run; InputError if none."""
     folder = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = (folder, folder / "LATEST", *([folder.parent] if folder.name == "policy.pt" else []))
     adapter = next((candidate for candidate in folders if (candidate / CONFIG).is_file()), None)
@@ -53,7 +51,7 @@ def locate_weights(path: str | Path) -> Weights:
 
 
 def find_archive(archive: str | Path) -> Path:
-    """The `policy.pt` that a path names: file, directory, or run."""
+    """The `policy.pt` that a file, directory or run names."""
     path = Path(os.path.expanduser(archive))
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
@@ -63,9 +61,9 @@ def find_archive(archive: str | Path) -> Path:
 
 
 def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Read the weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
+    """The weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
 
-    A reward model takes the weights of a language model too, which have no scalar head.
+    A reward model takes those of a language model too, which have no scalar head.
     """
     path = find_archive(archive)
     with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
@@ -91,7 +89,7 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
-    """Copy the weights in a `policy.pt` into a model, as `read_archive` allows."""
+    """Copy into a model what `read_archive` reads."""
     expected = model.state_dict()
     with torch.no_grad():
         for name, tensor in read_archive(archive, model).items():
@@ -99,7 +97,7 @@ def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of what determines log-probabilities: weights, architecture, compute `dtype`, the `adapter` in use."""
+    """Hash what determines log-probabilities: weights, architecture, compute `dtype`, the `adapter` in use."""
     differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
