@@ -1,6 +1,6 @@
 """The table of losses, and what each of them needs.
 
-The functions are in `formulas.py`. Imports no torch, so that a config is checked quickly.
+Imports no torch, so that a config is checked quickly.
 """
 
 from __future__ import annotations
@@ -78,24 +78,22 @@ class Loss:
 
     @property
     def reference_columns(self) -> list[str]:
-        """Names of the reference's log-probabilities that the loss needs."""
+        """Names of the reference's log-probabilities."""
         suffixes = ("", "_tail") if self.needs_tails else ("",)
         return [f"reference_{role}{suffix}" for suffix in suffixes for role in self.roles]
 
     @property
     def can_be_mixed(self) -> bool:
-        """Whether `loss=mix` may contain it: it trains a policy on pairs, or targets, each by itself."""
+        """Whether `loss=mix` may contain it: it trains a policy on single pairs or targets."""
         compares_examples, trains_policy = self.batch_statistic is not None, self.fn and not self.scalar_head
         return bool(trains_policy) and self.trains_on in ("pairs", "targets") and not compares_examples
 
     @property
     def needs_tails(self) -> bool:
-        """Whether policy and reference must also compute the tails of `Scores`."""
         return self.shared.ld_alpha != 1
 
     @property
     def needs_squares(self) -> bool:
-        """Whether the policy must also compute the squares of `Scores`."""
         return self.shared.wpo
 
     @property
@@ -103,7 +101,6 @@ class Loss:
         return self.shared.offset_by_margin
 
     def __call__(self, scores: Scores) -> Losses:
-        """Losses and rewards, with all options."""
         if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
             scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
         transformed = self.transform(scores)
@@ -123,7 +120,7 @@ class Loss:
         return output._replace(losses=losses)
 
     def _find_rewards(self, scores: Scores) -> dict[str, Any]:
-        """Detached rewards, (B,), by role: beta times log-ratios, or log-probabilities without a reference."""
+        """Detached rewards, (B,): beta times log-ratios, or log-probabilities without a reference."""
         if self.trains_on == "targets":
             return {}
         beta, rewards = self.options.get("beta", 1.0), (scores.chosen, scores.rejected)  # a scalar head's are rewards
@@ -143,12 +140,10 @@ class Loss:
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
-        """The statistic of a global batch, (B, k)."""
         return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """The loss that `config.loss` names, with its options."""
     options = {key: value for key, value in loss_config.items() if key not in ("name", *SHARED)}
     shared = {key: loss_config[key] for key in SHARED if key in loss_config}
     name = loss_config["name"]
@@ -172,7 +167,6 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
 
 
 def _list_parameters(loss: Loss) -> dict[str, Any]:
-    """The options that a loss's formula takes, with their types."""
     if loss.fn is None:
         return {}
     parameters = inspect.signature(loss.fn, eval_str=True).parameters.values()

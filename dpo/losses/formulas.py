@@ -1,8 +1,7 @@
 """Pure tensor functions: log-probabilities of labels, and losses.
 
-docs/metrics.md has the name and source of each formula. This file imports nothing of this project, and torch only
-inside functions, because the check of a config reads the table of losses without torch. In shapes, B is the number of
-examples, T of tokens, and V of vocabulary entries.
+Torch is imported inside functions, because the check of a config reads the table of losses without it. In shapes, B is
+the number of examples, T of tokens, and V of vocabulary entries.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
-    """The sums or averages of the log-probabilities of each row's labels, (B,).
+    """Sums or averages of the log-probabilities of each row's labels, (B,).
 
     `logits`, (B, T, V), predict the *next* token; `labels`, (B, T), are -100 where nothing is scored.
     """
@@ -55,9 +54,9 @@ def preference_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses of DPO, cDPO or IPO, and the detached rewards of chosen and rejected responses, each (B,).
 
-    DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
-    fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
-    without `label_smoothing`. `reference_free` treats the reference as uniform in the loss, but not in the rewards.
+    DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing`, the share of flipped pairs in [0, 0.5), conservative DPO
+    (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036, without `label_smoothing`.
+    `reference_free` treats the reference as uniform in the loss, but not in the rewards.
     """
     from torch.nn.functional import logsigmoid
 
@@ -77,11 +76,10 @@ NOT_NEEDED: Any = None  # stands for a tensor that the loss does not need
 
 
 class Scores(NamedTuple):
-    """Input of a loss: log-probabilities summed over each response's tokens.
+    """Input of a loss: log-probabilities summed over each response's tokens, or rewards of a scalar head.
 
-    Every tensor is (B,) unless noted, and 0 for a role of which an example has no response. An SFT target is `chosen`.
-    A labelled response is `chosen` if it is desirable, else `rejected`. In a ranked list the best response is `chosen`,
-    the worst `rejected`, and the others are in `between`, (B, len(BETWEEN)). With a scalar head these are rewards.
+    Tensors are (B,) unless noted, and 0 for a role without a response. An SFT target is `chosen`, a labelled response
+    `chosen` if desirable, else `rejected`; of a ranked list, all but the best and worst are `between`, (B, ranks).
     """
 
     chosen: Tensor
@@ -104,21 +102,19 @@ class Scores(NamedTuple):
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """Log-ratios log pi - log ref of chosen and rejected responses."""
+        """log pi - log ref of chosen and rejected responses."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def mean_log_ratios(self) -> tuple[Tensor, Tensor]:
-        """Log-ratios of chosen and rejected responses, as means over tokens."""
         u_w, u_l = self.log_ratios()
         return u_w / self.chosen_lengths, u_l / self.rejected_lengths
 
     def mean_logps(self) -> tuple[Tensor, Tensor]:
-        """Mean log-probabilities per token of chosen and rejected responses."""
         return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
 
 
 class Losses(NamedTuple):
-    """Output of a loss; each tensor is (B,), and all but the losses are detached."""
+    """Output of a loss; tensors are (B,), and all but the losses are detached."""
 
     losses: Tensor
     rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role; set by `dpo.losses.Loss`
@@ -154,7 +150,7 @@ def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
-    """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens instead of sums, as the authors did."""
+    """IPO (arXiv 2310.12036, eq. 17). `average` takes means over tokens, as the authors did."""
     u_w, u_l = scores.mean_log_ratios() if average else scores.log_ratios()
     return Losses((u_w - u_l - 1 / (2 * beta)) ** 2)
 
@@ -174,7 +170,7 @@ def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) ->
 
 
 def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
+    """EXO for pairs (arXiv 2402.00856, eq. 16)."""
     from torch.nn.functional import logsigmoid
 
     u_w, u_l = scores.log_ratios()
@@ -197,15 +193,13 @@ def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
 
 
 def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
-    """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
+    """SimPO (arXiv 2405.14734, eq. 6)."""
     chosen, rejected = scores.mean_logps()
     return Losses(_minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset))
 
 
 def orpo(scores: Scores, *, beta: Positive) -> Losses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7): an SFT loss per token, plus beta (the paper's lambda) times a term of the
-    odds ratio, whose odds are of mean log-probabilities per token.
-    """
+    """ORPO (arXiv 2403.07691, eq. 6 and 7); beta is the paper's lambda, and odds are of means over tokens."""
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
     return Losses(-chosen + beta * _minus_log_sigmoid(log_odds_ratio))
@@ -241,7 +235,7 @@ def nca(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
-    """BCO (arXiv 2404.04656) for pairs, without the density ratio. The reward shift is `scores.average`."""
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio."""
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
     return Losses(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected))
@@ -254,26 +248,26 @@ def sppo(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def dpop(scores: Scores, *, beta: Positive, penalty: Weight) -> Losses:
-    """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty`, the paper's lambda, is for chosen responses that fell."""
+    """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty` is the paper's lambda."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
     return Losses(_minus_log_sigmoid(margin))
 
 
 def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1), without beta in the sigmoid."""
+    """Cal-DPO (arXiv 2412.14516, algorithm 1)."""
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
     return Losses(_minus_log_sigmoid(u_w - u_l) + calibration)
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """The running statistic of BCO: the middle of the two mean rewards."""
+    """The running statistic of BCO."""
     return (chosen + rejected) / 2
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """The running statistic of beta-DPO: the gap between mean log-ratios, in nats."""
+    """The running statistic of beta-DPO, in nats."""
     return (chosen - rejected) / beta
 
 
@@ -290,14 +284,13 @@ def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: F
 
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
-    """beta-DPO (arXiv 2407.08639), without its filter: DPO with a beta that follows the mean gap of the batch."""
+    """beta-DPO (arXiv 2407.08639), without its filter."""
     u_w, u_l = scores.log_ratios()
     margin = scores.batch_statistic[:, 0] * (u_w - u_l) - scores.offset
     return Losses(_minus_log_sigmoid(margin))
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """The logistic loss with smoothed labels."""
     return (1 - label_smoothing) * _minus_log_sigmoid(margin) + label_smoothing * _minus_log_sigmoid(-margin)
 
 
@@ -308,20 +301,20 @@ def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """The partner of each of the policy's margins, (B, 1): the reference's margin of the same rank."""
+    """For each of the policy's margins, the reference's of the same rank, (B, 1)."""
     policy_margins = scores.chosen - scores.rejected
     reference_margins = scores.reference_chosen - scores.reference_rejected
     return _take_at_same_rank(policy_margins, reference_margins)[:, None]
 
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """AOT for pairs (arXiv 2406.05882): the policy's margins should exceed the reference's, rank by rank."""
+    """AOT for pairs (arXiv 2406.05882)."""
     margin = beta * (scores.chosen - scores.rejected - scores.batch_statistic[:, 0])
     return Losses(_smoothed(margin, label_smoothing))
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """The partners of chosen and of rejected log-ratios, (B, 2): the other role's log-ratio of the same rank."""
+    """For each chosen and each rejected log-ratio, the other role's of the same rank, (B, 2)."""
     import torch
 
     u_w, u_l = scores.log_ratios()
@@ -329,7 +322,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 
 def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """AOT, unpaired (arXiv 2406.05882): chosen log-ratios should exceed all rejected ones, rank by rank."""
+    """AOT, unpaired (arXiv 2406.05882)."""
     u_w, u_l = scores.log_ratios()
     chosen_losses = _smoothed(beta * (u_w - scores.batch_statistic[:, 0]), label_smoothing)
     rejected_losses = _smoothed(beta * (scores.batch_statistic[:, 1] - u_l), label_smoothing)
@@ -379,7 +372,7 @@ def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable
 def apo_zero_unpaired(
     scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
 ) -> Losses:
-    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples: KTO with z_0 = 0."""
+    """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return kto(scores._replace(batch_statistic=None), beta=beta, **weights)._replace(metrics={})
 
@@ -390,7 +383,7 @@ def apo_zero_unpaired(
 def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
-    Each response but the worst adds -log P(it is the best among itself and all worse responses). K is the longest list.
+    Each response but the worst adds -log P(it is the best of itself and all worse ones). K is the longest list.
     """
     import torch
 
@@ -427,7 +420,7 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant, so that it is 0 where pi = ref."""
+    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant that makes it 0 where pi = ref."""
     import torch
     from torch.nn.functional import logsigmoid
 
@@ -450,10 +443,7 @@ def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
 
 
 def find_wpo_weights(scores: Scores) -> Tensor:
-    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
-
-    Large if the policy is likely to write both responses: of means over tokens of log pi(token) - log sum_v pi(v)^2.
-    """
+    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached."""
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
     return (chosen + rejected).detach().exp()

@@ -49,15 +49,12 @@ class Batch(NamedTuple):
 def prefetch(
     items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
 ) -> Iterator[Result]:
-    """Yield `prepare(item)` for each item in order, up to `ahead` of them prepared early in `workers` threads.
-
-    Threads suffice, as tokenizers and tensor operations release Python's lock. An error in `prepare` is raised where
-    its result is due.
-    """
+    """Yield `prepare(item)` in order, made early in threads; an error is raised where its result is due."""
     if not workers:
         yield from map(prepare, items)
         return
     waiting: deque[Future[Result]] = deque()
+    # threads suffice, as tokenizers and tensor operations release Python's lock
     with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
         try:
             for item in items:
@@ -90,15 +87,15 @@ class Batches:
         return self._iterate_train(partial(self._prepare, "train"), self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make an update's batch of an item that `train` yields; `OnlineBatches` draws pairs here."""
+        """Make an update's batch of an item that `train` yields."""
         return item
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the policy beyond the evaluation batches; `OnlineBatches` answers held-out prompts."""
+        """Metrics beyond those of the evaluation batches."""
         return {}
 
     def held_out_examples(self) -> list[list[Example]]:
-        """Held-out prompts with placeholder answers, in groups; only `OnlineBatches`, without pairs, has any."""
+        """Held-out prompts with placeholder answers, in groups."""
         return []
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
@@ -122,14 +119,12 @@ class Batches:
         return encode_examples(texts, self.data.encode, **limits)
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        """This process's microbatches of a global batch."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
         if torch.cuda.is_available():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
     def _prepare(self, split: str, example_ids: Sequence[tuple[int, int]]) -> Batch:
-        """Make a batch, and with it the mismatched one that the loss may need."""
         prompts, first_rows = {"train": self.data.train, "test": self.data.test}[split], self._first_rows[split]
         n_microbatches = self.plan.data.gradient_accumulation_steps if split == "train" else 1
 

@@ -72,7 +72,6 @@ class Evaluator:
         return plan.sample_during_eval and is_wanted
 
     def metrics(self) -> Reduced:
-        """Evaluate the policy on all evaluation batches."""
         if not self.batches:
             return Reduced({}, {})
         objective = self.objective
@@ -85,13 +84,12 @@ class Evaluator:
         return metrics
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
-        """Yield the batches, with a progress bar; check for stop signals."""
         for batch in self.progress.over(batches, total=len(batches), what="evaluate"):
             self.stop.raise_if_any()
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations by policy and reference, or SamplingFailed on all processes; `n_examples` is in the seed."""
+        """Continuations by policy and reference, or SamplingFailed on all processes."""
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         with closing(self.sampled_models()) as models:
             by_model = [self._answer(model, self.sampled, sampling) for model in models]
@@ -117,7 +115,7 @@ class Evaluator:
         return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
 
     def sampled_models(self) -> Generator[Any, None, None]:
-        """Yield the policy, then the reference if there is one, in use until the generator is closed."""
+        """The policy, then the reference if there is one, in use until the generator is closed."""
         yield self.objective.policy
         reference = self.objective.reference
         if reference is not None and reference.model is not None:
@@ -127,7 +125,6 @@ class Evaluator:
     def _answer(
         self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling, *, most: int | None = None
     ) -> list[Answer]:
-        """Answer the prompts of all batches on all processes together."""
         self.objective.policy.eval()
         answers: list[Answer] = []
         for examples in batches:

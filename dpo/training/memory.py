@@ -45,10 +45,7 @@ SAVERS = (  # settings that save memory, in the order in which to try them
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
-    """A process's memory at the peak of its updates, by purpose, and notes on it.
-
-    It is too high under tensor parallelism. Evaluations and samples of far larger batches may take more.
-    """
+    """A process's memory at the peak of its updates, and notes on it; too high under tensor parallelism."""
     plan = decide_frozen_weights(plan)
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     memory = count_held(plan, policy)
@@ -107,7 +104,6 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
 
 
 def _count(tensors: Iterable[torch.Tensor], itemsize: int | None = None) -> int:
-    """Bytes of tensors, in their dtypes or in another."""
     return sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
 
 
@@ -128,7 +124,6 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
-    """The training microbatch of most tokens."""
     if plan.online:  # the longest answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
         prompts = [encode_prompt(prompt, data, plan) for prompt in some_prompts(data)]
@@ -224,7 +219,6 @@ def decide_frozen_weights(plan: Plan) -> Plan:
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
-    """Print the memory needed and, if it won't fit, helpful settings."""
     memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")

@@ -43,10 +43,9 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """The weighted mean of each metric; if all weights are 0 (every pair is a tie), every example counts alike.
+        """The weighted mean of each metric; if all weights are 0, every example counts alike.
 
-        Given `examples`, a metric whose name ends in a role, such as `logps_train/rejected`, is a mean over the
-        examples with such a response, and is missing without any.
+        Given `examples`, a metric whose name ends in a role is a mean over those with such a response, if any.
         """
         if not self.examples:
             return {}
@@ -65,7 +64,7 @@ class Reduced(NamedTuple):
         return means
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
-        """`online/kl` (docs/metrics.md): KL(policy || reference) on responses of the examples at `indices`, if any."""
+        """`online/kl` (docs/metrics.md) of the examples at `indices`, if any."""
         if not indices or f"{REFERENCE}chosen" not in self.examples:
             return {}
         policy, reference = (
@@ -76,16 +75,12 @@ class Reduced(NamedTuple):
 
 
 def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: torch.Tensor) -> Reduced:
-    """Combine the metrics of all microbatches and processes, by one collective and one copy, for which the host waits.
-
-    Each process fills the rows of its own examples in a table of zeros, and the tables and the scalars are summed. Of
-    processes that see the same examples, one alone counts.
-    """
+    """Gather metrics of all processes, and sum scalars, by one collective and one copy, for which the host waits."""
     names = list(metrics[0][1])
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
-    if mesh.counts:
+    if mesh.counts:  # of processes that see the same examples, one alone counts
         table.index_copy_(0, indices, values)
     # one tensor for table and scalars, so that one collective and one copy suffice
     flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
@@ -100,7 +95,6 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
 
 
 def make_scores(columns: NamedTensors, **more: Any) -> Scores:
-    """The input of a loss."""
     fields = dict(columns)
     for form in ("{}", "{}_lengths", "reference_{}"):
         names = [form.format(role) for role in BETWEEN if form.format(role) in fields]
@@ -112,7 +106,7 @@ def make_scores(columns: NamedTensors, **more: Any) -> Scores:
 def find_shares_ranked_right(rewards: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """For each labelled example, the share by weight of opposite labels that it is ranked right against, (B,).
 
-    Equal rewards count half. The weighted mean of the shares is the area under the ROC curve.
+    Their weighted mean is the area under the ROC curve.
     """
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
@@ -133,7 +127,7 @@ class BatchContext(NamedTuple):
 
 
 class Objective:
-    """The loss of a policy, whose gradient an update follows; a part of checkpoints."""
+    """The loss of a policy, whose gradient an update follows."""
 
     def __init__(
         self,
@@ -162,7 +156,7 @@ class Objective:
     # --- scores ------------------------------------------------------------------------------------------------------
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
-        """Run a model on a microbatch on the device; sum its log-probabilities over each response's tokens."""
+        """A model's log-probabilities, summed over the tokens of each response of a microbatch on the device."""
         with_squares = self.loss.needs_squares and not prefix  # of the policy alone
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
@@ -183,20 +177,18 @@ class Objective:
         }
 
     def forward_tokens(self, model: Any, layout: Layout, inputs: Any, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of a layout's inputs, under the run's autocast."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return layout.forward(model, inputs, with_squares=with_squares)
 
     @torch.no_grad()
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
-        """Run `forward` on the reference, which must have a model."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
 
     def score(
         self, microbatch: Microbatch, cached_reference: torch.Tensor | None = None, *, with_reference: bool
     ) -> NamedTensors:
-        """Score a microbatch with the policy and, unless the global batch's are cached, with the reference."""
+        """Score a microbatch with the policy and, unless cached, with the reference."""
         reference: NamedTensors = {}
         if with_reference and cached_reference is not None:
             logps = cached_reference[microbatch.indices].unbind(1)
@@ -208,7 +200,7 @@ class Objective:
         return columns | self.given_columns(microbatch)
 
     def given_columns(self, microbatch: Microbatch) -> NamedTensors:
-        """What no model computes: numbers of tokens, and the offset."""
+        """What no model computes."""
         lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
         columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
         return columns if microbatch.offsets is None else columns | {"offset": microbatch.offsets}
@@ -288,7 +280,7 @@ class Objective:
     def reduce(
         self, metrics: MicrobatchMetrics, n_examples: int, rows_to_cache: Sequence[int] = (), **scalars: torch.Tensor
     ) -> Reduced:
-        """Gather metrics of all examples, sum scalars, and cache the reference's log-probabilities in these rows."""
+        """`reduce_metrics`, and cache the reference's log-probabilities in these rows."""
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
         if rows_to_cache:
             self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
@@ -315,10 +307,7 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
-        """Evaluate all examples of the batches, of these weights, as one batch.
-
-        Its statistic replaces a running average, so the loss depends only on the model and the examples.
-        """
+        """Evaluate all examples as one batch; its statistic replaces the running average, which depends on the past."""
         columns = self._score_all(batches)
         scores = make_scores(columns)
         if self.loss.mismatched:
@@ -364,9 +353,9 @@ class Objective:
 
     @torch.no_grad()
     def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
-        """Cache the reference's log-probabilities of all examples, and free its model unless it is the policy.
+        """Read from a folder, or compute, the reference's log-probabilities; free its model unless it is the policy.
 
-        Examples that an earlier run saved in the folder are read, all others scored. Returns a message.
+        Returns a message.
         """
         reference, logps, n_scored = self.reference, self.reference.logps, 0
         path = logps.find_path(folder, reference.digest)
@@ -402,7 +391,6 @@ class Objective:
         return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device asynchronously."""
         if self.device.type != "cuda":
             return values
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
@@ -411,7 +399,7 @@ class Objective:
 def make_objective(
     plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh, *, log: Callable[[str], None]
 ) -> Objective:
-    """The objective, with a layout that both models support; `log` gets the reason if it is not the one asked for."""
+    """An objective whose layout both models support; `log` gets the reason if it is not the one asked for."""
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
     # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
     longest_example = max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length)

@@ -1,7 +1,7 @@
 """Answers drawn by all processes of a run together, and online pairs of them (arXiv 2402.04792).
 
-Up to rounding, an answer depends only on the weights, the config's seed, and the number of the answer in the run; other
-prompts and the number of processes do not change it. So checkpoints need no state of the sampling.
+Up to rounding, an answer depends only on the weights, the seed and its number in the run, so checkpoints need no state
+of the sampling.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ POLICY, REFERENCE = 0, 1  # part of the number of an answer to a held-out prompt
 
 
 class Drawing:
-    """Draws answers with the stop signals, the progress bar and the precision of a run.
-
-    Methods raise Stopped within a few tokens if any process was asked to stop.
-    """
+    """Draws answers; methods raise Stopped within a few tokens if any process was asked to stop."""
 
     def __init__(self, tokenizer: Any, objective: Objective, progress: Progress, stop: StopRequest) -> None:
         self.tokenizer, self.objective, self.progress, self.stop = tokenizer, objective, progress, stop
@@ -82,8 +79,7 @@ class Drawing:
     ) -> list[Answer]:
         """Answer prompts on all processes together, `rows` at a time; every process gets all answers.
 
-        If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if other processes go on, as
-        their next collective would wait for this one.
+        If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if the others go on.
         """
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         own = by_length[self.mesh.data_rank :: self.mesh.data_size]
@@ -116,11 +112,7 @@ class Drawing:
 
 
 class OnlineBatches(Batches):
-    """Batches of a run whose training pairs are drawn from the policy.
-
-    `train` yields the prompts of each batch. If any process was asked to stop, `make_batch` and `evaluate` raise
-    Stopped within a few tokens.
-    """
+    """Batches of a run whose training pairs are drawn from the policy (`Drawing`)."""
 
     def __init__(
         self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
@@ -159,14 +151,13 @@ class OnlineBatches(Batches):
             )
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
-        """Yield the prompts of each batch after the first `skip`; an epoch visits each prompt once."""
+        """The prompts of each batch after the first `skip`; an epoch visits each prompt once."""
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
-        """Make the pairs of an update, one per prompt, on every process.
+        """Make the pairs of an update: `n_offline` from the data, others the best and worst of the policy's answers.
 
-        `n_offline` prompts get a pair from the data. The policy answers all other prompts, and the best and the worst
-        answer are the pair. Raises ScorerFailed on every process.
+        Raises ScorerFailed on every process.
         """
         prompts, n_samples = item, self.online.n_samples
         # pairs, examples and answers are keyed by the prompt's index in the batch
@@ -212,10 +203,9 @@ class OnlineBatches(Batches):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the policy's answers to held-out prompts (docs/metrics.md).
+        """Metrics of answers to held-out prompts (docs/metrics.md), with the same random numbers at every evaluation.
 
-        Policy and reference give one answer to each prompt. Random numbers depend only on the seed, the prompt, and the
-        model, so every evaluation draws the same numbers. Raises ScorerFailed on every process.
+        Raises ScorerFailed on every process.
         """
         objective, reference = self.objective, self.objective.reference
         answers = self._answer_held_out(objective.policy, POLICY)
@@ -243,7 +233,7 @@ class OnlineBatches(Batches):
         return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, who: int) -> list[Answer]:
-        """Draw and score an answer of a model, POLICY or REFERENCE, to each held-out prompt."""
+        """Draw and score an answer of POLICY or REFERENCE to each held-out prompt."""
         # other numbers for the reference: with the policy's numbers, the win rate would compare correlated answers
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + who for prompt in self.held_out]
         prompts = [encoded.prompt for encoded in self._encoded]
@@ -253,7 +243,6 @@ class OnlineBatches(Batches):
         return self._score(self.held_out, answers, seed=(self.seed, who, HELD_OUT_STREAM))
 
     def _find_log_ratios(self, answers: Sequence[Answer]) -> list[float]:
-        """Log-ratios of policy and reference on held-out answers."""
         examples = [
             encoded._replace(responses=(answer.tokens,), roles=("chosen",))
             for encoded, answer in zip(self._encoded, answers, strict=True)
@@ -267,10 +256,6 @@ class OnlineBatches(Batches):
         return log_ratios
 
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
-        """Score the answers to these prompts on every process.
-
-        `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
-        """
         # a reward model is on every process, a user's function on rank 0 alone
         parts = np.array_split(np.arange(len(answers)), self.mesh.world_size if self.scorer.in_parallel else 1)
         own = parts[self.mesh.rank] if self.mesh.rank < len(parts) else ()
@@ -296,7 +281,6 @@ class OnlineBatches(Batches):
 def make_batches(
     plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
 ) -> Batches:
-    """The batches of a run: pairs of its data, or drawn from its policy."""
     if plan.online:
         return OnlineBatches(plan, data, objective, stop, progress)
     mesh = objective.mesh
@@ -314,10 +298,7 @@ def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
-    """Tokenize a prompt to an example without responses.
-
-    The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
-    """
+    """An example without responses, truncated so that `max_new_tokens` fit into `max_length`."""
     [example] = encode_examples(
         [(prompt._replace(examples=[]), 0)],
         data.encode,
@@ -328,10 +309,8 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
-    """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do.
-
-    Among equal scores the first is the best and the last is the worst, so that even a tie has two answers.
-    """
+    """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do."""
+    # of equal scores the first is the best and the last is the worst, so that even a tie has two answers
     best = max(range(len(answers)), key=lambda i: answers[i].score)
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
@@ -355,7 +334,6 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
-    """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
     answers = [answer for one in drawn for answer in one.answers]
     metrics = {
         "score": fmean(answer.score for answer in answers),
@@ -370,5 +348,4 @@ def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, flo
 
 
 def group(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split items into lists of `size`; the last may be shorter."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]

@@ -30,7 +30,7 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 
 
 def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of a model's trained weights; raise InputError for arguments that its class does not take."""
+    """The optimizer of a model's trained weights, or InputError for arguments that its class does not take."""
     optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args
     try:
         return optimizer_class(optimized(trained_parameters(model)), lr=training.lr, **arguments)
@@ -43,12 +43,11 @@ def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.opti
 
 
 def check_optimizer(training: TrainingPlan) -> None:
-    """Raise InputError for arguments that the optimizer does not take."""
     make_optimizer(training, torch.nn.Linear(1, 1))
 
 
 def count_states(training: TrainingPlan) -> int:
-    """The number of values that the optimizer keeps for each weight."""
+    """Values that the optimizer keeps for each weight."""
     n_values = {"Adafactor": 0, "SGD": 0, "Adagrad": 1, "ASGD": 1, "RMSprop": 1}.get(training.optimizer, 2)
     return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
 
@@ -56,8 +55,7 @@ def count_states(training: TrainingPlan) -> int:
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 
-    It depends only on how many updates were applied. A run that is made longer continues on the curve of its new
-    length, with the base rate and the warm-up that it began with.
+    A run that is made longer continues on the curve of its new length, with the base rate and warm-up of its start.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the saved base rates, on the curve of this run's length."""
         # unknown keys are dropped: torch would make attributes of them
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]

@@ -34,7 +34,7 @@ from dpo.training.stop import StopRequest
 
 
 def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, rank: int) -> tuple[Any, ...]:
-    """What a `Trainer` of given models uses, made as in `train.py`, for the reference code's constructors."""
+    """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
     progress = Progress.of(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     plan = place_frozen_weights(plan, mesh, progress)
@@ -63,7 +63,7 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> Plan:
 def find_models(
     plan: Plan, given: tuple[Any, Any] | None, progress: Progress, *, rank: int, resume_from: Path | None
 ) -> tuple[Any, Any]:
-    """Policy and separate reference or None: those given, with a checkpoint's weights, or functions that load them."""
+    """Policy and separate reference: those given, with a checkpoint's weights, or functions that load them."""
     if given is None:
         progress.line(f"loading the weights of {plan.model.name_or_path}")
         return model_loaders(plan, rank=rank, resume_from=resume_from)
@@ -78,7 +78,7 @@ def find_models(
 def make_policy(
     plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None = None
 ) -> tuple[Any, str | None]:
-    """Load, check and distribute the policy; return it with its frozen weights' digest (`load_policy`)."""
+    """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
     policy, frozen_digest = after_rank_0("the policy's weights", load)
     data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
@@ -91,7 +91,6 @@ def make_policy(
 def make_reference(
     plan: Plan, reference: Any, policy: Any, frozen_digest: str | None, data: TrainingData, mesh: Mesh
 ) -> Reference | None:
-    """Make the reference of the policy's own module, or of a model that is loaded and distributed."""
     n_rows = int(data.train.counts.sum() + data.test.counts.sum())
     identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
     if plan.loss.mismatched:

@@ -1,8 +1,4 @@
-"""The frozen reference, and a cache of its log-probabilities.
-
-Each example is scored once. The cache can be saved for other runs with the same reference, data and lengths; their
-beta and loss may differ.
-"""
+"""The frozen reference, and a cache of its log-probabilities for runs with the same reference, data and lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from dpo.system.plain_files import check_readable, replacing
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Read a file written by `ReferenceLogps.save`; raise InputError for any other file or shape."""
+    """Read a file of `ReferenceLogps.save`; raise InputError for any other file or shape."""
     problem = f"{path} is not a file of reference log-probabilities"
     check_readable(path)
     explain = explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it"))
@@ -34,22 +30,21 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 class ReferenceLogps:
-    """Cached log-probabilities of the reference, NaN where unknown.
+    """The reference's log-probabilities, a row per example; NaN where unknown. Columns are `Loss.reference_columns`.
 
-    They are a table with one row per example (`Batch.cache_rows`) and the columns of `Loss.reference_columns`.
-    `identity` names the data and the length limits, on which the token ids of the examples depend.
+    `identity` names the data and length limits, on which token ids depend.
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
         self.table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
     def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
-        """Add log-probabilities, (B, columns) on the host; those that are not finite stay unknown."""
+        """Add values, (B, columns) on the host; those that are not finite stay unknown."""
         values = logps.double().numpy()
         self.table[rows] = np.where(np.isfinite(values), values, np.nan)
 
     def find(self, rows: Sequence[int]) -> torch.Tensor | None:
-        """The values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
+        """Values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
         values = self.table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
 
@@ -60,7 +55,7 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`, unless its data or lengths differ, as with another test split."""
+        """Restore, unless data or lengths differ, as with another test split."""
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self.table.shape:
             self.table = logps.astype(np.float64)
@@ -80,8 +75,7 @@ class ReferenceLogps:
 class Reference:
     """The frozen reference: a model, None once it was freed as all examples are cached, and its log-probabilities.
 
-    The model may be the policy's own module, which computes as the reference only inside `in_use()`, with another
-    adapter or none.
+    The model may be the policy's own module, which is the reference only inside `in_use()`, by another adapter or none.
     """
 
     def __init__(

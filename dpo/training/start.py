@@ -43,7 +43,7 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
-    """Notes on the model, the samples, and the disk that the run needs; a continued run is not `is_first`."""
+    """Notes on the model, the samples, and the disk that the run needs."""
     policy = evaluator.objective.policy
     notes = [*remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)]
     if plan.evaluation.sample_during_eval:
@@ -64,7 +64,6 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
 
 
 def list_first_tasks(plan: Plan) -> str:
-    """One line on the work before the first update."""
     n_examples, evaluation = plan.data.n_eval_examples, plan.evaluation
     tasks = {
         "self-test (self_test)": plan.training.self_test,
@@ -79,7 +78,7 @@ def list_first_tasks(plan: Plan) -> str:
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> str:
     """Check that the policy is causal and the same in both modes, log-probabilities are finite, and rewards are 0.
 
-    Returns a message, or raises InputError with the likely cause. Leaves the policy in train mode.
+    Returns a message, or raises InputError with the likely cause.
     """
     mesh, loss, policy = objective.mesh, objective.loss, objective.policy
     if not loss.scalar_head:  # a reward model may look both ways
@@ -150,5 +149,4 @@ def _check_causality(objective: Objective) -> None:
 
 
 def _find_largest(columns: Mapping[str, torch.Tensor]) -> float:
-    """The largest magnitude in the columns."""
     return max(values.abs().max().item() for values in columns.values())

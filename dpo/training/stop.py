@@ -9,15 +9,13 @@ TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check is a collecti
 
 
 class StopRequest:
-    """This process's stop signals, and the agreement of all to stop."""
-
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.signals: list[int] = []  # signal numbers, in the order received
         self.is_agreed = False  # whether every process knows that one has received a signal; set by `train_step`
 
     def raise_if_agreed(self) -> None:
-        """Raise Stopped if all processes have agreed to stop; one that runs alone needs no agreement."""
+        """Raise Stopped if all processes have agreed; one that runs alone needs no agreement."""
         if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
 
@@ -27,6 +25,6 @@ class StopRequest:
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """Call `raise_if_any` before a token of a batch of answers, if due."""
+        """`raise_if_any`, if due before this token of a batch of answers."""
         if self._mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()
