@@ -18,19 +18,19 @@ class RunError(RuntimeError):
 
 
 class NonFinite(RunError):
-    """A NaN or infinite loss or gradient, which every process raises at the same update."""
+    """Every process raises it at the same update."""
 
 
 class ScorerFailed(RunError):
-    """An error of a scorer of online answers, or an invalid score, which every process raises together."""
+    """An error of a scorer of online answers, or an invalid score; every process raises it."""
 
 
 class SamplingFailed(Exception):
-    """Sampling failed on at least one process; every process raises it, and training goes on."""
+    """Every process raises it if one fails, and training goes on."""
 
 
 def one_sentence(error: BaseException) -> str:
-    """An error's message on one readable line without lone surrogates; its class if it has none."""
+    """Its message on one readable line without lone surrogates, or its class."""
     is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
     words = [type(error).__name__] * is_value_alone + str(error).split()
     return " ".join(words)[:LONGEST].encode(errors="backslashreplace").decode()
@@ -38,7 +38,7 @@ def one_sentence(error: BaseException) -> str:
 
 @contextmanager
 def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[None]:
-    """Context that replaces `errors` by what `make` returns for their message."""
+    """Replace `errors` by what `make` returns for their message."""
     try:
         yield
     except errors as error:
@@ -47,10 +47,7 @@ def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[Non
 
 @contextmanager
 def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Context that replaces whatever a library raises, as it reads what is not ours, by what `make` returns.
-
-    Errors pass that are explained already, and those of a GPU's memory or of another process.
-    """
+    """Replace what a library raises, but not explained errors, or those of a GPU's memory or another process."""
     try:
         yield
     except Exception as error:
@@ -61,6 +58,6 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Return whether it is an error of a collective or the store, probably because another process failed."""
+    """An error of a collective or the store, probably because another process failed."""
     classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
     return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source

@@ -1,4 +1,4 @@
-"""Numbers as text, for the terminal, pages and sentences."""
+"""Numbers as text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """A number with few digits, without an exponent if large."""
+    """Without an exponent if large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """A compact number with a true minus sign; "unknown" if not finite."""
+    """With a true minus sign; "unknown" if not finite."""
     if not math.isfinite(value):
         return "unknown"
     text = compact(value, digits)
@@ -19,12 +19,11 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """A figure with its sign."""
     return f"+{figure(value, digits)}" if value >= 0 else figure(value, digits)
 
 
 def percent(share: float) -> str:
-    """A share in percent, with a decimal near 0 and 1."""
+    """With a decimal near 0 and 1."""
     if not math.isfinite(share):
         return "unknown"
     digits = 1 if 0.99 < share < 1 or 0 < share < 0.01 else 0

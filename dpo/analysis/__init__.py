@@ -1,1 +1,0 @@
-"""Analysis of a run's records: curves, findings, the ledger, the report."""

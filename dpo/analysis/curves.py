@@ -1,4 +1,4 @@
-"""Curves of runs, as PNG: every update is a thin line under the running mean, evaluations are circles."""
+"""Curves of runs: every update is a thin line under the running mean, evaluations are circles."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ STYLE = [
 
 
 class Chart(NamedTuple):
-    """Content of a picture: a metric, or several in one picture."""
-
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
     in_percent: bool = False  # values are from 0 to 1, shown in percent
@@ -57,20 +55,18 @@ CHARTS = (  # in the order of the page
 
 
 class Line(NamedTuple):
-    """One metric of one run."""
-
     label: str  # "" if the title says what it is
     updates: tuple[np.ndarray, np.ndarray]  # (examples, values)
     evaluations: tuple[np.ndarray, np.ndarray]
 
 
 def draw_all(runs: Sequence[Run]) -> list[tuple[str, bytes]]:
-    """Draw each chart for which a run has values: (title, PNG)."""
+    """(title, PNG) of each chart for which a run has values."""
     return [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(runs)]
 
 
 def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Yield the charts for which a run has values, with their lines; no loss, if losses cannot be compared."""
+    """Without the loss, if losses cannot be compared."""
     for chart in CHARTS:
         lines = []
         for run, metric in product(runs, chart.metrics):
@@ -87,13 +83,13 @@ def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Means over windows of about a fifteenth of all values, at least 5; they are cut at both ends."""
+    """Over windows of about a fifteenth of all values, at least 5, cut at both ends."""
     window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
-    """Draw a chart as PNG, without pyplot, so that no window opens and no global state changes."""
+    """Make a PNG without pyplot, so that no window opens and no global state changes."""
     with matplotlib.style.context(STYLE):
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")

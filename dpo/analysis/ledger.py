@@ -1,7 +1,5 @@
-"""A ledger: its files, with a row per example and visit, and what they say of pairs.
-
-A training run appends to `ledger.arrows`, an Arrow stream that can be read after a kill and that a resumed run can
-truncate. `ledger.parquet` is made from it, and depends on its rows alone. docs/metrics.md has the columns.
+"""A ledger, with a row per example and visit (docs/metrics.md): an Arrow stream, which can be read after a kill and
+truncated, and `ledger.parquet`, which is made from it.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference d
 
 
 def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Append rows in one write, to an empty or missing stream after the schema."""
+    """Append in one write, to an empty or missing stream after the schema."""
     with stream.open("ab") as file:
         if file.tell() == 0:
             file.write(SCHEMA.serialize())
@@ -63,7 +61,6 @@ def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
 
 
 def write_parquet(run_dir: Path) -> None:
-    """Write a ledger's rows as Parquet, atomically."""
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
     table = read_ledger(run_dir)
@@ -73,17 +70,14 @@ def write_parquet(run_dir: Path) -> None:
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
-    """Read all rows so far, in order; raise InputError without a ledger.
-
-    They are in one chunk, so that a file made of them does not depend on the appends.
-    """
+    """All rows so far, in one chunk, so that a file made of them does not depend on the appends."""
     if not (run_dir / STREAM).exists():
         raise InputError(f"{run_dir} has no {STREAM}: give the directory of a run with ledger=true")
     return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()
 
 
 def find_end(stream: Path, size: int) -> int:
-    """Find the end of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
+    """The end of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
     return 0
@@ -111,7 +105,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair, over its visits after the first update: earlier margins are 0 or rounding errors, and are ignored."""
+    """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -126,8 +120,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """Counts of all pairs, and lists of the worst ones."""
-
     rows: int
     examples: int
     truncated: int  # number of truncated examples
@@ -139,10 +131,7 @@ class LedgerSummary:
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Summarize a ledger, with `top` pairs in each list, worst first.
-
-    Ties, and visits before the first update, tell nothing of a pair.
-    """
+    """Ties, and visits before the first update, tell nothing of a pair."""
     margins, updates = table["margin"].to_numpy(), table["update"].to_numpy()
     is_train = pc.equal(table["split"], "train").to_numpy()
     # a training row has the number of its own update, from 1; an evaluation row has the number of updates before it
@@ -189,7 +178,6 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 def _make_pairs(table: pa.Table, found: pa.Table) -> list[Pair]:
-    """Make pairs of their numbers, with the texts and scores of those that were drawn."""
     pairs = []
     for pair in found.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()

@@ -1,11 +1,7 @@
-"""The report of runs: `report.html`.
+"""The report, one file whose texts are escaped and that runs no code, as samples and settings come from models and
+users.
 
-The page is a single file that needs no network and runs no code: every text is escaped, and its content policy forbids
-scripts and requests, because samples and settings come from models and users. The template is `page.html.jinja`.
-
-    python -m dpo.analysis.page RUN OUT
-
-is what a run that ends starts for itself (`report=true`), while it still holds its lock; people use `scripts.report`.
+A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `scripts.report`.
 """
 
 from __future__ import annotations
@@ -44,9 +40,8 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
-    """Write the report of runs (see `read_run`) into `out`, and return the page's path.
-
-    Raises InputError for a path that is not a run's, and if `out` cannot be written or has a file of the page's name.
+    """Raises InputError for a path that is no run, and if `out` cannot be written or has another file of the page's
+    name.
     """
     contents, page = read_runs(runs, ended=ended), out / REPORT.name
     try:
@@ -62,7 +57,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
 
 
 def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
-    """Render the page of a run, or of several compared, as HTML."""
+    """The page of a run, or of several compared, as HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     several, warnings = len(runs) > 1, []
@@ -104,7 +99,7 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
 
 
 def list_results(run: Run) -> dict[str, tuple[str, str]]:
-    """List the numbers that readers look for first, each with a detail, by what it is."""
+    """The numbers that readers look for first, each with a detail."""
     results = {}
     for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
@@ -124,7 +119,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
 
 
 def list_cards(run: Run) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """List prompts with (role, label, text) of each answer: what the last update drew, then the newest samples."""
+    """Prompts with (role, label, text) of each answer: what the last update drew, and the newest samples."""
     cards = []
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     for record in newest[:MOST_DRAWN]:
@@ -138,7 +133,7 @@ def list_cards(run: Run) -> list[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """List settings that differ: between runs, or one run's from the defaults."""
+    """Settings that differ: between runs, or one run's from the defaults."""
     columns = [{name: _as_text(value) for name, value in dotted(run.config)} for run in runs]
     compared = columns
     if len(runs) == 1:

@@ -1,8 +1,4 @@
-"""The report's rules: what is wrong, and what to change. What the terminal warned of has a section of its own.
-
-A rule has a condition, which returns the numbers that it is about, or None if it does not hold. The table is at the
-end. *Now* is the last evaluation, or the mean of the last tenth of the updates, at least ten.
-"""
+"""The report's rules; a condition returns the numbers that it is about, or None if it does not hold."""
 
 from __future__ import annotations
 
@@ -106,7 +102,6 @@ def best_is_earlier(run: Run) -> str | None:
 
 
 def without_effect(run: Run) -> str | None:
-    """A learning rate that was never reached, or changed little."""
     if run.state != "complete":
         return None
     peak, largest = number(run.setting("lr")), float(np.max(run.train.points("lr")[1], initial=0))
@@ -119,10 +114,7 @@ def without_effect(run: Run) -> str | None:
 
 
 def is_broken(text: str) -> bool:
-    """Return whether a text is empty or repeats itself.
-
-    English compresses to half its size, a repeated sentence to a fifth.
-    """
+    """Empty, or repeating itself: English compresses to half its size, a repeated sentence to a fifth."""
     content = text.strip().encode("utf-8", "replace")
     return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
 
@@ -191,13 +183,11 @@ def is_outside(run: Run, name: str, *, low: float = -math.inf, high: float = mat
 
 
 class Rule(NamedTuple):
-    """A rule, for runs on these kinds of data."""
-
     level: str  # WARNING or NOTE
     title: str
     condition: Callable[[Run], str | None]  # returns the numbers that it is about
     advice: str
-    kinds: frozenset[str] = ANY
+    kinds: frozenset[str] = ANY  # of data
 
 
 RULES = (  # in the order of the page
@@ -243,7 +233,7 @@ RULES = (  # in the order of the page
 
 
 def find_all(run: Run) -> list[tuple[Rule, str]]:
-    """Find the rules that hold for a run, each with its numbers, warnings first."""
+    """Warnings come first."""
     kind = "online" if run.online else run.objective.trains_on
     values = ((rule, rule.condition(run)) for rule in RULES if kind in rule.kinds)
     return [(rule, value) for rule, value in values if value is not None]

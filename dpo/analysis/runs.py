@@ -1,7 +1,5 @@
-"""A run as read from its directory.
-
-A run may still train, have crashed, or lack files: parts that cannot be read are left out, and listed in
-`Run.problems`. Imports no torch.
+"""A run as read from its directory, without torch; parts that cannot be read are left out, and listed in
+`Run.problems`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_on
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for anything else."""
+    """NaN for what is no number."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
@@ -45,13 +43,11 @@ class Log:
         return len(self.lines)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Values of a metric, (rows,)."""
         if name not in self._columns:
             self._columns[name] = np.array([number(line.get(name)) for line in self.lines])
         return self._columns[name]
 
     def has(self, name: str) -> bool:
-        """Return whether a metric is a number anywhere."""
         return bool(np.isfinite(self[name]).any())
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -60,7 +56,7 @@ class Log:
         return self.examples[is_finite], self[name][is_finite]
 
     def last(self, name: str) -> float:
-        """The last value that is a number; NaN if there is none."""
+        """NaN if there is none."""
         _, values = self.points(name)
         return float(values[-1]) if len(values) else math.nan
 
@@ -86,7 +82,7 @@ class Run:
     state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key of the config."""
+        """`key` is dotted."""
         return look_up(self.config, key, default)
 
     def count(self, key: str) -> float:
@@ -95,7 +91,6 @@ class Run:
 
     @property
     def objective(self) -> Loss:
-        """The run's loss with its options."""
         config = self.setting("loss")
         is_known = isinstance(config, Mapping) and config.get("name") in LOSSES
         return find_loss(config) if is_known else UNKNOWN_LOSS
@@ -115,20 +110,16 @@ class Run:
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Means of a training metric over the first and last tenth of the updates, at least ten; NaN without any."""
+        """Means over the first and last tenth of the updates, at least ten; NaN without any."""
         _, values = self.train.points(name)
         tenth = max(10, len(values) // 10)
         return (float(values[:tenth].mean()), float(values[-tenth:].mean())) if len(values) else (math.nan, math.nan)
 
     def now(self, name: str) -> float:
-        """A training metric's mean over the last tenth of updates; NaN without any."""
         return self.ends(name)[1]
 
     def compared_samples(self) -> list[tuple[dict[str, Any], str, str | None]]:
-        """(sample, label, text) of the newest samples, with what each is compared with.
-
-        That is the reference's text or, without a reference, the policy's first text to the same prompt.
-        """
+        """(sample, label, text) of the newest samples: the reference's text, or the policy's first to the prompt."""
         compared, earliest = [], self.samples[0]["examples"] if self.samples else 0
         first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
         for sample in self.samples:
@@ -141,7 +132,6 @@ class Run:
 
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
-    """The value of a dotted key in nested mappings."""
     for part in key.split("."):
         if not isinstance(mapping, Mapping) or part not in mapping:
             return default
@@ -151,12 +141,7 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
 def read_run(path: Path, *, ended: bool = False) -> Run:
-    """Read a run's directory.
-
-    `ended` says that the run has ended although its process still holds the lock, as when it makes its last report.
-
-    Raises InputError if the path is not a run's directory.
-    """
+    """`ended`: the run has ended, although its process holds the lock. Raises InputError for what is no run."""
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
     run = Run(path.resolve(), path.resolve().name)
@@ -189,7 +174,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
-    """Read each run once, under a unique name: if two are equal, all are called by their paths."""
+    """If two have the same name, all are called by their paths."""
     runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
@@ -198,7 +183,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 
 
 def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """Read a mapping; if that fails, note why among the run's problems."""
+    """If it cannot be read, note why among the run's problems."""
     try:
         value = read(run.path / name)
         if isinstance(value, dict):
@@ -212,7 +197,7 @@ def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str,
 
 
 def _read_lines(run: Run, name: str) -> list[str]:
-    """Read the complete lines of a file that a run appends to; none if there is no file."""
+    """The complete lines; none if there is no file."""
     if not (run.path / name).exists():
         return []
     check_readable(run.path / name)
@@ -221,7 +206,7 @@ def _read_lines(run: Run, name: str) -> list[str]:
 
 
 def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
-    """Read a JSONL file's objects that have these keys; other lines are a problem."""
+    """Objects with these keys; other lines are a problem."""
     objects, n_unreadable = [], 0
     for line in _read_lines(run, name):
         try:
@@ -238,7 +223,7 @@ def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
 
 
 def describe_answers(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(role, label, text) of a drawn record's answers: the best one, others in order, the worst."""
+    """(role, label, text) of the best answer, of others in order, and of the worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
     ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
     if record.get("flipped") is True:  # a label drawn at random has preferred the worst

@@ -1,7 +1,4 @@
-"""The verdict on a run: did the model change, is it better; and the intervals that it rests on.
-
-The run's terminal ends with it, and its report begins with it. docs/metrics.md has the rules.
-"""
+"""The verdict on a run: did the model change, is it better? docs/metrics.md has the rules."""
 
 from __future__ import annotations
 
@@ -28,23 +25,19 @@ NAMES = {  # of the responses, by kind of example
 
 
 def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a share of n examples."""
+    """Wilson's 95 % interval of a share of n examples."""
     middle = share + Z_95**2 / (2 * n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + (Z_95 / (2 * n)) ** 2)
     return (middle - half) / (1 + Z_95**2 / n), (middle + half) / (1 + Z_95**2 / n)
 
 
 def n_evaluated(run: Run, what: str = "examples") -> float:
-    """Number of different examples, or prompts, in an evaluation."""
     n_asked, n_available = number(run.setting("n_eval_examples", 256)), run.count(f"test.{what}")
     return min(n_asked, n_available) if n_available > 0 else n_asked
 
 
 def n_effective(run: Run) -> float:
-    """Number of evaluated examples, where those of one prompt count once, and those with weights w as fewer.
-
-    A weighted mean varies as much as a plain mean of (sum w)^2 / sum w^2 examples, the preflight's effective examples.
-    """
+    """Evaluated examples, where those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2."""
     n, n_examples = n_evaluated(run), run.count("test.examples")
     for part in (run.count("test.effective_examples"), run.count("test.prompts")):
         n *= part / n_examples if 0 < part < n_examples else 1  # all count if the counts are lost
@@ -52,7 +45,6 @@ def n_effective(run: Run) -> float:
 
 
 def describe_result(run: Run) -> str:
-    """Say whether the model changed, and whether it is better."""
     if run.train.has("online/score"):
         better = _describe_scores(run)
     elif not run.eval.has("loss/eval") or run.eval.points("loss/eval")[0][-1] == 0:
@@ -67,7 +59,7 @@ def describe_result(run: Run) -> str:
 
 
 def describe_change(run: Run) -> str:
-    """Say how answers and likelihoods changed; "" if unknown."""
+    """How answers and likelihoods changed; "" if unknown."""
     n_differ, n_answers = compare_answers(run)
     changes, rounding = find_changes_per_token(run)
     facts = []
@@ -97,7 +89,7 @@ def describe_change(run: Run) -> str:
 
 
 def compare_answers(run: Run) -> tuple[int, int]:
-    """Count the answers that differ from those before training, and all."""
+    """How many answers differ from those before training, and of how many."""
     before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
     now = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] > 0}  # the newest of each prompt
     shared = before.keys() & now.keys()
@@ -105,7 +97,7 @@ def compare_answers(run: Run) -> tuple[int, int]:
 
 
 def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
-    """Mean changes since the evaluation before the first update, by side, and the rounding that they have."""
+    """Mean changes since the evaluation before the first update, by side, and their rounding."""
     changes: dict[str, float] = {}
     size = 1.0  # of the log-probability of a token
     for side in ("chosen", "rejected"):
@@ -119,7 +111,6 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
 
 
 def _describe_scores(run: Run) -> str:
-    """Say how well the policy's answers score."""
     before, after = map(figure, run.ends("online/score"))
     text = f"The mean score of the policy's answers was {before} at first and is {after} now"
     text += f", at online/kl {figure(run.now('online/kl'))}."
@@ -135,7 +126,7 @@ def _describe_scores(run: Run) -> str:
 
 
 def _describe_loss(run: Run) -> str:
-    """Say how the held-out loss moved; SFT's, a sum over tokens, per token."""
+    """SFT's loss, a sum over tokens, is given per token."""
     _, losses = run.eval.points("loss/eval")
     name, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
@@ -149,7 +140,6 @@ def _describe_loss(run: Run) -> str:
 
 
 def _describe_pairs(run: Run) -> str:
-    """Say what the accuracy of pairs, or of pairs in lists, proves."""
     accuracy, n_examples = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
     if run.objective.trains_on == "lists":
         counted = count(n_examples, "list")
@@ -166,7 +156,6 @@ def _describe_pairs(run: Run) -> str:
 
 
 def _describe_labels(run: Run) -> str:
-    """Say what the ranking of held-out labels proves."""
     auc, share = run.eval.last("rewards_eval/auc"), n_effective(run) / run.count("test.examples")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
     n_desirable, n_undesirable = (run.count(f"test.{label}") * share for label in ("desirable", "undesirable"))
@@ -179,7 +168,7 @@ def _describe_labels(run: Run) -> str:
 
 
 def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = str(ENOUGH)) -> str:
-    """Give a share's interval, and what it proves against chance."""
+    """A share's interval, and what it proves against chance."""
     low, high = interval
     text = f" (95 % interval {percent(low)} to {percent(high)})"
     if n < FEWEST or (low <= 0.5 <= high and n < ENOUGH):
@@ -194,6 +183,5 @@ def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
 
 
 def print_result(run_dir: Path) -> None:
-    """Print where a complete run is, and the verdict on it."""
     print(f"run directory: {run_dir}")
     print(describe_result(read_run(run_dir, ended=True)), flush=True)

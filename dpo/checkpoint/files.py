@@ -1,10 +1,7 @@
-"""The files of a checkpoint: written, verified, pruned.
+"""The files of a checkpoint, a directory `step-N` after N examples: written, verified, pruned.
 
-A checkpoint is a directory `step-N`, where N is the number of examples trained on. It has a file `NAME.pt` for each
-part of a run (`dpo.checkpoint.saver`), among them `policy.pt`, `optimizer.pt` and `scheduler.pt` as in the reference
-code, and files in other formats, such as PEFT's. Each `.pt` has only data, no pickled objects: `{"step_idx": N,
-"state": state_dict, "metrics": means or None}`. `manifest.json` lists the files, with the size and SHA-256 of each, and
-facts with which a resumed run is compared.
+Each part of a run has a file `NAME.pt`, without pickled objects: `{"step_idx": N, "state": state_dict, "metrics": means
+or None}`. `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
 """
 
 from __future__ import annotations
@@ -33,16 +30,14 @@ ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the 
 
 
 class DamagedCheckpoint(InputError):
-    """A directory that is not a complete checkpoint; the message says why."""
+    """The message says why."""
 
 
 def write_checkpoint(
     directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
-    """Write a checkpoint, complete or not at all; raises RunError if writing fails.
-
-    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and then the manifest, into a
-    temporary directory that is renamed at the end. An earlier checkpoint at the same step is kept until then.
+    """A checkpoint is complete or not there; an earlier one at the same step is kept until the end. A state is a file
+    `NAME.pt`, or NAME if it is bytes. Raises RunError if writing fails.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
@@ -82,19 +77,16 @@ def write_checkpoint(
 
 
 def _explaining(directory: Path) -> AbstractContextManager[None]:
-    """Turn errors of writing into RunErrors inside."""
     said = f"checkpoint {directory} could not be written"
     return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """The checksum and the size of a file, for a manifest."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """The checksum of a manifest's entries other than `sha256`."""
     entries = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
@@ -116,18 +108,16 @@ def point(link: Path, target: Path) -> None:
 
 
 def parse_step(directory: Path) -> int:
-    """The number of examples after which a `step-N` was saved."""
     return int(directory.name.removeprefix("step-"))
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """The `step-N` directories of a run, newest first."""
+    """Newest first."""
     checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
 def was_written_by(directory: Path, run: str | None) -> bool:
-    """Return whether a run wrote this checkpoint, by its manifest."""
     try:
         return not directory.is_symlink() and _read_manifest(directory).get("run") == run
     except (OSError, *WRONG_FORM):
@@ -135,7 +125,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove a run's checkpoints but the `keep` newest, BEST and LATEST."""
+    """Remove all but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
@@ -147,7 +137,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while saving; restore a checkpoint that it was about to replace."""
+    """Clean up after a kill while saving; restore a checkpoint that was about to be replaced."""
     for former in run_dir.glob(f".step-*.{FORMER}"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
         if not os.path.lexists(directory):
@@ -158,7 +148,7 @@ def tidy(run_dir: Path) -> None:
 
 
 def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Verify every byte of a checkpoint, or of the files `only`; return its manifest, or raise DamagedCheckpoint."""
+    """Verify every byte, or the files `only`; return the manifest, or raise DamagedCheckpoint."""
     try:
         manifest = _read_manifest(directory)
         for name, facts in manifest["files"].items():
@@ -177,7 +167,6 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest and check its checksum."""
     path = directory / MANIFEST
     try:
         manifest = read_json(path)
@@ -191,12 +180,11 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> Any:
-    """Read the `state` in a checkpoint's file."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's file, whose tensors are mapped: copy those that you keep, as it may be deleted."""
+    """Its tensors are mapped: copy those that you keep, as the file may be deleted."""
     check_readable(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -40,27 +40,24 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys w
 
 
 class ResumePoint(NamedTuple):
-    """A complete checkpoint."""
-
     path: Path
     manifest: Mapping[str, Any]
 
 
 class Run(NamedTuple):
-    """A run's directory, locked by this process, and its resume point."""
+    """A run's directory, locked by this process."""
 
     directory: Path
     resume_point: ResumePoint | None
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether all updates and the last evaluation are done, and no samples were due after it."""
+        """Whether all updates and the last evaluation are done, and no samples were due after it."""
         if self.resume_point is None:
             return False
         manifest = self.resume_point.manifest
         return manifest["updates"] >= updates and manifest["evaluated"] and not manifest["samples_due"]
 
     def record(self, plan: Plan) -> None:
-        """Write the config, and facts about this start of the run, into its directory."""
         former = None
         if self.resume_point is not None:
             former = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
@@ -69,10 +66,7 @@ class Run(NamedTuple):
 
 @contextmanager
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
-    """Context in an open run, whose directory is locked.
-
-    A run that is refused before it writes logs or checkpoints leaves nothing that was not there.
-    """
+    """A run that is refused before it writes logs or checkpoints leaves nothing that was not there."""
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
@@ -92,16 +86,13 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
 
 
 def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """The checkpoint that `opening_run` would continue from, or its InputError; writes nothing."""
+    """What `opening_run` would continue from, or its InputError; writes nothing."""
     source = _find_source(plan, logs)
     return _find_resume_point(source, plan) if source else None
 
 
 def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
-    """What a run continues from, if it exists: a run, which may be this one, or a checkpoint.
-
-    Raises InputError if the run's directory has something that is not of this run, or that it would overwrite.
-    """
+    """The run (maybe this one) or checkpoint that is continued; InputError for what the run would overwrite."""
     resume, run_dir = plan.run.resume, _find_run_dir(plan)
     if resume is None:
         check_free(run_dir, logs)
@@ -125,10 +116,7 @@ def _find_run_dir(plan: Plan) -> Path:
 
 
 def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
-    """Make the run's directory as it was at its resume point, and return this point.
-
-    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`.
-    """
+    """Make the directory as it was at its resume point; another run's checkpoint and logs are copied."""
     run_dir = _find_run_dir(plan)
     is_own = run_dir in (source, source.parent)
     if is_own:
@@ -152,10 +140,7 @@ def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | Non
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the checkpoint at `path`; None if `resume=auto` finds none at all.
-
-    Raises InputError if none is complete, or if the config does not fit the checkpoint.
-    """
+    """The newest complete checkpoint, or that at `path`; None if `resume=auto` finds none at all."""
     candidates = [path] if STEP.fullmatch(path.name) else find_checkpoints(path)
     reasons = ""
     for checkpoint in candidates:
@@ -176,7 +161,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Copy another run's checkpoint, completely or not at all, and its logs."""
+    """Completely or not at all."""
     checkpoint = resume_point.path
     for log in (checkpoint.parent / name for name in logs):
         if log.exists():
@@ -201,7 +186,7 @@ def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
 
 
 def record_config(plan: Plan) -> dict[str, Any]:
-    """The config for a manifest: dotted keys, secrets redacted."""
+    """For a manifest: dotted keys, secrets redacted."""
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
@@ -224,7 +209,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
 
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
-    """The facts that `check_inputs` compares, for a manifest."""
+    """What `check_inputs` compares, for a manifest."""
     train, test = data.report.train, data.report.test
     model = find_model_facts(model_config)
     return {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "model": model}

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and saving and restoring it while a run trains."""
+"""What a checkpoint consists of, saved and restored while a run trains."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ class Part:
         self.name, self.source = name, source
 
     def gather(self) -> Any:
-        """The whole state, on rank 0."""
         return full_state(self.source.state_dict())
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Further files made from a gathered state: content by file name."""
+        """Further files made from a gathered state, by name."""
         return {}
 
     def restore(self, file: Path) -> None:
-        """Continue from the part's file, which rank 0 reads."""
+        """Only rank 0 reads the file."""
         self.source.load_state_dict(from_rank_0(read_state(file) if is_rank_0() else None))
 
 
 class ModelPart(Part):
-    """A model's weights, which were read before the model was distributed (`dpo.models.loading`)."""
+    """Weights are read before the model is distributed (`dpo.models.loading`)."""
 
     def restore(self, file: Path) -> None:
         pass
 
 
 class OptimizerPart(Part):
-    """An optimizer's state, saved whole; each process restores its shards."""
+    """Saved whole; each process restores its shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         super().__init__("optimizer", optimizer)
@@ -64,7 +63,7 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """The random states of all processes; another number of processes continues without them."""
+    """Another number of processes continues without these states."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__("random", None)
@@ -94,11 +93,7 @@ class RandomPart(Part):
 
 
 class RunState:
-    """The counters of a run, and states without their own file: together the part `trainer`.
-
-    Frozen weights, of the reference or else of the base under an adapter, are not saved. The checkpoint has their
-    digest (`base_digest` is that of the base), and a resumed run refuses other weights.
-    """
+    """The part `trainer`; of frozen weights (of the reference or an adapted base) only a digest is saved."""
 
     def __init__(self, reference: Any, base_digest: str | None, *, rank: int, **states: Any) -> None:
         self.example_counter = 0  # examples trained on
@@ -123,7 +118,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`. Raises InputError if the frozen weights have changed."""
+        """Raises InputError if the frozen weights have changed."""
         if self._rank == 0 and state["reference"] != self._frozen_digest:
             raise InputError(
                 "the reference or base model has changed since the checkpoint: restore the files that "
@@ -139,7 +134,7 @@ class RunState:
 
 
 class Checkpoints:
-    """Saves a run's states; BEST is the best of evaluations of the same `n_evaluated` examples."""
+    """BEST is the best of evaluations of the same `n_evaluated` examples."""
 
     def __init__(
         self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None], n_evaluated: int = 0
@@ -161,10 +156,7 @@ class Checkpoints:
         facts: Mapping[str, Any],
         elsewhere: Path | None = None,
     ) -> None:
-        """Save the parts to `step-N`, LATEST and, if of the highest quality so far, BEST; or only `elsewhere`.
-
-        Every process must call it; rank 0 writes, while the others wait.
-        """
+        """Save to `step-N`, LATEST and, if the best so far, BEST; or only `elsewhere`. Every process must call it."""
         links = [] if elsewhere else ["LATEST"]
         if not elsewhere:
             self.latest = math.nan if quality is None else quality
@@ -186,7 +178,7 @@ class Checkpoints:
         self.log(f"saved {directory}")
 
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
-        """Yield the name and state of each part, whole on rank 0 alone, then its further files."""
+        """Each state is whole on rank 0 alone."""
         for part in parts:
             self._wait_for_rank_0()  # it may still write the previous part
             state = part.gather()
@@ -199,12 +191,12 @@ class Checkpoints:
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def finish(self) -> None:
-        """Make every process wait until rank 0 has written everything."""
+        """Wait until rank 0 has written everything."""
         self._wait_for_rank_0()
         self.mesh.any(False)  # a barrier
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Continue with the parts as they were saved; every process must call it."""
+        """Every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
 
@@ -219,7 +211,7 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()` if its BEST is in this run's directory, which may be a new one."""
+        """BEST is kept if it is in this run's directory, which may be a new one."""
         if state["n_evaluated"] != self.n_evaluated:
             evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"
             self.log(f"BEST is chosen anew from now on, as {evaluated}: their means cannot be compared")

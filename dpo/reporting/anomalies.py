@@ -19,7 +19,7 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFiniteGuard(Callback):
-    """Guard against NaN and infinity: every rank skips or aborts, and rank 0 saves the update's examples."""
+    """Every rank skips or aborts, and rank 0 saves the update's examples."""
 
     skipped = 0  # updates so far
 
@@ -28,10 +28,7 @@ class NonFiniteGuard(Callback):
         return True
 
     def allows(self, update: Update) -> bool:
-        """Return whether losses and gradient are finite.
-
-        Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates are skipped with this one.
-        """
+        """Raises NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates."""
         grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
         if math.isfinite(grad_norm) and losses.isfinite().all():
             return True
@@ -51,7 +48,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples as a dataset for `dataset_sources`: their texts, and their rows of `Update.table`."""
+        """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
         trains_on, lines = self.context.plan.loss.trains_on, []
         columns = {name: column.tolist() for name, column in update.table.items()}
         for i, example in enumerate(update.examples):
@@ -91,10 +88,7 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """One warning, at the first evaluation after which the report's rule for collapse holds.
-
-    It reads the logs of the run, so it follows the callback that writes them, and needs no state.
-    """
+    """Warns once; it reads the run's logs, so it follows the callback that writes them."""
 
     _has_warned = False
 

@@ -1,7 +1,4 @@
-"""Events of a run, and its callbacks.
-
-Each callback owns its files and its part of a checkpoint.
-"""
+"""Events of a run, and its callbacks, each of which owns its files and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,8 +41,6 @@ class Sample(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """An evaluation after `n_updates` and `n_examples`."""
-
     n_updates: int
     n_examples: int
     metrics: Mapping[str, float]
@@ -54,8 +49,6 @@ class Evaluation(NamedTuple):
 
 
 class RunContext(NamedTuple):
-    """Facts about a run for its callbacks."""
-
     plan: Plan
     run_dir: Path
     rank: int
@@ -65,15 +58,11 @@ class RunContext(NamedTuple):
 
     @property
     def parameters(self) -> ParameterCount | None:
-        """The policy's numbers of parameters."""
         return None if self.policy is None else count_parameters(self.policy)
 
 
 class Callback:
-    """A receiver of a run's events, which may refuse updates.
-
-    It is made before a checkpoint is loaded. `on_start` comes after the loading, and opens files.
-    """
+    """A receiver of events, made before a checkpoint is loaded; `on_start` comes after the loading, and opens files."""
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
     derived: tuple[str, ...] = ()  # files made from `files`
@@ -83,47 +72,46 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process has this callback; most run on rank 0 alone."""
+        """Whether this process has this callback; most run on rank 0 alone."""
         return context.rank == 0
 
     def on_start(self) -> None:
-        """Handle the start; on a resume, `load_state_dict` came before."""
+        """On a resume, `load_state_dict` came before."""
 
     def allows(self, update: Update) -> bool:
-        """Return whether to apply an update; all ranks must agree."""
+        """Whether to apply an update; all ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
-        """Handle an update that was applied or refused."""
+        """It was applied or refused."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Handle an evaluation."""
+        """Metrics are those of held-out examples."""
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        """Handle an evaluation's samples; there are none if sampling failed."""
+        """An evaluation's samples; none if sampling failed."""
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
-        """Handle the policy's most probable answers to a few held-out prompts."""
+        """The policy's most probable answers to a few held-out prompts."""
 
     def on_abort(self, reason: str) -> None:
-        """Handle an abort on NaN, with its `reason`; `on_end` follows."""
+        """The run aborts on NaN; `on_end` follows."""
 
     def on_end(self) -> None:
-        """Handle the end: the run is complete, was stopped, or aborted."""
+        """The run is complete, was stopped, or aborted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: tensors, numbers, texts, lists and dicts."""
+        """Tensors, numbers, texts, lists and dicts for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; {} if the checkpoint has none."""
+        """{} if the checkpoint has none."""
 
 
 class Callbacks:
-    """A process's callbacks by name, in the order of their calls."""
+    """By name, in the order of their calls."""
 
     def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> None:
-        """Combine the given callbacks with those of the table that are wanted."""
         wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}
         self.callbacks = {**given, **wanted}
 
@@ -133,7 +121,7 @@ class Callbacks:
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Return whether all callbacks allow an update; each is asked, as it may log or count."""
+        """Each is asked, as it may log or count."""
         answers = [callback.allows(update) for callback in self.callbacks.values()]
         return all(answers)
 

@@ -1,7 +1,4 @@
-"""Log files: a run appends to them, a resumed run truncates them.
-
-docs/metrics.md describes their lines.
-"""
+"""Log files (docs/metrics.md): a run appends to them, a resumed run truncates them."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ from dpo.system.run_directory import add_to_record, now
 
 
 class Appender(Callback):
-    """A callback that appends lines to `files` in the run directory.
+    """Appends lines to `files`, which a resumed run first truncates to their sizes at the checkpoint.
 
-    At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
-    the later records again. A file that lacks some of that is renamed, and a new file gets its complete records. A file
-    that the checkpoint does not know is renamed too.
+    A file that is shorter, or that the checkpoint does not know, is renamed; its complete records go into a new one.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -53,7 +48,7 @@ class Appender(Callback):
                 os.truncate(path, end)
 
     def _move_aside(self, path: Path, end: int) -> None:
-        """Rename a file that a checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
+        """Rename what a checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
         names = [name for name in (*self.derived, path.name) if (self.run_dir / name).exists()]
         moved = {name: move_aside(self.run_dir / name) for name in names}
         if path.name in moved:
@@ -63,7 +58,7 @@ class Appender(Callback):
         self.context.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The size of each file, which is synced to the disk first."""
+        """Sizes of files, which are synced first."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
             if (self.run_dir / name).exists():
@@ -77,7 +72,7 @@ class Appender(Callback):
 
 
 class FileLogger(Appender):
-    """Logger of metrics, samples, and answers; in `env.json` of parameter counts and the run's end."""
+    """Logs metrics, samples and answers; in `env.json` parameter counts and the run's end."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
     _drawn: Sequence[dict[str, Any]] = ()  # records of the last update's answers, for the next evaluation
@@ -113,7 +108,6 @@ class FileLogger(Appender):
         self._append_records("answers.jsonl", records)
 
     def state_dict(self) -> dict[str, Any]:
-        """File sizes, and the drawn answers that the next evaluation will write."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +126,6 @@ class FileLogger(Appender):
         self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
     def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str]]) -> None:
-        """Append a prompt and named answers to `samples.txt`, for readers."""
         bar, lines = "=" * 30, [prompt.strip()]
         for name, text in answers:
             lines += [f"--- {name} ---", text.strip()]
@@ -140,7 +133,6 @@ class FileLogger(Appender):
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
-    """A record of `samples.jsonl`: a prompt and its answers."""
     answers = [
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers

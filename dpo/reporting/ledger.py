@@ -1,4 +1,4 @@
-"""The ledger: values of each example at each visit (`ledger=true`); `dpo/analysis/ledger.py` has its files."""
+"""The ledger (`ledger=true`), whose files are in `dpo/analysis/ledger.py`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from dpo.reporting.files import Appender
 
 
 class Ledger(Appender):
-    """Callback that records the examples of each update, skipped ones too, and of each evaluation.
-
-    An update appends some kilobytes to a stream, which is written as Parquet at the start and at the end.
-    """
+    """Skipped updates are recorded too; the stream is written as Parquet at the start and at the end."""
 
     files, derived = (STREAM,), (PARQUET,)
 
@@ -53,7 +50,7 @@ class Ledger(Appender):
         table: Mapping[str, torch.Tensor],
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
-        """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
+        """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
         score = "rewards" if self.context.plan.loss.scalar_head else "logps"

@@ -15,7 +15,7 @@ LONGEST_SECS = 120
 
 
 class ReportWriter(Callback):
-    """Callback that runs `python -m dpo.analysis.page` at the end; if that fails, the run does not."""
+    """Runs `dpo.analysis.page` at the end; if that fails, the run does not."""
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

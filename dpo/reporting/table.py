@@ -1,4 +1,4 @@
-"""Table of callbacks, by the names of their states in checkpoints."""
+"""Callbacks, by the names of their states in checkpoints."""
 
 from __future__ import annotations
 

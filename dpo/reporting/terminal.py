@@ -30,15 +30,12 @@ def _shows_bars() -> bool:
 
 
 def _find_screen() -> Any:
-    """Standard output without the run's log, which has no place for bars."""
+    """Without the run's log, which has no place for bars."""
     return getattr(sys.stdout, "screen", sys.stdout)
 
 
 class Progress(Callback):
-    """Progress as a bar on a terminal, or lines in a log.
-
-    Lines come at most every `interval` seconds for updates, every ten seconds within a long task.
-    """
+    """A bar on a terminal, or lines in a log: for updates at most every `interval` seconds."""
 
     def __init__(self, *, interval: float, silent: bool, batch_size: int = 1) -> None:
         self.interval, self.silent, self.batch_size = interval, silent, batch_size
@@ -52,15 +49,11 @@ class Progress(Callback):
         return cls(interval=interval, silent=silent, batch_size=batch_size)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates.
-
-        `done` of the `total` updates were made before; `items` has only the others.
-        """
+        """`done` of the `total` updates were made before; `items` has only the others."""
         with self._showing("update", total, done):
             yield from items
 
     def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
-        """Iterate over the items of a task."""
         self._last_line_time = time.monotonic()
         with self._showing(what, total):
             for n_done, item in enumerate(items, start=1):
@@ -69,7 +62,6 @@ class Progress(Callback):
                     self._show(n_done)
 
     def part(self, done: int, total: int, what: str) -> None:
-        """Report progress within the current item, for instance in tokens."""
         if self._bars and total > 1:
             self._show(self._bars[-1].n, f"{what} {done}/{total}")
 
@@ -104,7 +96,6 @@ class Progress(Callback):
 
     @contextmanager
     def _showing(self, what: str, total: int, done: int = 0) -> Iterator[None]:
-        """Begin a task, on a terminal with a bar, and finally end it."""
         bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -125,7 +116,7 @@ class Progress(Callback):
                 bar.close()
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
-        """Show the current task on its bar, or as a line if the last line is older than `interval`."""
+        """On its bar, or as a line if the last line is older than `interval`."""
         bar = self._bars[-1]
         bar.set_postfix_str(note, refresh=False)
         bar.update(done - bar.n)

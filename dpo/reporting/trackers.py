@@ -1,4 +1,4 @@
-"""Logging to TensorBoard and Weights & Biases. The only file that imports wandb."""
+"""TensorBoard, and Weights & Biases, which only this file imports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
-    """Writer of metrics against examples to event files in the directory `tensorboard` of the run."""
+    """Writes metrics against examples to the run's directory `tensorboard`."""
 
     _n_examples = -1  # at the last event
 
@@ -59,11 +59,10 @@ class TensorBoardLogger(Callback):
 
 
 class WandbLogger(Callback):
-    """Logger to W&B, under the names of the reference code.
+    """Logs under the names of the reference code; its summary has the last evaluation as `last/NAME`, the best after
+    the first update as `best/NAME`.
 
-    Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
-    `last/NAME`, and the best one after the first update as `best/NAME`. A run never fails because of W&B, and waits for
-    it only at the end: unsent data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
+    A run never fails because of W&B, and waits for it only at the end: unsent data stays on the disk.
     """
 
     _run_id: str | None = None  # of the W&B run to continue
@@ -97,7 +96,7 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run, offline without a key or after an error."""
+        """Offline without a key or after an error."""
         # metadata would have the command line
         init = partial(wandb.init, **settings, settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True))
         reason = "no API key, which `wandb login` would save"
@@ -141,7 +140,7 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
-        """Call a function of W&B, unless an earlier call failed."""
+        """An earlier error disables W&B."""
         if self._is_disabled:
             return
         try:
@@ -168,7 +167,7 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.finish, int(self._is_aborted))  # 1 marks the W&B run as failed
 
     def _upload(self, name: str) -> None:
-        """Upload a run's file, if it exists and `wandb.artifacts` is true."""
+        """If the file exists and `wandb.artifacts` is true."""
         folder = self.context.run_dir
         if self.context.plan.wandb.artifacts and (folder / name).is_file():
             # escaped, as W&B takes both paths for glob patterns

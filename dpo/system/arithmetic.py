@@ -1,4 +1,4 @@
-"""Numerical settings of torch: matmul precision, attention kernels, determinism, the recompile limit."""
+"""Numerical settings of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAPHS = 32
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    """Apply a run's numerical settings; `compiles` says whether it uses torch.compile, which is slow to import."""
+    """torch.compile is slow to import."""
     torch.backends.cuda.matmul.allow_tf32 = True
     # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, which most microbatches have
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -29,7 +29,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 
 def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of autocast, or the tensors' own `dtype` without autocast."""
+    """The dtype of autocast, or `dtype` without autocast."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype  # also on the meta device, which has no autocast
@@ -37,7 +37,7 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Turn off TF32 inside: it rounds inputs of float32 products."""
+    """TF32 rounds the inputs of float32 products."""
     was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -48,9 +48,8 @@ def without_tf32() -> Iterator[None]:
 
 @contextmanager
 def without_compilation(*, cache_implementation: str | None = None) -> Iterator[None]:
-    """Run code eagerly inside, unless the cache of a generation is static.
-
-    A cache that grows would need a graph for every length, and so use up the recompile limit that training needs.
+    """Run code eagerly, unless a generation's cache is static: one that grows would need a graph for every length, and
+    so use up the recompile limit that training needs.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,7 +1,4 @@
-"""This process and its host: standard streams, imports, memory, GPUs.
-
-torch is imported inside functions, as a parent needs none of it.
-"""
+"""This process and its host; torch is imported inside functions, as a parent needs none of it."""
 
 from __future__ import annotations
 
@@ -23,13 +20,11 @@ DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVID
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is rank 0, or no launcher started it."""
+    """Also true if no launcher started this process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 class _Log(io.FileIO):
-    """A file that ignores write errors."""
-
     def write(self, data: Any) -> int:
         try:
             n_written = super().write(data)
@@ -58,10 +53,7 @@ def print_whatever_happens() -> None:
 
 @contextmanager
 def importing(*, freeze: bool = False) -> Iterator[None]:
-    """Context for a run's imports: without garbage collection, which would take a quarter of their time.
-
-    With `freeze`, it never looks at what exists afterwards.
-    """
+    """Garbage collection would take a quarter of the time; with `freeze`, it never looks at what exists afterwards."""
     gc.disable()
     try:
         yield
@@ -72,7 +64,7 @@ def importing(*, freeze: bool = False) -> Iterator[None]:
 
 
 def silence_bitsandbytes() -> None:
-    """Silence bitsandbytes' request for a kernel package that is not used here, before PEFT imports it."""
+    """It asks for a kernel package that is not used here, when PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -80,7 +72,7 @@ def silence_bitsandbytes() -> None:
 
 
 def set_allocators(environ: MutableMapping[str, str]) -> None:
-    """Set allocator variables that torch reads on import, unless the user did."""
+    """Set variables that torch reads on import, unless the user did."""
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages, which cause fewer page faults
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the variable
         # keeps CUDA memory from fragmenting as shapes change
@@ -95,24 +87,24 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return large freed tensors to the system; FSDP frees so many that it would keep a whole model."""
+    """Make glibc return large tensors to the system; FSDP frees so many that it would keep a whole model."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def release_freed_memory() -> None:
-    """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
+    """Return all free memory now; by default glibc returns only that at the heap's end."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory() -> tuple[int, int]:
-    """The bytes of the machine's memory, and of what is available without swapping; a container may allow less."""
+    """Total and available bytes of the machine; a container may allow less."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())  # such as "1024 kB"
     total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     return total, available
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
-    """Bytes of a process's GPUs or, without GPUs, of its share of free host memory."""
+    """Bytes of this process's GPUs or, without any, of its share of free host memory."""
     if count_gpus():
         import torch
 
@@ -123,12 +115,12 @@ def find_device_memory(world_size: int, *, multi_process: bool) -> int:
 
 
 def resident_memory() -> int:
-    """The bytes of memory that this process holds now."""
+    """Bytes that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def count_gpus() -> int:
-    """The number of GPUs that torch can use; torch is imported only if a GPU driver is present."""
+    """GPUs that torch can use; torch is imported only if a GPU driver is present."""
     if "torch" not in sys.modules and not any(map(glob.glob, DEVICES)):
         return 0
     import torch
@@ -137,7 +129,7 @@ def count_gpus() -> int:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """The GPUs that this process uses: one under `multi_process`, else all."""
+    """One under `multi_process`, else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

@@ -1,8 +1,4 @@
-"""Starting a run's processes, or joining a launcher's, and ending them together.
-
-torch is imported inside functions, as a parent needs none of it. `docs/LOG.md` says why torch's own launchers are not
-used.
-"""
+"""Starting a run's processes, or joining a launcher's; docs/LOG.md says why torch's own launchers are not used."""
 
 from __future__ import annotations
 
@@ -51,10 +47,9 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in processes that form a group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker, and exits when the worker ends. Without
-    `process_group`, the worker is called in this process. Otherwise `world_size` workers are spawned here and meet at
-    `port` (None: a free one). A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input
-    that a worker found, Stopped if the run was asked to stop, and RunError if a worker did not finish.
+    A process that a launcher started runs its own worker, and exits with it. Without `process_group`, the worker is
+    called here; otherwise `world_size` workers are spawned and meet at `port` (None: a free one). Raises InputError,
+    Stopped, or RunError if a worker did not finish.
     """
     rank_env = find_rank_env()
     if rank_env is not None:
@@ -76,8 +71,6 @@ def launch(
 
 
 class RankEnv(NamedTuple):
-    """A process's rank in a run, and the address of the rendezvous."""
-
     rank: int
     world_size: int
     local_rank: int  # among the ranks of its machine; the index of its GPU
@@ -87,7 +80,7 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
+    """What torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -109,7 +102,7 @@ def find_rank_env() -> RankEnv | None:
 
 
 def get_open_port() -> int:
-    """A TCP port that is currently free on this machine."""
+    """A free TCP port of this machine."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
@@ -127,8 +120,7 @@ def init_distributed(
     """Join the default process group.
 
     Without a `store`, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
-    `port`. `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is
-    under NCCL the index of the GPU.
+    `port`. `local_rank`, by default `rank`, is under NCCL the index of the GPU.
     """
     import torch
     import torch.distributed as dist
@@ -144,7 +136,7 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run the worker in a process group; return exit status and message, "" for a worker that is done."""
+    """Return exit status and message, "" for a worker that is done."""
     with importing():
         import torch
         import torch.distributed as dist
@@ -184,7 +176,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
 
 
 def _name_silent_ranks(rank: int, world_size: int) -> str:
-    """Say, after a while, which ranks have not lost contact: one of these is the reason why the others have."""
+    """Say which ranks, after a while, have not lost contact: one of these is why the others have."""
     from dpo.system.waiting import default_store
 
     store = default_store()
@@ -195,7 +187,7 @@ def _name_silent_ranks(rank: int, world_size: int) -> str:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """Run a spawned worker, which the system kills if its parent ends; send its status and message to the parent."""
+    """The system kills it if its parent ends; the parent gets its status and message."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended before the call above
         os._exit(FAILED)
@@ -212,14 +204,14 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 
 def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
-    """Start the workers, wait until all are done or raise why they are not, and leave none behind."""
+    """Return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
     processes: list[Any] = []  # by rank
     pipes: list[Any] = []  # on which each says how its work ended
     stop_signals: list[int] = []
 
     def forward(number: int) -> str:
-        """Pass a stop signal on as SIGTERM, on which workers save and stop."""
+        """On SIGTERM workers save and stop."""
         stop_signals.append(number)
         for process in processes:
             if process.is_alive():
@@ -278,7 +270,7 @@ def _wait(processes: list[Any], pipes: list[Any], stop_signals: list[int], timeo
 
 
 def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
-    """Status and message of a worker that has exited: what it sent, or else what its exit status says."""
+    """What an exited worker sent, or else what its exit status says."""
     process.join()
     if pipe.poll():
         with suppress(EOFError):

@@ -1,4 +1,4 @@
-"""Files checked before they are opened, parsed, renamed, and replaced atomically."""
+"""Files: checked, parsed, renamed, replaced."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dpo.errors import InputError, one_sentence
 
 
 def check_readable(path: Path) -> None:
-    """Raise InputError unless the path is or links to a regular file: opening a FIFO would block forever."""
+    """Raise InputError unless it is or links to a regular file: opening a FIFO would block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{path} is not a regular file")
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
-    """Read an untrusted JSON file; raise InputError if it is invalid."""
+    """Raises InputError for an invalid file."""
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
@@ -35,12 +35,11 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read an untrusted YAML file; raise InputError if it is invalid."""
     return read_json(path, yaml.safe_load)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, directory or symbolic link (not its target), if it exists."""
+    """Remove what exists; of a symbolic link, not the target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -48,7 +47,7 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path, name: str | None = None) -> Path:
-    """Rename a file or directory to PATH.old or `name`, with .1, .2 and so on if that is taken."""
+    """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken."""
     name = name or f"{path.name}.old"
     names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
     return path.rename(next(new for new in map(path.with_name, names) if not os.path.lexists(new)))
@@ -56,7 +55,7 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a path atomically by the file or directory that the body writes to the yielded path beside it."""
+    """Replace a path atomically by what the body writes to the yielded path beside it."""
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # of processes of this host that were killed

@@ -33,9 +33,9 @@ def map_chunks(
     *,
     silent: bool = False,
 ) -> Iterator[Result]:
-    """Yield a function's results for chunks of items, in order, with a progress bar on a terminal.
+    """Yield results for chunks of items, in order, with a progress bar on a terminal.
 
-    Each core gets a process if there are `per_worker` items for each; None: this process does it all.
+    There is a process for each `per_worker` items, at most one a core; None: this process does it all.
     """
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
@@ -48,7 +48,7 @@ def map_chunks(
 
 
 def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], workers: int) -> Iterator[Result]:
-    """Yield a function's results in order, and read few items ahead; the processes are new, not forked."""
+    """Read few items ahead; the processes are new, not forked."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))

@@ -27,17 +27,15 @@ INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 @lru_cache(1000)
 def is_secret(name: Any) -> bool:
-    """Return whether a key is named like a secret, as `api_key`, `authToken` and `db.password` are."""
+    """Whether a key is named like a secret, as `api_key`, `authToken` and `db.password` are."""
     last_part = str(name).rpartition(".")[2]
     words = CAMEL_CASE_BOUNDARY.sub("_", last_part)
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
 def redact(value: Any) -> Any:
-    """Replace the secrets in `value` by REDACTED.
-
-    Secrets are the values of keys named like a secret, also as KEY=VALUE in a string; credentials in URLs; and the
-    values of environment variables named like a secret. An interpolation (`${oc.env:NAME}`) is not a secret.
+    """Replace by REDACTED: values of keys named like a secret (KEY=VALUE in texts too) and of such environment
+    variables, and credentials in URLs.
     """
     if isinstance(value, dict):
         secret_keys = {k for k, v in value.items() if is_secret(k) and v and not INTERPOLATION.fullmatch(str(v))}

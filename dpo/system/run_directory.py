@@ -1,4 +1,4 @@
-"""The directory of a run: its files, its lock, its record of facts, and `log.txt` with what rank 0 prints."""
+"""A run's directory: its files, lock, record of facts, and log of what rank 0 prints."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def get_local_dir(prefixes: Sequence[str]) -> str:
 
 
 def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
-    """The cache directory of models and datasets; None is the libraries' default, which the environment may set."""
+    """The cache of models and datasets; None is the libraries' default, which the environment may set."""
     return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
-    """The default path of a run, `LOCAL_DIR/EXP_NAME_TIMESTAMP`, which is not created."""
+    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, which is not created."""
     # to the microsecond, so that the jobs of a quick sweep get different directories
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a run would overwrite anything but what a run of ours left that never began to train."""
+    """Raise InputError if a run would overwrite more than what a run left that never began to train."""
     run_dir = Path(path)
     with _explaining_errors(path):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
@@ -75,7 +75,7 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
 
 
 def lock_run_dir(path: str | Path) -> IO:
-    """Create the directory, unless it exists, and lock it while the returned file is open."""
+    """Create the directory if need be, and lock it while the returned file is open."""
     with _explaining_errors(path):
         Path(path).mkdir(parents=True, exist_ok=True)
         file = (Path(path) / LOCK).open("a+", encoding="utf-8", errors="replace")
@@ -97,7 +97,7 @@ def lock_run_dir(path: str | Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a running process is known to hold the directory's lock."""
+    """False if that cannot be known."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
@@ -107,7 +107,6 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
-    """Turn errors of writing a run's directory into InputErrors inside."""
     advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))
 
@@ -118,9 +117,8 @@ def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
 def write_record(
     run_dir: Path, config: dict[str, Any], *, processes: int = 1, former: tuple[str, float] | None = None
 ) -> None:
-    """Write `config.yaml`, and `env.json` with facts for repeating the run.
-
-    `former`: the id of the run that is continued, and the time of its checkpoint in seconds since 1970.
+    """Write `config.yaml` and `env.json`; `former` has the continued run's id, and the time of its checkpoint in
+    seconds since 1970.
     """
     import torch  # not at the top, as the report imports this file without torch
 
@@ -169,7 +167,7 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 
 def add_to_record(run_dir: Path, **new_facts: Any) -> None:
-    """Add facts to `env.json`, unless it is missing or damaged."""
+    """Without effect if `env.json` is missing or damaged."""
     if facts := read_record(run_dir):
         _write_facts(run_dir, {**facts, **new_facts})
 
@@ -187,9 +185,8 @@ def now() -> str:
 
 
 class RunLog:
-    """Copies finished lines of Python's standard streams to a run's `log.txt`, without the redraws of progress bars.
-
-    Until `open` is called, they are kept in memory, as a run that is refused leaves no directory behind.
+    """Copies finished lines of Python's standard streams to `log.txt`, without redraws of progress bars; until `open`
+    they are kept, as a refused run leaves no directory.
     """
 
     def __init__(self) -> None:
@@ -203,22 +200,21 @@ class RunLog:
         sys.stdout, sys.stderr = RecordedStream(sys.stdout, self), RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
-        """Append to the log in a run's directory, from now on."""
         self._path = Path(run_dir, RUN_LOG)
         self.add("")
 
     def close(self) -> None:
-        """End the record, and leave the streams as they were."""
+        """Leave the streams as they were."""
         self._path = None
         sys.stdout, sys.stderr = getattr(sys.stdout, "screen", sys.stdout), getattr(sys.stderr, "screen", sys.stderr)
 
     def hand_over(self) -> str:
-        """Return, and forget, the text that is not written yet."""
+        """Return, and forget, what is not written yet."""
         kept, self._kept = self._kept, ""
         return kept
 
     def add(self, text: str) -> None:
-        """Take printed text, of whole lines or parts of lines."""
+        """Take whole lines or parts of lines."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         # a bar draws itself again after a carriage return: its last state is a line
         self._kept += "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
@@ -228,7 +224,7 @@ class RunLog:
 
 
 class RecordedStream:
-    """A standard stream whose text a log gets too; a progress bar is drawn on its `screen`."""
+    """A log gets its text too; progress bars are drawn on its `screen`."""
 
     def __init__(self, screen: Any, log: RunLog) -> None:
         self.screen, self._log = screen, log
@@ -243,7 +239,7 @@ class RecordedStream:
 
 @contextmanager
 def exiting_on_failure(log: RunLog) -> Iterator[None]:
-    """Context that ends the process after a failure that is no bug: with one sentence, and the status that fits."""
+    """End the process after a failure that is no bug, with one sentence and the status that fits."""
     try:
         yield
     except (InputError, RunError) as error:

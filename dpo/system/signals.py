@@ -1,7 +1,5 @@
-"""Signals that end a run with a checkpoint.
-
-A second Ctrl-C ends the run without one. While a run starts there is nothing to save, so a signal ends the process at
-once, without an exception, which a library might catch, as in an attempted import.
+"""Signals that end a run with a checkpoint; while a run starts, they end the process at once, without an exception,
+which a library might catch, as in an attempted import.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: termi
 
 
 class Stopped(BaseException):
-    """The run stopped on a signal; `run_dir` may hold a checkpoint. Libraries would catch an Exception, and go on."""
+    """The run stopped on a signal; libraries would catch an Exception, and go on."""
 
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
         super().__init__(number)
@@ -42,14 +40,13 @@ class Stopped(BaseException):
 
 
 def end_on_stop_signals() -> None:
-    """Make signals end this process at once, with a message."""
     for number in _list_handled():
         signal.signal(number, partial(_end, None))
 
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Make signals end this process at once inside; a Stopped that is raised inside gets the `run_dir`."""
+    """Also give the `run_dir` to a Stopped that is raised inside."""
     with handling_signals(partial(_end, run_dir)):
         try:
             yield
@@ -64,7 +61,7 @@ def _end(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
 
 
 def end_process(message: str, status: int) -> NoReturn:
-    """End this process at once, without finalizing the interpreter, as a group's threads might then abort it."""
+    """Exit without finalizing the interpreter, as a group's threads might then abort it."""
     with suppress(OSError, RuntimeError):  # a signal may have interrupted a write
         sys.stdout.flush()
         sys.stderr.flush()
@@ -99,7 +96,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 @contextmanager
 def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
-    """Set a handler for signals inside, by default for all stop signals that are not ignored."""
+    """Handle `numbers`, by default all stop signals that are not ignored."""
     former_handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
@@ -113,7 +110,6 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
 
 
 def _list_handled() -> list[int]:
-    """The stop signals to handle, without those that are ignored."""
     return [n for n in SIGNALS if n not in MAY_BE_IGNORED or signal.getsignal(n) is not signal.SIG_IGN]
 
 

@@ -1,8 +1,5 @@
-"""Waiting for work that one rank does alone, such as saving.
-
-In a collective the other ranks would time out even if the working rank makes progress, and would not handle signals.
-Instead, they poll the store until the work is done or a rank has failed; for at most LONGEST_WORK collective timeouts,
-so that a rank that hangs, on a disk for instance, ends the run.
+"""Waiting for work that one rank does alone, such as saving: others poll, as a collective would time out and handle no
+signals.
 """
 
 from __future__ import annotations
@@ -25,20 +22,15 @@ FAILURE = "a rank has failed"  # a key in the store, which the rank sets before 
 
 
 def is_shared() -> bool:
-    """Return whether there are other processes to wait for."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def default_store() -> dist.Store:
-    """The rendezvous store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
-    """Wait until another rank has set a key in the store; return its value.
-
-    Raises DistError once a rank has failed, or after `longest_secs` (None: as long as a rank may work alone).
-    """
+    """Return what another rank sets; raise DistError once a rank has failed, or after `longest_secs`."""
     store, pause = default_store(), 0.005
     longest = LONGEST_WORK * store.timeout.total_seconds() if longest_secs is None else longest_secs
     deadline = time.monotonic() + longest
@@ -53,12 +45,11 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0, which does not wait, has reached a place, whose name is used once in a run."""
+    """Rank 0 does not wait; the name of a place is used once in a run."""
     after_rank_0(place, lambda: None)
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Call `act()` on rank 0, then on the other ranks; each gets its own result."""
     key = f"rank 0 at {place}"
     if is_shared() and dist.get_rank() != 0:
         wait_for(key)
@@ -69,7 +60,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def once_per_machine(make: Callable[[], str]) -> str:
-    """Call `make()` in one process of each machine; return its result to all, once all machines are done."""
+    """Call `make()` in one process of each machine; all get its result, once all machines are done."""
     if not is_shared():
         return make()
     rank, store = dist.get_rank(), default_store()
@@ -91,7 +82,7 @@ def identify_machine() -> str:
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Record this rank's arrival at a place; return whether each other one gets there in time, if it waits at all."""
+    """Return whether each other rank gets there in time, if this one waits at all."""
     if not is_shared():
         return True
     rank, store = dist.get_rank(), default_store()
@@ -121,6 +112,6 @@ def check_alike(facts: Mapping[str, str]) -> None:
 
 
 def leave_together() -> None:
-    """Wait for all ranks, as rank 0's exit may end the store."""
+    """Rank 0's exit may end the store."""
     if is_shared():
         dist.barrier()
