@@ -35,32 +35,29 @@ HEADER = re.compile(  # of an answer, at the end of a prompt
 
 
 class TemplateRejects(Exception):
-    """A chat template cannot render messages; the message says why."""
+    """A chat template cannot render messages."""
 
 
 def share_header(prompts: Sequence[str]) -> bool:
-    """Return whether most texts end in the same header of an answer; a single one may end in a colon by chance."""
+    """Whether most texts end in the same header of an answer; a single one may end in a colon by chance."""
     matches = (HEADER.search(prompt.rstrip()) for prompt in prompts)
     headers = Counter(match[match.lastindex or 0] for match in matches if match)
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:
-    """Find the form of a training prompt, which a chat template has `rendered` or not."""
+    """The form of a training prompt, which a chat template has `rendered` or not."""
     if rendered:
         return CHAT
     return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Render messages, with the arguments of calls as the template wants them; raises TemplateRejects.
-
-    Most templates want an object. Others, such as DeepSeek-V3's, append JSON to text; an object raises TypeError.
-    """
+    """Render messages; raises TemplateRejects."""
     try:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TypeError:
+        except TypeError:  # of a template that appends arguments of calls to text, as DeepSeek-V3's does
             written = copy.deepcopy(messages)
             calls = [call["function"] for message in written for call in message.get("tool_calls", ())]
             if not calls:
@@ -73,15 +70,12 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def is_prefilled(prompt: Messages) -> bool:
-    """Return whether a prompt ends in the beginning of an answer."""
+    """Whether a prompt ends in the beginning of an answer."""
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
 
 
 def render_open(tokenizer: Any, messages: Messages, *, tools: Any = None, continued: bool = False) -> str:
-    """Render messages up to where the assistant's answer goes on.
-
-    That is after the generation prompt, or, `continued`, after the content of the last message.
-    """
+    """Render messages up to the answer: with the generation prompt, or, `continued`, to the end of the last content."""
     if not continued:
         return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
     marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
@@ -118,7 +112,6 @@ def escape_texts(value: Any, tokenizer: Any) -> Any:
 
 
 def check_texts(value: Any, what: str, where: str) -> None:
-    """Refuse messages or tools with texts that no tokenizer should see."""
     text = "\n".join(iterate_texts(value))
     check_unicode(text, what, where)
     if ESCAPE in text or MARK in text:
@@ -128,10 +121,7 @@ def check_texts(value: Any, what: str, where: str) -> None:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """Convert a prompt and an answer to chat messages.
-
-    The prompt becomes the messages from which it was rendered, the turns of a dialogue, or one user turn.
-    """
+    """Convert a prompt, which may be a rendered chat, a dialogue or one user turn, and an answer to chat messages."""
     prompt_format = find_format(prompt.text, rendered=prompt.rendered)
     if prompt_format == HH:
         return split_turns(prompt.text, answer)
@@ -146,10 +136,7 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 
 
 def split_turns(dialogue: str, answer: str) -> Messages:
-    """Split a dialogue in HH's format, and its answer, into messages.
-
-    Successive turns of one speaker are joined, because chat templates want speakers to alternate.
-    """
+    """Split a dialogue in HH's format, and its answer, into messages of alternating speakers."""
     _, *parts, _ = SPEAKER.split(dialogue)  # a speaker, a text, a speaker, a text, ..., and whose turn the answer is
     messages: Messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):

@@ -1,10 +1,8 @@
 """The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods.
 
-It has a row for each example. `prompt`, `chosen`, `rejected` (these begin with the prompt), `chosen_response_only` and
-`rejected_response_only` are texts. `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt) are
-tensors, for chosen and rejected padded on the right, and for the prompt on the left, as generation needs it. The
-padding is the pad token in ids, 0 in masks, and -100 in labels. In SFT mode `chosen` is the target, and there is no
-`rejected`.
+Texts are `prompt`, `chosen`, `rejected` (these begin with the prompt), `chosen_response_only` and
+`rejected_response_only`. Tensors are `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt),
+padded with the pad token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ PaddedBatch = dict[str, Any]  # texts in lists, and int64 tensors (rows, tokens)
 def make_rows(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[dict[str, Any]]:
-    """Tokenize and truncate examples; make the rows of a `PaddedBatch`, before padding."""
+    """Make the rows of a `PaddedBatch`, before padding."""
     rows = []
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
     for (example_prompt, index), ids in zip(examples, encoded, strict=True):
@@ -55,10 +53,9 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Tokenize one pair as the reference code's function does: a row of a `PaddedBatch`, with lists for tensors.
+    """Make a row of a `PaddedBatch`, with lists for tensors, as the reference code's function does.
 
-    Prompt and responses are tokenized separately, without special tokens. EOS is appended to each response, and prompt
-    tokens are labelled -100. Raises InputError if a text contains EOS or the truncation mode is unknown.
+    Raises InputError if a text contains EOS or the truncation mode is unknown.
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
@@ -69,7 +66,7 @@ def tokenize_batch_element(
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
-    """Recover the token ids of the examples of a padded batch; a prompt ends before the first scored token."""
+    """Recover the examples of a padded batch; a prompt ends before the first scored token."""
     rows = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in rows)
     examples = []
@@ -91,13 +88,12 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
 
 
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Pad the prompts of examples on the left, for generation, to ids and masks of shape (prompts, tokens)."""
+    """Pad prompts on the left, for generation, to ids and masks of shape (prompts, tokens)."""
     rows = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
     return get_collate_fn(tokenizer)(rows)
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
-    """Pad rows of token lists to int64 tensors on the CPU; texts are collected in lists."""
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: PaddedBatch = {}
     for key in rows[0]:
@@ -115,16 +111,13 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """The function that pads with the pad token, or else with EOS."""
+    """Pads with the pad token, or else with EOS."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return partial(collate, pad_token_id=pad)
 
 
 def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
-    """Concatenate chosen rows and rejected rows, padded to one length.
-
-    Returns `concatenated_input_ids`, `_attention_mask` and `_labels`, each (2 * rows, tokens), chosen first.
-    """
+    """Return `concatenated_input_ids`, `_attention_mask` and `_labels`, each (2 * rows, tokens), chosen first."""
     length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
     return {
@@ -136,7 +129,7 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad a tensor at the end of `dim` up to `length`; a tensor that is long enough is returned unchanged."""
+    """Pad at the end of `dim`; a tensor that is long enough is returned unchanged."""
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]
     if shape[dim] <= 0:

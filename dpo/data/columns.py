@@ -1,8 +1,6 @@
-"""Which column of custom data is what.
+"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`.
 
-A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. The config may
-give a field's column. Other columns are recognized by their names, unless several fit the same field. In a pair such as
-`response_a` and `response_b`, a third column may name the better response.
+In a pair such as `response_a` and `response_b`, a third column may name the better response.
 """
 
 from __future__ import annotations
@@ -49,15 +47,12 @@ WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
 
 
 class Columns(NamedTuple):
-    """The column of each field, and the columns that are left out."""
-
-    used: dict[str, str]
+    used: dict[str, str]  # the column of each field
     unused: list[str]
     verdict: str | None = None  # the column that says which of two responses is better
     sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
 
     def describe(self, n_ties: int) -> str:
-        """Say which columns are used, and which are not."""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if "chosen" in self.used and "prompt" not in self.used:
             parts.append("the prompt is what chosen and rejected begin with")
@@ -69,10 +64,7 @@ class Columns(NamedTuple):
         return "; ".join(parts)
 
     def find_fields(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
-        """Find the column of each field in one row; none if two responses are equally good.
-
-        Raises InputError if it is not known which is better.
-        """
+        """The column of each field in a row, none for a tie; raises InputError if the better response is not known."""
         if not self.verdict:
             return self.used
         value = row.get(self.verdict)
@@ -97,12 +89,10 @@ def recognize(
     trains_on: str,
     with_margins: bool = False,
 ) -> Columns:
-    """Recognize the columns of rows that hold what a loss trains on.
+    """Recognize the columns of a loss's fields; raises InputError, with the fix, if a field has no column or several.
 
-    `configured` maps fields to the columns that the config gives for dataset `name`, None for a field without a column.
-    Pairs need no column for the prompt if chosen and rejected begin with the prompt: if these are dialogues, if there
-    are no other columns, or if the config gives chosen and rejected alone. Raises InputError, with the fix, if a field
-    has no column or several.
+    `configured` maps fields to columns, and a field without a column to None. Pairs need no column for the prompt if
+    chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone.
     """
     present = list(dict.fromkeys(column for row in rows if isinstance(row, Mapping) for column in row))
     if not present and isinstance(rows[0], InputError):  # no row can be parsed
@@ -161,7 +151,7 @@ def recognize(
 
 
 def _begins_with_prompt(value: Any) -> bool:
-    """Return whether a value is a dialogue, or messages that do not begin with an answer."""
+    """Whether a value is a dialogue, or messages that do not begin with an answer."""
     if isinstance(value, str):
         return ASSISTANT in value
     first = value[0] if isinstance(value, list) and value else None
@@ -169,11 +159,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Collect the columns that may be each field.
-
-    A configured field has the column that the config gives, if any. Any other field has the column with the field's
-    name, or else all columns with one of its OTHER_NAMES. The `input` of Alpaca's data belongs to its instruction.
-    """
+    """The columns of each field: that of the config, that of the field's name, or all with one of its OTHER_NAMES."""
     free = [column for column in present if column not in configured.values()]
     candidates: dict[str, list[str]] = {"input": []}
     for field in FIELDS:
@@ -182,7 +168,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
         if field in configured:
             candidates[field] = [column for column in (configured[field],) if column is not None]
     by_name = {column.lower(): column for column in candidates["prompt"]}
-    if by_name.keys() == {"instruction", "input"}:
+    if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
     return candidates
 
@@ -190,10 +176,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
 def _find_verdict(
     rows: Sequence[Mapping[str, Any]], present: Sequence[str], origin: str
 ) -> tuple[str | None, dict[str, str]]:
-    """Find a column that names the better of two responses, and their columns by letter or digit.
-
-    Raises InputError if numbers may count from 0 or from 1.
-    """
+    """Find a column that names the better of two responses, and their columns by letter or digit."""
     by_name: dict[str, dict[str, str]] = {}
     for column in sorted(present, key=normalize):
         if match := RESPONSE.fullmatch(normalize(column)):
@@ -213,14 +196,14 @@ def _find_verdict(
 
 
 def _find_side(value: Any) -> str:
-    """Find which of two responses a value names: its letter or digit, or ""."""
+    """The letter or digit of the response that a value names, or "" if it names none."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
     match = SIDE.fullmatch(normalize(text))
     return match[1] if match and not text.startswith("-") else ""
 
 
 def normalize(name: str) -> str:
-    """Reduce a column's name, or a value, to small letters and digits."""
+    """Reduce a name or a value to small letters and digits."""
     return re.sub(r"[\W_]+", "", name.lower())
 
 

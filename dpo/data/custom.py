@@ -1,4 +1,4 @@
-"""Custom data: pairs, targets, labelled responses and ranked lists of a user; a function for each form of records."""
+"""Custom data: pairs, targets, labelled responses and ranked lists of a user."""
 
 from __future__ import annotations
 
@@ -55,10 +55,8 @@ def get_custom(
 ) -> PreferenceData:
     """Convert custom records (`docs/formats.md`) to preference data.
 
-    The tokenizer's chat template renders messages, and texts as `chat`, one of `CHATS`, says. `columns` maps fields to
-    columns, and a field without a column to None; other fields are recognized by name. `trains_on` says what kind of
-    examples the columns must provide, and `with_margins` whether a margin is read. Raises InputError for columns, and
-    BadRecordsError, which names records and `origin`, unless these can be skipped.
+    `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Raises
+    InputError for columns, and BadRecordsError unless bad records can be skipped.
     """
     recognized = recognize(rows, columns, name=name, origin=origin, trains_on=trains_on, with_margins=with_margins)
     reader = _Reader(rows, recognized, tokenizer, origin=origin, trains_on=trains_on, chat=chat)
@@ -91,7 +89,7 @@ def get_custom(
 
 
 class _Reader:
-    """Reads rows, in any process, in the way that the first ones decide."""
+    """Reads rows, in any process, as the first ones decide."""
 
     def __init__(
         self, rows: Iterable[Row], columns: Columns, tokenizer: Any, *, origin: str, trains_on: str, chat: str
@@ -119,7 +117,7 @@ class _Reader:
     def read(
         self, chunk: Sequence[tuple[int, Row]]
     ) -> tuple[list[Record], list[tuple[int, str]], list[tuple[str, str]]]:
-        """Read rows with their numbers; return records, bad ones, and what the template changes."""
+        """Return records, bad ones, and what the template changes."""
         records, bad, template = [], [], ChatTemplate(self.tokenizer)
         for number, row in chunk:
             where = f"record {number} of {self.origin}"
@@ -165,7 +163,6 @@ class _Reader:
 
 
 def _is_empty(response: str | Messages) -> bool:
-    """Return whether a text or messages say nothing."""
     if isinstance(response, str):
         return not response.strip()
     values = [value for message in response for key, value in message.items() if key != "role"]
@@ -178,10 +175,9 @@ def _is_empty(response: str | Messages) -> bool:
 def read_record(
     row: Mapping[str, Any], used: Mapping[str, str], where: str, tokenizer: Any = None, *, as_chat: bool = False
 ) -> Record:
-    """Read the record in a row; `used` maps fields to columns. With `as_chat`, texts become messages.
+    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages.
 
-    Raises InputError, which says `where` the row is, if a field is wrong, or if prompt and responses do not go
-    together.
+    Raises InputError, which says `where` the row is.
     """
     prompt: str | Messages
     responses: list[Any]
@@ -236,11 +232,10 @@ def read_record(
 def _read_answers(
     row: Mapping[str, Any], used: Mapping[str, str], answers: Mapping[str, Any], columns: Sequence[str], where: str
 ) -> tuple[str | Messages, list[Any]]:
-    """Read responses, and the prompt that goes with them.
+    """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
-    Without a column for the prompt, the responses begin with it, as in HH's data. Texts that answer a chat are the
-    assistant's next message. A text before messages is the user's message, or, if the messages do not begin with the
-    assistant's, the content of one with which all responses begin, as in UltraFeedback.
+    Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
+    content of a message with which all responses begin, as in UltraFeedback.
     """
     values = [_read_value(answers, column, where) for column in columns]
     are_texts = all(isinstance(value, str) for value in values)
@@ -278,10 +273,10 @@ def _as_answer(text: str) -> Messages:
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
-    """Split two texts with a common beginning into prompt, chosen and rejected.
+    """Split two texts into prompt, chosen and rejected.
 
-    If they share an `\\n\\nAssistant:`, the prompt ends with the last shared one, as in HH. Otherwise the prompt is the
-    common beginning up to its last whitespace, so that no word is split and each response starts with a space.
+    The prompt ends with the last shared `\\n\\nAssistant:`, as in HH, or before the last shared whitespace, so that no
+    word is split.
     """
     shared = common_start(chosen, rejected)
     end = shared.rfind(ASSISTANT) + len(ASSISTANT)
@@ -319,7 +314,6 @@ def _index_items(row: Mapping[str, Any], column: str, where: str) -> dict[str, A
 
 
 def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
-    """Read whether a response is desirable."""
     label = str(row.get(column)).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(

@@ -1,8 +1,7 @@
 """`datasets=[demo]`: small made-up dialogues in HH's format, the same on every machine.
 
-Someone asks where a thing is. The chosen answer is courteous, and the rejected one curt. Both name the thing and the
-place, and are composed of many phrases of similar length, so that no single phrase tells them apart. The SFT target is
-the courteous answer in two of five dialogues: so SFT teaches both manners, and DPO has a preference to learn.
+The chosen answer is courteous, and the rejected one curt. The SFT target is courteous in two of five dialogues, so SFT
+teaches both manners, and DPO has a preference to learn.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 
 
 def get_demo(split: str) -> PreferenceData:
-    """Make up the dialogues of a split, one pair each."""
     rng = random.Random(0)
     data = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
     for name, n_prompts in N_PROMPTS.items():  # both splits are made, so that no test prompt is in train

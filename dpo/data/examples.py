@@ -1,4 +1,4 @@
-"""Examples of a run: their order, their token ids, and what becomes of those that are too long."""
+"""The order, token ids and truncation of a run's examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TextExample = tuple[Prompt, int]  # a prompt, and the index of one of its exampl
 
 
 class Example(NamedTuple):
-    """An example as token ids for the model: truncated, including EOS."""
+    """Token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # the same number in all examples of a run, except for ranked lists
@@ -49,28 +49,27 @@ class Example(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, where each response counts the prompt again."""
+        """Each response counts the prompt again."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """Number of scored tokens of each response."""
+        """Scored tokens of each response."""
         n_unscored = 0 if self.prompt else 1  # a token is predicted from those before it
         return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
     def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Each response with its cuts."""
         return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
 
 
 def count_cut(cuts: Sequence[int]) -> int:
-    """Count the tokens that are not scored: ends minus starts."""
+    """Count the tokens that are not scored."""
     return sum(cuts[1::2]) - sum(cuts[::2])
 
 
 def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """Make a response's labels: token ids, -100 where not scored."""
+    """Token ids, -100 where not scored."""
     labels = [*response]
     for start, end in zip(cuts[::2], cuts[1::2], strict=True):
         labels[start:end] = [IGNORE_INDEX] * (end - start)
@@ -78,7 +77,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    """Digest of an example's prompt and its responses by role, wherever the example is in the data."""
+    """Digest of an example's prompt and its responses by role."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")
@@ -91,16 +90,15 @@ def list_examples(prompt: Prompt) -> list[TextExample]:
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Sequence[ExampleId]) -> list[TextExample]:
-    """Read the examples with these ids; each prompt is decoded once."""
+    """Decode each prompt once."""
     found = {index: prompts[index] for index in {index for index, _ in ids}}
     return [(found[prompt_index], example_index) for prompt_index, example_index in ids]
 
 
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
-    """Replace the responses of examples by responses to another prompt.
+    """Replace responses by those of another prompt.
 
-    The other prompt is at a random distance in the data, the same for all examples. The distance depends on the seed
-    alone, so each example is mismatched in the same way in every epoch.
+    It is at a distance that depends on the seed alone, so that an example is mismatched alike in every epoch.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
@@ -127,12 +125,10 @@ def iterate_examples(
     n_examples: int | None,
     seed: int,
 ) -> Iterator[list[ExampleId]]:
-    """Yield each batch's example ids in the reference code's order.
+    """Yield each batch's example ids in the reference code's order; `counts` has the number of examples per prompt.
 
-    `counts` has the number of examples per prompt. Iteration ends when `n_epochs` or `n_examples` is reached. Each
-    epoch shuffles the prompts again, starting from the previous order; examples of a prompt stay together. The partial
-    batch at the end of an epoch is dropped, and does not count towards `n_examples`. Callers make sure that there is
-    a limit and that the data fills a batch: otherwise the iteration would never end.
+    Each epoch shuffles the prompts again, from the previous order, and drops its partial batch, which does not count
+    towards `n_examples`. Callers make sure that there is a limit and that the data fills a batch.
     """
     prompt_order = array("I", range(len(counts)))  # takes 4 bytes per prompt, and shuffles like a list
     epoch_seeds = np.random.RandomState(seed)
@@ -153,7 +149,7 @@ def iterate_examples(
 
 
 def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int) -> Iterator[list[ExampleId]]:
-    """Yield at most `n_examples` ids of the first epoch, in its order, in batches of which the last may be partial."""
+    """Yield ids of the first epoch, in its order, in batches of which the last may be partial."""
     single_ids = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     ids = chain.from_iterable(single_ids)
     while batch := list(islice(ids, batch_size)):
@@ -166,9 +162,9 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
-    """Tokenize examples, whole or apart (`Prompt.apart`), and truncate them; responses end with EOS.
+    """Tokenize and truncate examples; responses end with EOS.
 
-    Raises InputError for a text that contains EOS, and for a response that truncation leaves without a scored token.
+    Raises InputError for a text that contains EOS, and for a response that is left without a scored token.
     """
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
@@ -231,7 +227,7 @@ def encode_examples(
 
 
 def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: int, limit: int) -> list[int]:
-    """Cut a prompt to `limit` tokens if it has more than there is `room` for; its truncation mode says what is kept."""
+    """Cut a prompt to `limit` tokens if it has more than there is `room` for."""
     if len(ids) <= room:
         return ids
     if prompt.truncation_mode == "keep_turns" and len(ids) > limit:
@@ -240,10 +236,9 @@ def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: i
 
 
 def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] | None:
-    """Render the system turn and the newest turns that fit into `limit` tokens.
+    """Render the system turn and the newest turns, from one of the user's on, that fit into `limit` tokens.
 
-    The first of them is the user's. If even the last one does not fit, its content loses its beginning. None if that
-    does not help, or if the template rejects it.
+    If even the last one does not fit, it loses its beginning. None if that does not help or the template rejects it.
     """
     messages, tools = (escape_texts(value, encode.tokenizer) for value in (prompt.messages, prompt.tools))
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []

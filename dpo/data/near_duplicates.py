@@ -1,7 +1,7 @@
-"""Near-duplicates: prompts and answers that both splits have.
+"""Prompts and answers that both splits have.
 
-The held-out prompts are indexed by their rarest words, and the training prompts read past them once, so that time is
-linear and memory that of the held-out texts.
+Training prompts are read past an index of the held-out prompts' rarest words: time is linear, memory that of the
+held-out texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_words(text: str) -> list[str]:
 
 
 class CommonWords:
-    """The words of prompts, counted: those that most prompts have, as a system prompt's, say nothing."""
+    """Words that most prompts have, as a system prompt's, say nothing."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.most, self.counts = max(len(prompts) / 2, 5), Counter[str]()
@@ -53,7 +53,6 @@ class CommonWords:
 
 
 def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict[str, Any]:
-    """Count and name held-out prompts and answers that training has too."""
     control = find_control(tokenizer)
 
     def show(text: str) -> str:

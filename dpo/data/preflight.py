@@ -1,4 +1,4 @@
-"""The preflight: finds or builds a run's data, counts it, and refuses unusable data."""
+"""Finds or builds a run's data, counts it, and refuses unusable data."""
 
 from __future__ import annotations
 
@@ -66,10 +66,7 @@ WARNINGS = {  # of these counts: what happens, and what changes it
 
 @dataclass
 class SplitReport:
-    """Counts over the examples of a split; lengths in tokens.
-
-    The fields after `tokenized` are over all examples of a small split, and over a random sample of a large one.
-    """
+    """Counts over a split, lengths in tokens; the fields after `tokenized` are of a random sample of a large split."""
 
     prompts: int = 0
     examples: int = 0
@@ -100,13 +97,13 @@ class SplitReport:
     token_digest: str = ""  # of the vocabulary and of the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Count an example, and note which record it is of."""
+        """Count an example, and note its record."""
         setattr(self, name, getattr(self, name) + 1)
         if prompt.rows:
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
-        """Yield the split's size and the counts above 0 in a line, then a warning for each that many examples have."""
+        """Yield a line of the counts above 0, then warnings of those that many examples have."""
         prompts = count(self.prompts, "prompt")
         what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
         parts = [f"{split}: {what}"]
@@ -123,7 +120,6 @@ class SplitReport:
                 yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
     def find_leaks(self) -> Iterator[str]:
-        """Yield a warning of prompts and answers that are in both splits."""
         found = (
             (self.prompts_like_train, self.prompts, "prompts have nearly all words of a training prompt"),
             (self.answers_in_train, self.examples, "examples have an answer of the training split"),
@@ -138,10 +134,7 @@ class SplitReport:
 
 
 class SplitCounter:
-    """Counts a split: all its texts, then the tokens of a small split or of a sample.
-
-    With `trains_on="prompts"` prompts without examples count too, as an online run answers them.
-    """
+    """Counts all texts of a split, then the tokens of a small split or of a sample."""
 
     def __init__(
         self, encode: TextEncoder, *, max_length: int, max_prompt_length: int, trains_on: str = "pairs"
@@ -154,10 +147,7 @@ class SplitCounter:
         self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Count the texts of prompts, and yield the prompts unchanged.
-
-        Raises InputError for a text that contains EOS.
-        """
+        """Yield the prompts unchanged; raises InputError for a text that contains EOS."""
         report, tokenizer = self.report, self.encode.tokenizer
         for prompt in prompts:
             if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
@@ -197,10 +187,7 @@ class SplitCounter:
             self._seen.add(own)
 
     def count_tokens(self, prompts: PromptTable) -> SplitReport:
-        """Count tokens, and return the report of the split.
-
-        Raises InputError for a response that truncation leaves without a scored token.
-        """
+        """Return the split's report; raises InputError for a response that truncation leaves without a scored token."""
         report, tokenizer = self.report, self.encode.tokenizer
         # the digest has the vocabulary, as tokenizers may give different tokens one id
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
@@ -261,7 +248,6 @@ class Preflight:
         return max(max_length if split.tokenized < split.examples else split.longest for split in splits)
 
     def describe(self, batch_size: int) -> list[str]:
-        """Lines for the terminal on the data and on the updates."""
         updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
@@ -277,7 +263,7 @@ class Preflight:
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> int:
-    """Count the updates of `iterate_examples`, without iterating; `examples` is their number in an epoch."""
+    """Count the batches of `iterate_examples`; `examples` is the number of examples in an epoch."""
     per_epoch = examples // batch_size
     limits = [] if n_epochs is None else [n_epochs * per_epoch]
     limits += [] if n_examples is None else [-(-n_examples // batch_size)]
@@ -286,8 +272,6 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 
 @dataclass
 class TrainingData:
-    """A trainer's data: prompts of both splits, their tokenizer and counts."""
-
     tokenizer: Any
     encode: TextEncoder
     train: PromptTable
@@ -302,7 +286,7 @@ class TrainingData:
 
     @classmethod
     def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
-        """Open a table; in an online run each prompt counts as one training example."""
+        """In an online run each prompt counts as one training example."""
         facts = read_facts(table)
         train, test = (SplitReport(**facts[split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
@@ -319,10 +303,7 @@ class TrainingData:
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run; every process must call this.
-
-    One process of each machine finds or builds the table, and all of them map it.
-    """
+    """Every process must call this: one of each machine finds or builds the table, and all of them map it."""
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
     tokenizer = load_tokenizer(
@@ -349,10 +330,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 def prepare_data(
     plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify, *, scratch: Path, silent: bool = True
 ) -> Path:
-    """Find or build the table of a run's data; return its directory.
-
-    It is in the run's `local_dir`. The table of a dry run, and one of data that cannot be named, is in `scratch`.
-    """
+    """Find or build a run's table, in `local_dir`, or in `scratch` for a dry run or data that cannot be named."""
 
     def find_key() -> str | None:
         return make_key(plan, tokenizer, get_dataset, identify)
@@ -373,7 +351,7 @@ def prepare_data(
 
 
 def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True) -> Facts:
-    """Write both splits to a directory; return what was counted meanwhile, and the loaders' notes."""
+    """Write both splits to a directory; return their counts, and the loaders' notes."""
     data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
     encode, notes, reports = TextEncoder(tokenizer), [], {}
     held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
@@ -424,7 +402,6 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
 
 
 def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
-    """Check that a dataset has what the loss trains on."""
     trains_on_labels = not plan.online and plan.loss.trains_on == "labels"
     if trains_on_labels and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
         raise InputError(
@@ -460,10 +437,7 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
 
 
 def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
-    """Make the name of a table, a digest of all that its content depends on.
-
-    None if a dataset or the tokenizer cannot be identified.
-    """
+    """Digest of all that a table depends on; None if a dataset or the tokenizer cannot be identified."""
     data = plan.data
     # the states of the datasets say more than their sources
     states = [identify(name, plan.run.cache_dir, data.dataset_sources) for name in data.datasets]
@@ -511,7 +485,6 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
-    """Yield what a user should look at before the run."""
     tokenizer, train = data.tokenizer, data.report.train
     texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(tokenizer, "chat_template", None):

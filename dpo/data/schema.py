@@ -1,4 +1,4 @@
-"""Records, the data that they make up, those that cannot be used, and the checks of their fields."""
+"""Records, the data that they make up, and the checks of their fields."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Record(NamedTuple):
         return self.scores.index(max(self.scores)) if self.scores else 0
 
     def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
-        """The examples of a kind, each of which maps roles to responses: see `table.iterate_prompts`."""
+        """Each maps roles to responses: see `table.iterate_prompts`."""
         scores, pairs = self.scores, self.pairs
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         if trains_on == "targets":
@@ -74,8 +74,6 @@ class Record(NamedTuple):
 
 
 class Entry(TypedDict):
-    """What there is to a prompt."""
-
     responses: list[str]
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
@@ -101,7 +99,7 @@ class PreferenceData(dict[str, Entry]):
     def add(
         self, prompt: str, responses: Sequence[str], pairs: Sequence[tuple[int, int]], sft_target: str | None
     ) -> Entry:
-        """Add responses to a prompt, with pairs of indices into them; a target replaces the prompt's earlier one."""
+        """Pairs are indices into these responses; a target replaces the prompt's earlier one."""
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         first = len(entry["responses"])
         entry["responses"] += responses
@@ -111,7 +109,7 @@ class PreferenceData(dict[str, Entry]):
         return entry
 
     def add_record(self, record: Record) -> None:
-        """Add a record of texts, whose best response becomes the prompt's SFT target."""
+        """The best response becomes the prompt's SFT target."""
         is_learnt = bool(record.responses) and record.label is not False
         target = record.responses[record.best] if is_learnt else None
         entry = self.add(record.prompt, record.responses, record.pairs, target)
@@ -119,7 +117,7 @@ class PreferenceData(dict[str, Entry]):
         entry.setdefault("records", []).append(record._replace(first=first))
 
     def hold_out(self) -> PreferenceData:
-        """Take a test split out of data that has no splits: a random tenth of the prompts, at least one."""
+        """Take out a random tenth of the prompts, at least one, as a test split."""
         prompts = list(self)
         random.Random(42).shuffle(prompts)
         selected = set(prompts[: max(1, len(prompts) // 10)])
@@ -132,22 +130,19 @@ class PreferenceData(dict[str, Entry]):
 
 
 class BadRecordsError(InputError):
-    """Some records of a dataset cannot be used: their numbers and reasons."""
-
     def __init__(self, name: str, found: list[tuple[int, str]]) -> None:
         super().__init__(list_bad(name, found))
         self.name, self.found = name, found
 
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
-    """List the first bad records of a dataset."""
     lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]
     lines += [reason for _, reason in found[:SHOWN]]
     return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
 
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
-    """Name all bad records in a new file of `folder`, if that is given, and how to leave them out."""
+    """Name all bad records in a new file of `folder`, if given, and how to leave them out."""
     where = ""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,8 +167,7 @@ def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:
 def get_field(row: Row, key: str, where: str, *types: type) -> Any:
     """Return `row[key]`, a text or a value of one of the types.
 
-    Raises InputError, which names the record (`where`), if the value is missing, null, of another type or not Unicode,
-    and the error that stands in place of a row that could not be parsed.
+    Raises InputError, which says `where` the record is, for any other value, and the error that stands for a row.
     """
     types = types or (str,)
     if isinstance(row, InputError):
@@ -192,13 +186,13 @@ def get_field(row: Row, key: str, where: str, *types: type) -> Any:
 
 
 def check_unicode(text: str, what: str, where: str) -> None:
-    """Refuse a text that UTF-8 cannot hold; the message names it `what`."""
+    """Refuse a text that UTF-8 cannot hold."""
     if surrogate := SURROGATE.search(text):
         raise InputError(f"{where}: {what} has an unpaired UTF-16 surrogate at character {surrogate.start() + 1}")
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is a chat message, ours or ShareGPT's."""
+    """Whether a value is a chat message, ours or ShareGPT's."""
     return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= value.keys())
 
 
@@ -208,10 +202,7 @@ def read_messages(value: Any, where: str) -> Messages:
 
 
 def _read_message(message: Any, where: str) -> dict[str, Any]:
-    """Check a chat message of any format, and return it as chat templates expect.
-
-    A message that calls tools may have no content. Null fields and an empty list of calls are left out.
-    """
+    """Read a chat message of any format as chat templates expect it."""
     given = drop_nulls(message)
     if is_message(message) and "role" not in message:
         speaker, given["content"] = get_field(given, "from", where), given.pop("value", None)
@@ -249,7 +240,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
-    """Read the tools of a chat, which rows may lack: a list of schemas, of functions too, or JSON of such a list."""
+    """Read a list of schemas, of functions too, or JSON of such a list; rows may lack it."""
     tools = drop_nulls(_parse_json(row.get(column))) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
@@ -276,7 +267,6 @@ def drop_nulls(value: Any) -> Any:
 
 
 def common_start(*texts: str) -> str:
-    """The longest text with which all texts begin."""
     first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
     n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
     return first[:n]

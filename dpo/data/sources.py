@@ -1,7 +1,6 @@
 """Records of files, directories, saved datasets and the Hub.
 
-Nothing here knows the columns of a dataset. `datasets` and pyarrow are imported where they are used, because importing
-them takes half a second and text files need neither.
+`datasets` and pyarrow are imported where they are used: that takes half a second, and text files need neither.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, 
 
 
 class ArrowRows(Sequence[Mapping[str, Any]]):
-    """Rows of a `datasets.Dataset`, decoded when they are read: classes by name, images and sounds as they are."""
+    """Rows of a `datasets.Dataset`, decoded when read: classes by name, images and sounds as they are."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.column_names = dataset.with_format("arrow"), dataset.column_names
@@ -54,10 +53,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
 
 
 def _name_classes(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the numbers of class labels by their names; `features` describes the columns as `datasets` does.
-
-    The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
-    """
+    """Replace numbers of classes by their names: `class_encode_column` makes true 1, but desirable 0."""
     for column, feature in features.items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
             is_label = row[column] is not None and row[column] >= 0  # -1 stands for no label
@@ -66,10 +62,9 @@ def _name_classes(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str,
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
-    """Load the records of a split; with `limit`, only so many of each local file.
+    """Load a split, or all records of a source without splits; with `limit`, only so many of each local file.
 
-    A source without splits gives all its records. An error stands in place of a record that cannot be parsed. Raises
-    InputError for a source without records.
+    An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
     path = source.local
     if path is None:
@@ -86,11 +81,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
 
 
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
-    """Make a JSON value that changes whenever the source changes.
-
-    It holds the sizes and times of a local source's files, or for the Hub the files in which `datasets` caches the
-    data. Returns None if there are none.
-    """
+    """Make a JSON value that changes whenever the source, or its cache, does; None if there are no files."""
     path = source.local
     if path is None:
         # their paths have a digest of the revision and its files; there are none if the data are in memory
@@ -107,7 +98,6 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
-    """Load a split from the Hub, under its first existing name."""
     import datasets
 
     names = list(SPLIT_NAMES.get(split, (split,)))
@@ -125,10 +115,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 
 
 def _find_files(folder: Path, split: str) -> list[Path]:
-    """Find one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
-
-    They are in `folder` or `folder/data`. Raises InputError if there are none or several of these.
-    """
+    """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`."""
     names = SPLIT_NAMES.get(split, (split,))
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
     entries = [entry for directory in directories for entry in sorted(directory.iterdir())]
@@ -153,7 +140,7 @@ def _find_files(folder: Path, split: str) -> list[Path]:
 
 
 def _read_file(file: Path) -> Iterator[Row]:
-    """Yield the records of a file or saved dataset, with an error in place of each that cannot be parsed."""
+    """Yield records, with an error in place of each that cannot be parsed."""
     try:
         for number, row in enumerate(_parse_file(file), start=1):
             is_row = isinstance(row, (Mapping, InputError))

@@ -1,9 +1,7 @@
 """Prompts with their responses, in files that all processes map, so that texts are in memory once per machine.
 
-A table is a directory `dpo-examples/KEY-...` in a directory of `local_dirs`. For each split it has a file of JSON
-lines, and one that says where they end; `facts.json` has what was counted while the table was built, and a checksum of
-all files, which every run verifies. A table is built under a temporary name, and renamed once it is complete; it
-replaces nothing. Tables may be deleted at any time: the next run builds a new one.
+A table is a directory `dpo-examples/KEY-...` with JSON lines, and where they end, for each split. `facts.json` has
+counts, and a checksum that every run verifies. Tables may be deleted at any time: the next run builds a new one.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ Facts = Mapping[str, Any]  # counts taken while a table is built
 
 
 class Prompt(NamedTuple):
-    """A prompt with its responses, and the examples made of them."""
-
     text: str
     responses: list[str]
     examples: list[dict[str, int]]  # each maps a role to an index into `responses`
@@ -50,20 +46,19 @@ class Prompt(NamedTuple):
 
     @property
     def written(self) -> str:
-        """What the user wrote: the contents of the messages, or the text."""
+        """What the user wrote."""
         if self.messages is None:
             return unescape(self.text)
         return "\n\n".join(message.get("content") or "" for message in self.messages)
 
     def roles(self, example_index: int) -> dict[str, int]:
-        """The responses of an example by role; empty for a prompt without examples."""
+        """Empty for a prompt without examples."""
         return self.examples[example_index] if self.examples else {}
 
     def texts(self, example_index: int) -> dict[str, str]:
         return {role: self.responses[i] for role, i in self.roles(example_index).items()}
 
     def pieces(self, indices: Iterable[int]) -> list[list[str]]:
-        """The pieces of some responses (`split_at_cuts`)."""
         return [split_at_cuts(self.responses[i], self.cuts[i] if self.cuts else ()) for i in indices]
 
 
@@ -113,7 +108,7 @@ def iterate_prompts(
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
-    """Write prompts as lines of JSON, and beside them the lines' ends and numbers of examples; return a digest."""
+    """Write JSON lines, and beside them their ends and numbers of examples; return a digest."""
     index, digest = [], hashlib.sha256()
     with path.open("wb") as file:
         file.write(b"\n")  # an empty file cannot be mapped
@@ -127,10 +122,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
 
 
 class PromptTable(Sequence[Prompt]):
-    """The prompts of a split, in a memory-mapped file.
-
-    Each access to an item decodes a `Prompt` anew. `counts` has the number of examples per prompt.
-    """
+    """Prompts in a memory-mapped file, decoded at each access; `counts` has the number of examples per prompt."""
 
     def __init__(self, path: Path) -> None:
         self._lines = np.memmap(path, dtype=np.uint8, mode="r")
@@ -157,7 +149,7 @@ def find_or_build(
 ) -> Path:
     """Find the table named `key` in `folder`, or build it there, or in `scratch`.
 
-    `build` writes both splits into a directory, and returns what it counted. Raises RunError if it cannot write.
+    `build` returns what it counted. Raises RunError if it cannot write.
     """
     tables = sorted(folder.glob(f"{key}-*")) if key else ()
     if found := next((table for table in tables if is_whole(table)), None):
@@ -181,12 +173,11 @@ def find_or_build(
 
 
 def read_facts(table: Path) -> Facts:
-    """Read what was counted when a table was built."""
     return read_json(table / "facts.json")["facts"]
 
 
 def is_whole(table: Path) -> bool:
-    """Return whether the files of a table are as they were when it was built."""
+    """Whether a table's files are as they were when it was built."""
     with suppress(InputError, OSError):
         content = read_json(table / "facts.json")
         return isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts"))

@@ -1,7 +1,6 @@
 """Chats rendered by a chat template, and which parts are scored.
 
-A response may have several messages. Those of the assistant are scored, each with the end of its turn. Results of
-tools, questions and the headers of turns are not. In messages, the strings of control tokens are ordinary text.
+These are the assistant's messages, each with the end of its turn. Strings of control tokens are ordinary text in them.
 """
 
 from __future__ import annotations
@@ -37,24 +36,23 @@ NOTES = {
 
 
 def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
-    """Describe what templates did to the conversations of `origin`: their `changes`."""
+    """Yield notes on what templates did to conversations: their `changes`."""
     for name, note in NOTES.items():
         if examples := [example for kind, example in changes if kind == name]:
             yield note.format(origin=origin, n=f"{len(examples):,}", example=repr(examples[0]))
 
 
 class ChatTemplate:
-    """A tokenizer's chat template; `changes` has what it does to conversations, each with a text."""
+    """A tokenizer's template; `changes` has what it does to conversations, each with a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.changes: list[tuple[str, str]] = []
 
     def render(self, record: Record, where: str) -> Record:
-        """Render the prompt and the responses of a record of messages.
+        """Render a record, whose responses continue the prompt's last turn if it is the assistant's.
 
-        Responses continue the prompt's last turn if it is the assistant's. Raises InputError if the template rejects
-        the messages, or if the rendered conversations do not begin with the rendered prompt.
+        Raises InputError if the template rejects the messages, or renders the prompt differently before a response.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
@@ -90,7 +88,6 @@ class ChatTemplate:
         return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
-        """Make strings of control tokens in messages or tools ordinary text."""
         check_texts(value, what, where)
         escaped = escape_texts(value, self.tokenizer)
         if escaped != value:
@@ -101,9 +98,9 @@ class ChatTemplate:
     def _render_prompt(
         self, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
     ) -> str | None:
-        """Render a prompt as it is asked, as far as all dialogues begin with it.
+        """Render a prompt as far as all dialogues begin with it; None if they do not.
 
-        None if they do not. The generation prompt may have what a finished turn lacks, such as a thinking tag.
+        The generation prompt may have what a finished turn lacks, such as a thinking tag.
         """
         open_text = render_open(self.tokenizer, prompt, tools=tools, continued=continued)
         shared = common_start(open_text, *dialogues)
@@ -123,7 +120,7 @@ class ChatTemplate:
     def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int, where: str) -> list[int]:
         """Find alternately where text that is not scored begins and ends, in the response.
 
-        The response has the messages from `first` on, and is the dialogue from `start` on. If the template renders its
+        The response is the messages from `first` on, and the dialogue from `start` on. If the template renders its
         turns differently before others, the last answer alone is scored.
         """
         cuts: list[int] = []

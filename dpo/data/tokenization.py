@@ -1,7 +1,6 @@
-"""Conversion of texts to token ids, whole or apart.
+"""A user's conversation is tokenized as one text, whose tokens are cut where its parts meet.
 
-A user's conversation is tokenized once, and its tokens are cut where prompt and response, or scored and other text,
-meet. If a token lies on both sides, its parts are tokenized apart, as texts of the reference code's datasets are.
+If a token lies on both sides, the parts are tokenized apart, as texts of the reference code's datasets are.
 """
 
 from __future__ import annotations
@@ -59,18 +58,17 @@ def unescape(text: str) -> str:
 
 
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
-    """Split a response into pieces, scored and not scored in turn; the first, which may be empty, is scored."""
+    """Split a response into pieces, scored and not scored in turn; the first may be empty."""
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
-    """Remove the EOS that ends a response, because tokenization appends one."""
+    """Remove the EOS that ends a response, as tokenization appends one."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
 def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
-    """Refuse texts with EOS, which the model would take for their end."""
     eos = getattr(tokenizer, "eos_token", None)
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
@@ -94,8 +92,8 @@ class Tokens(NamedTuple):
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
-    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. Raises
-    InputError for a token id without an embedding, once the number of embeddings is known.
+    Fast tokenizers spread the texts of one call over the cores. Raises InputError for a token id without an embedding,
+    once `n_embeddings` is known.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -103,14 +101,14 @@ class TextEncoder:
         self._lock = Lock()  # backends are made once
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize the distinct texts, each apart; return the token ids of each."""
+        """Tokenize the distinct texts, each apart."""
         return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items() if ids is not None}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize prompts with their responses, which are pieces, each conversation as one text.
 
-        If a token crosses a limit, or the responses of a prompt do not continue the same tokens, the prompt and all
-        pieces of its responses are tokenized apart.
+        The parts are tokenized apart if a token crosses a limit, or a prompt's responses do not continue the same
+        tokens.
         """
         texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
         whole = self._encode(chain.from_iterable(texts))
@@ -130,7 +128,7 @@ class TextEncoder:
         return encoded
 
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Tokenize texts that do not begin the whole, so that no space is put before them."""
+        """Tokenize texts that do not begin the whole."""
         found: dict[str, list[int]] = {}
         for marker in MARKERS:
             marked = self._encode((marker, text) for text in texts if text not in found)
@@ -158,7 +156,7 @@ class TextEncoder:
         return encoded
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:
-        """Tokenize with a tokenizer that gives no offsets: one limit is found if the first part has the same tokens."""
+        """Without offsets, one limit is found if the first part alone has the same tokens."""
         text = "".join(parts)
         if ESCAPE in text:
             raise InputError(
@@ -183,7 +181,7 @@ class TextEncoder:
 class Backend:
     """A fast tokenizer without what changes offsets.
 
-    `names` has private names for control tokens, whose own names are then ordinary text.
+    With private `names` for control tokens, their own names are ordinary text.
     """
 
     def __init__(self, tokenizer: Any, names: dict[str, str]) -> None:
@@ -200,7 +198,6 @@ class Backend:
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> list[Ids | None]:
-        """Tokenize texts, and cut their tokens where parts meet; None if a token crosses a limit."""
         if self.names:  # escaped control tokens become letters
             texts = [
                 tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
@@ -218,7 +215,7 @@ class Backend:
         return encoded
 
     def _find_limit(self, encoding: Encoding, starts: Sequence[int], position: int, parts: Parts) -> int | None:
-        """Count the tokens before a position; None if one lies across it. `starts` are the tokens' first characters."""
+        """Count the tokens before a position; None if one lies across it."""
         n_before = bisect_left(starts, position)
         if n_before == 0 or encoding.offsets[n_before - 1][1] <= position:
             return n_before
@@ -230,7 +227,6 @@ class Backend:
 
 
 def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> None:
-    """Give control tokens other names in a tokenizer's settings."""
     for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = settings["model"]

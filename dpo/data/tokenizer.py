@@ -1,4 +1,4 @@
-"""Loading and checking of a model's tokenizer."""
+"""A model's tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ def explaining_load_errors(what: str, name: str):
 def load_tokenizer(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, chat: ChatPlan | None = None
 ) -> Any:
-    """Load a tokenizer, which pads with EOS, with a run's chat template.
+    """Load a tokenizer with a run's chat template; raises InputError if it has no EOS.
 
-    A published pad token may lack an embedding; masks tell padding from text. Raises InputError for a tokenizer
-    without EOS.
+    It pads with EOS, as a published pad token may lack an embedding.
     """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -72,10 +71,9 @@ def load_tokenizer(
 
 
 def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) -> None:
-    """Give a tokenizer a run's chat template, arguments and date.
+    """Give a tokenizer a run's chat template, arguments, which a caller may replace, and date.
 
-    An argument has the run's value unless the caller gives another, in exports too. `date`, in ISO's form, is what
-    `strftime_now` writes; without it, that is the time at which something is rendered.
+    `date`, in ISO's form, is what `strftime_now` writes in place of the time of rendering.
     """
     if chat.template is not None:
         path = Path(chat.template).expanduser()
@@ -106,7 +104,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
 
 
 def _write_literal(value: Any) -> str:
-    """Write a value of the config in Jinja's language."""
+    """Write a value in Jinja's language."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)}: {_write_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -115,7 +113,6 @@ def _write_literal(value: Any) -> str:
 
 
 def _write_date(date: str) -> str:
-    """Write a macro in place of transformers' function."""
     with explaining(ValueError, lambda message: InputError(f"chat_template_date={date} is no date: {message}")):
         day = datetime.fromisoformat(date)
     directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYFDeT" for sign in ("", "-")]
@@ -124,7 +121,7 @@ def _write_date(date: str) -> str:
 
 
 def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
-    """Find the tokens for images, video and audio that the tokenizer or a model's config.json names."""
+    """Find the tokens for images, video and audio that the tokenizer or config.json names."""
     named = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
     keys = (key for key in config if re.fullmatch("(image|video|audio)_token_(id|index)", key))
     added, ids = tokenizer.added_tokens_decoder, (config[key] for key in keys)
@@ -133,9 +130,9 @@ def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
-    """A special token with an embedding that is not EOS, or None.
+    """A special token with an embedding that is not EOS.
 
-    A model with a scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
+    A scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
     """
     added = tokenizer.added_tokens_decoder
     named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]
@@ -146,9 +143,9 @@ def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:
-    """Make a digest of what a tokenizer and its chat template do.
+    """Digest of what a tokenizer and its chat template do.
 
-    None if no digest can tell: a tokenizer in Python may do anything, and a template may write today's date.
+    None for a tokenizer in Python, which may do anything, and for a template that writes today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
