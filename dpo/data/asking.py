@@ -111,13 +111,11 @@ def escape_texts(value: Any, tokenizer: Any) -> Any:
     return escape_control(value, tokenizer) if isinstance(value, str) else value
 
 
-def check_texts(value: Any, what: str, where: str) -> None:
+def check_texts(value: Any, what: str) -> None:
     text = "\n".join(iterate_texts(value))
-    check_unicode(text, what, where)
+    check_unicode(text, what)
     if ESCAPE in text or MARK in text:
-        raise InputError(
-            f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them"
-        )
+        raise InputError(f"{what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them")
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:

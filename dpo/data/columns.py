@@ -63,7 +63,7 @@ class Columns(NamedTuple):
             parts.append(f"not used: {', '.join(self.unused)}")
         return "; ".join(parts)
 
-    def find_fields(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
+    def find_fields(self, row: Mapping[str, Any]) -> dict[str, str]:
         """The column of each field in a row, none for a tie; raises InputError if the better response is not known."""
         if not self.verdict:
             return self.used
@@ -75,7 +75,7 @@ class Columns(NamedTuple):
         if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
-            f"{where}: {self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
+            f"{self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
             f"is better: write the name of the better column, or tie, or remove the record"
         )
 

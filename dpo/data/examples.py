@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
-from dpo.data.schema import Messages
+from dpo.data.schema import Messages, naming
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, refuse_eos, unescape
 from dpo.errors import InputError
@@ -184,7 +184,8 @@ def encode_examples(
     for prompt, index in examples:
         texts, own = prompt.texts(index), prompt.roles(index).values()
         if not prompt.rendered:
-            refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
+            with naming(f"dataset {prompt.dataset}"):
+                refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer)
         if prompt.apart:
             prompt_ids, crosses = ids[prompt.text], False
             piece_ids = [[ids[text] for text in response] for response in prompt.pieces(own)]

@@ -21,7 +21,7 @@ import numpy as np
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, RAW, find_format
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, write_problems
+from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, naming, write_problems
 from dpo.data.table import (
     FOLDER,
     SPLITS,
@@ -153,8 +153,8 @@ class SplitCounter:
             if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
                 # a prompt that is one text with its response may be a chat that the user has rendered
                 used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
-                where = f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"
-                refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer, where)
+                with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
+                    refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer)
             if not (prompt.rendered or prompt.apart):
                 texts = (prompt.text, *prompt.responses)
                 report.control_tokens += sum(len(find_control(tokenizer).findall(text)) for text in texts)

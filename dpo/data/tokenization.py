@@ -68,7 +68,7 @@ def remove_final_eos(text: str, tokenizer: Any) -> str:
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
-def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
+def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
     eos = getattr(tokenizer, "eos_token", None)
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
@@ -76,7 +76,7 @@ def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
         if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
             around = text[max(0, start - SHOWN_AROUND) : start + SHOWN_AROUND]
             raise InputError(
-                f"{where}: a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
+                f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
                 f"remove it from {around!r}, or remove the record"
             )
 
