@@ -169,29 +169,22 @@ def encode_examples(
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     ids = encode(
-        text
-        for prompt, index in examples
-        if prompt.apart
-        for text in (prompt.text, *chain(*prompt.pieces(prompt.roles(index).values())))
+        text for prompt, index in examples if prompt.apart for text in (prompt.text, *prompt.texts(index).values())
     )
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
-    whole = iter(
-        encode.encode_whole(
-            (prompt.text, prompt.pieces(range(len(prompt.responses)))) for prompt, _ in examples if not prompt.apart
-        )
-    )
+    whole = iter(encode.encode_whole((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart))
     encoded = []
     for prompt, index in examples:
-        texts, own = prompt.texts(index), prompt.roles(index).values()
+        texts = prompt.texts(index)
         if not prompt.rendered:
             with naming(f"dataset {prompt.dataset}"):
                 refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer)
         if prompt.apart:
             prompt_ids, crosses = ids[prompt.text], False
-            piece_ids = [[ids[text] for text in response] for response in prompt.pieces(own)]
+            piece_ids = [[ids[text]] for text in texts.values()]
         else:
             prompt_ids, of_responses, crosses = next(whole)
-            piece_ids = [of_responses[i] for i in own]
+            piece_ids = [of_responses[i] for i in prompt.roles(index).values()]
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
         longest = max(map(len, responses), default=0)
         kept_prompt = truncate_prompt(prompt, prompt_ids, encode, max_length - longest, max_prompt_length)

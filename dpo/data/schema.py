@@ -44,7 +44,7 @@ class Record(NamedTuple):
     margin: float | None = None
     tools: Sequence[dict[str, Any]] = ()  # that a chat may call
     messages: Messages | None = None  # from which a chat template rendered the prompt
-    cuts: Sequence[list[int]] = ()  # of each rendered response: see `split_at_cuts`
+    cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
     row: int | None = None  # its number in its source, from 1
     first: int = 0  # where its responses begin among those of its prompt
 

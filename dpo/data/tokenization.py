@@ -57,11 +57,6 @@ def unescape(text: str) -> str:
     return text.replace(ESCAPE, "")
 
 
-def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
-    """Split a response into pieces, scored and not scored in turn; the first may be empty."""
-    return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
-
-
 def remove_final_eos(text: str, tokenizer: Any) -> str:
     """Remove the EOS that ends a response, as tokenization appends one."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
