@@ -107,7 +107,7 @@ class TextEncoder:
         """
         texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
         whole = self._encode(chain.from_iterable(texts))
-        fitting: list[list[Ids] | None] = []
+        fitting = []
         for of_prompt in texts:
             found = [ids for parts in of_prompt if (ids := whole[parts]) is not None]
             fits = len(found) == len(of_prompt) and all(ids[0] == found[0][0] for ids in found)
@@ -137,9 +137,9 @@ class TextEncoder:
             escaped = [parts for parts in distinct if ESCAPE in "".join(parts)]
             plain = [parts for parts in distinct if ESCAPE not in "".join(parts)]
             with self._lock:
-                encoded = dict(zip(plain, self._plain.encode(plain), strict=True))
+                encoded = self._plain.encode(plain)
                 if escaped:
-                    encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
+                    encoded |= self._twin.encode(escaped)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         largest = max((token for cut in encoded.values() for ids in cut or () for token in ids), default=-1)
@@ -192,21 +192,21 @@ class Backend:
         added = settings["added_tokens"]
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
-    def encode(self, texts: Sequence[Parts]) -> list[Ids | None]:
+    def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
+        read, encoded = texts, {}
         if self.names:  # escaped control tokens become letters
-            texts = [
+            read = [
                 tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
                 for parts in texts
             ]
-        encoded: list[Ids | None] = []
-        encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
-        for parts, encoding in zip(texts, encodings, strict=True):
+        encodings = self._tokens.encode_batch(["".join(parts) for parts in read], add_special_tokens=False)
+        for text, parts, encoding in zip(texts, read, encodings, strict=True):
             starts = [start for start, _ in encoding.offsets]
             positions = accumulate(map(len, parts[:-1]))
             limits = [self._find_limit(encoding, starts, position, parts) for position in positions]
             ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
             cuts = pairwise((0, *limits, len(ids)))
-            encoded.append(None if None in limits else [ids[i:j] for i, j in cuts])
+            encoded[text] = None if None in limits else [ids[i:j] for i, j in cuts]
         return encoded
 
     def _find_limit(self, encoding: Encoding, starts: Sequence[int], position: int, parts: Parts) -> int | None:
