@@ -120,17 +120,13 @@ def check_texts(value: Any, what: str) -> None:
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
     """Convert a prompt, which may be a rendered chat, a dialogue or one user turn, and an answer to chat messages."""
-    prompt_format = find_format(prompt.text, rendered=prompt.rendered)
-    if prompt_format == HH:
+    if find_format(prompt.text, rendered=prompt.rendered) == HH:
         return split_turns(prompt.text, answer)
-    if prompt_format == CHAT and prompt.messages:
-        prompt_messages = prompt.messages
-    else:
-        prompt_messages = [{"role": "user", "content": prompt.text}]
-    if is_prefilled(prompt_messages):
-        *prompt_messages, begun = prompt_messages
-        return [*prompt_messages, {**begun, "content": begun["content"] + answer.rstrip()}]
-    return [*prompt_messages, {"role": "assistant", "content": answer.strip()}]
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    if is_prefilled(messages):
+        *messages, begun = messages
+        return [*messages, {**begun, "content": begun["content"] + answer.rstrip()}]
+    return [*messages, {"role": "assistant", "content": answer.strip()}]
 
 
 def split_turns(dialogue: str, answer: str) -> Messages:

@@ -117,9 +117,9 @@ def recognize(
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
     forms = FORMS[trains_on]
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    complete = [form for form in fitting if all(candidates[field] for field in form)]
+    complete = (form for form in fitting if all(candidates[field] for field in form))
     nearest = max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form))
-    form = complete[0] if complete else nearest
+    form = next(complete, nearest)
     if not fitting or any(len(candidates[field]) != 1 for field in form):
         raise InputError(
             f"training on {trains_on} needs the columns {' or '.join(', '.join(form) for form in forms)}, "

@@ -261,8 +261,8 @@ def read_tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
 
 def _parse_json(value: Any) -> Any:
     """Parse a text that is JSON; return anything else as it is."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
     return value
 
 

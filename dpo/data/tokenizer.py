@@ -22,7 +22,6 @@ from dpo.system.plain_files import check_readable
 DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
-@contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
     """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
 
@@ -40,8 +39,7 @@ def explaining_load_errors(what: str, name: str):
             f"Hub id: {why}"
         )
 
-    with explaining_library(explain):
-        yield
+    return explaining_library(explain)
 
 
 def load_tokenizer(
