@@ -132,7 +132,7 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 def split_turns(dialogue: str, answer: str) -> Messages:
     """Split a dialogue in HH's format, and its answer, into messages of alternating speakers."""
     _, *parts, _ = SPEAKER.split(dialogue)  # a speaker, a text, a speaker, a text, ..., and whose turn the answer is
-    messages: Messages = []
+    messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):
         role = "user" if speaker == HUMAN else "assistant"
         if messages and messages[-1]["role"] == role:

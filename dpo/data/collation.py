@@ -33,7 +33,7 @@ def make_rows(
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
     for (example_prompt, index), ids in zip(examples, encoded, strict=True):
         prompt, n_prompt = unescape(example_prompt.text), len(ids.prompt)
-        row: dict[str, Any] = {"prompt": prompt}
+        row = {"prompt": prompt}
         for (role, text), (response, cuts) in zip(example_prompt.texts(index).items(), ids.cut_responses, strict=True):
             row[role] = prompt + unescape(text)
             row[f"{role}_response_only"] = unescape(text)
@@ -95,7 +95,7 @@ def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, to
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch: PaddedBatch = {}
+    batch = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
         suffix = next((suffix for suffix in pad_values if key.endswith(suffix)), None)

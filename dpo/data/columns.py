@@ -161,7 +161,7 @@ def _begins_with_prompt(value: Any) -> bool:
 def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
     """The columns of each field: that of the config, that of the field's name, or all with one of its OTHER_NAMES."""
     free = [column for column in present if column not in configured.values()]
-    candidates: dict[str, list[str]] = {"input": []}
+    candidates = {"input": []}
     for field in FIELDS:
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
@@ -177,7 +177,7 @@ def _find_verdict(
     rows: Sequence[Mapping[str, Any]], present: Sequence[str], origin: str
 ) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
-    by_name: dict[str, dict[str, str]] = {}
+    by_name = {}
     for column in sorted(present, key=normalize):
         if match := RESPONSE.fullmatch(normalize(column)):
             by_name.setdefault(match[1], {})[match[2]] = column

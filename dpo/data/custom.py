@@ -98,7 +98,7 @@ class _Reader:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.is_rendered = False  # all records are chats or become chats, and the template renders them
         self.holds_chats = False  # the first record is a chat
-        records: list[Record] = []
+        records = []
         for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
                 records += filter(None, [self._read(row)])
@@ -174,9 +174,8 @@ def _is_empty(response: str | Messages) -> bool:
 
 def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
     """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
-    prompt: str | Messages
     responses: list[Any]
-    scores: list[float] = []
+    scores = []
     if "messages" in used:  # a chat that ends with its response
         messages = read_messages(get_field(row, used["messages"], list))
         prompt, responses = messages[:-1], [messages[-1:]]

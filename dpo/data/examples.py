@@ -136,7 +136,7 @@ def iterate_examples(
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
-        batch: list[ExampleId] = []
+        batch = []
         for prompt_index in prompt_order:
             for example_index in range(counts[prompt_index]):
                 batch.append((prompt_index, example_index))

@@ -342,7 +342,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
     """Write both splits to a directory; return their counts, and the loaders' notes."""
     data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
     encode, notes, reports, tables = TextEncoder(tokenizer), [], {}, []
-    held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
+    held_out = {}  # test splits that came with train splits
 
     def load(split: str, report: SplitReport) -> Iterator[tuple[str, PreferenceData]]:
         for name in data.datasets:
@@ -407,7 +407,7 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
-        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
+        kept = {prompt.index_in_split: [] for prompt in batch}
         for (prompt, index), example in zip(examples, encoded, strict=True):
             if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
                 counter.report.count("too_long", prompt, index)

@@ -207,7 +207,7 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
     # Excel writes semicolons where 0.5 is 0,5
     separator = max(",;\t", key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
-    header: list[str] = []
+    header = []
     end = 0  # line on which the last record ends
     try:
         for fields in reader:

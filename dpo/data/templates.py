@@ -121,7 +121,7 @@ class ChatTemplate:
         The response is the messages from `first` on, and the dialogue from `start` on. If the template renders its
         turns differently before others, the last answer alone is scored.
         """
-        cuts: list[int] = []
+        cuts = []
         scored_end = start  # where the last scored turn ends
         last = len(chat) - 1
         for i in (i for i in range(first, last + 1) if chat[i]["role"] == "assistant"):

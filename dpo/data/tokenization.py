@@ -124,7 +124,7 @@ class TextEncoder:
 
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
         """Tokenize texts that do not begin the whole."""
-        found: dict[str, list[int]] = {}
+        found = {}
         for marker in MARKERS:
             marked = self._encode((marker, text) for text in texts if text not in found)
             found |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
