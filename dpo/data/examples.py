@@ -192,11 +192,11 @@ def encode_examples(
         room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
         is_long = len(kept_prompt) + longest > max_length
         kept = [response[:room] for response in responses] if is_long else responses
-        # piece by piece, alternately the start and the end of what is not scored
-        ends = [accumulate(map(len, of_one[:-1])) for of_one in piece_ids]
-        cuts = [tuple(min(end, len(ids)) for end in of_one) for of_one, ids in zip(ends, kept, strict=True)]
-        for text, response, of_one in zip(texts.values(), kept, cuts, strict=True):
-            if count_cut(of_one) == len(response):  # before a run, `SplitCounter` has refused such data
+        cuts = []
+        for text, pieces, response in zip(texts.values(), piece_ids, kept, strict=True):
+            # the ends of pieces are alternately the start and the end of what is not scored
+            cuts.append(tuple(min(end, len(response)) for end in accumulate(map(len, pieces[:-1]))))
+            if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
                 raise InputError(
                     f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                     f"max_length, or remove the record"
