@@ -166,7 +166,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
         if field in configured:
-            candidates[field] = [column for column in (configured[field],) if column is not None]
+            candidates[field] = [] if configured[field] is None else [configured[field]]
     by_name = {column.lower(): column for column in candidates["prompt"]}
     if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
@@ -209,6 +209,8 @@ def normalize(name: str) -> str:
 
 def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:
     """Write the override that gives each field its first candidate."""
-    columns = {field: candidates[field][0] if candidates[field] else "COLUMN" for field in form}
-    quoted = {field: column if column.isidentifier() else json.dumps(column) for field, column in columns.items()}
-    return f"'{key}={{{', '.join(f'{field}: {column}' for field, column in quoted.items())}}}'"
+    given = []
+    for field in form:
+        column = candidates[field][0] if candidates[field] else "COLUMN"
+        given.append(f"{field}: {column if column.isidentifier() else json.dumps(column)}")
+    return f"'{key}={{{', '.join(given)}}}'"
