@@ -65,7 +65,7 @@ def get_custom(
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     numbered = enumerate(rows, start=1)
-    changes, bad, n_records = [], [], 0
+    changes, bad, n_records = [], data.bad_records, 0
     for records, bad_ones, changed in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
         for record in records:
             data.add_record(record)
@@ -74,7 +74,6 @@ def get_custom(
         changes += changed
     if bad and (bad_records == "refuse" or not data):
         raise BadRecordsError(name, bad)
-    data.bad_records = bad
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
     if reader.has_template and not reader.holds_chats:
         prompt, entry = next(iter(data.items()), ("", {"responses": []}))
@@ -96,19 +95,16 @@ class _Reader:
     ) -> None:
         self.columns, self.tokenizer, self.origin, self.trains_on = columns, tokenizer, origin, trains_on
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        self.is_rendered = False  # all records are chats or become chats, and the template renders them
-        self.holds_chats = False  # the first record is a chat
+        self.is_rendered = self.holds_chats = False  # the first records are read as they are
         records = []
         for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
                 records += filter(None, [self._read(row)])
-        if records and isinstance(records[0].prompt, list):
-            self.holds_chats = self.is_rendered = True
-        elif chat == "auto" and self.has_template and "prompt" in columns.used:
-            texts = [record.prompt for record in records if isinstance(record.prompt, str)]
-            self.is_rendered = not share_header(texts)
-        else:
-            self.is_rendered = chat == "always"
+        self.holds_chats = bool(records) and isinstance(records[0].prompt, list)
+        texts = [record.prompt for record in records if isinstance(record.prompt, str)]
+        are_questions = self.has_template and "prompt" in columns.used and not share_header(texts)
+        # all records are chats or become chats, and the template renders them
+        self.is_rendered = self.holds_chats or chat == "always" or (chat == "auto" and are_questions)
         used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
         # pairs in the format of HH are tokenized as the reference code does
         is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
@@ -152,7 +148,7 @@ class _Reader:
                 f"a text has {medium}, which stands for an image, video or audio, and only text is trained: "
                 f"remove the record"
             )
-        if record.responses and record.label is not False and _is_empty(record.responses[record.best]):
+        if record.target is not None and _is_empty(record.target):
             raise InputError("the response to learn is empty: give it a value, or remove the record")
         n, n_scores = len(record.scores), len(set(record.scores))
         if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):

@@ -50,8 +50,12 @@ class Record(NamedTuple):
 
     @property
     def best(self) -> int:
-        """The response that SFT learns."""
         return self.scores.index(max(self.scores)) if self.scores else 0
+
+    @property
+    def target(self) -> Any:
+        """The response that SFT learns, if there is one."""
+        return self.responses[self.best] if self.responses and self.label is not False else None
 
     def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
         """Each maps roles to responses: see `table.iterate_prompts`."""
@@ -110,9 +114,7 @@ class PreferenceData(dict[str, Entry]):
 
     def add_record(self, record: Record) -> None:
         """The best response becomes the prompt's SFT target."""
-        is_learnt = bool(record.responses) and record.label is not False
-        target = record.responses[record.best] if is_learnt else None
-        entry = self.add(record.prompt, record.responses, record.pairs, target)
+        entry = self.add(record.prompt, record.responses, record.pairs, record.target)
         first = len(entry["responses"]) - len(record.responses)
         entry.setdefault("records", []).append(record._replace(first=first))
 
