@@ -75,11 +75,10 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
     """
     if chat.template is not None:
         path = Path(chat.template).expanduser()
-        try:
+        unread = f"chat_template={chat.template} cannot be read"
+        with explaining((OSError, UnicodeDecodeError), lambda why: InputError(f"{unread}: {why}")):
             check_readable(path)
             tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"chat_template={chat.template} cannot be read: {one_sentence(error)}") from error
         if not tokenizer.chat_template.strip():
             raise InputError(f"chat_template={chat.template} is empty: write a template into it")
     texts = tokenizer.chat_template or ""
