@@ -46,7 +46,6 @@ def share_header(prompts: Sequence[str]) -> bool:
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:
-    """The form of a training prompt, which a chat template has `rendered` or not."""
     if rendered:
         return CHAT
     return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
@@ -119,7 +118,7 @@ def check_texts(value: Any, what: str) -> None:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """Convert a prompt, which may be a rendered chat, a dialogue or one user turn, and an answer to chat messages."""
+    """A prompt may be a rendered chat, a dialogue or one user turn."""
     if find_format(prompt.text, rendered=prompt.rendered) == HH:
         return split_turns(prompt.text, answer)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]

@@ -1,8 +1,7 @@
 """The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods.
 
-Texts are `prompt`, `chosen`, `rejected` (these begin with the prompt), `chosen_response_only` and
-`rejected_response_only`. Tensors are `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt),
-padded with the pad token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
+Beside texts it has `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt), padded with the pad
+token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Make a row of a `PaddedBatch`, with lists for tensors, as the reference code's function does.
-
-    Raises InputError if a text contains EOS or the truncation mode is unknown.
-    """
+    """Make a row of a `PaddedBatch`, with lists for tensors; raises InputError for EOS in a text or an unknown mode."""
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
     pair = Prompt(prompt, [chosen, rejected], [{"chosen": 0, "rejected": 1}], truncation_mode, rendered=False)
@@ -121,7 +117,7 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad at the end of `dim`; a tensor that is long enough is returned unchanged."""
+    """Pad at the end of `dim`, unless the tensor is long enough."""
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]
     if shape[dim] <= 0:

@@ -1,7 +1,4 @@
-"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`.
-
-In a pair such as `response_a` and `response_b`, a third column may name the better response.
-"""
+"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`."""
 
 from __future__ import annotations
 
@@ -196,7 +193,7 @@ def _find_verdict(
 
 
 def _find_side(value: Any) -> str:
-    """The letter or digit of the response that a value names, or "" if it names none."""
+    """The letter or digit of the response that a value names, or ""."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
     match = SIDE.fullmatch(normalize(text))
     return match[1] if match and not text.startswith("-") else ""

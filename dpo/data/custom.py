@@ -139,7 +139,6 @@ class _Reader:
         return read_record(row, used, self.tokenizer, as_chat=as_chat) if used else None
 
     def _check(self, record: Record) -> None:
-        """Refuse a record that nothing can be learnt from."""
         if isinstance(record.prompt, list) != self.is_rendered:
             raise InputError("it holds text and others hold chat messages, or the reverse: use one kind")
         media, texts = getattr(self.tokenizer, "media_tokens", ()), (record.prompt, record.responses)

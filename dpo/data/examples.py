@@ -77,7 +77,6 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    """Digest of an example's prompt and its responses by role."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")

@@ -96,13 +96,11 @@ class SplitReport:
     token_digest: str = ""  # of the vocabulary and of the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Count an example, and note its record."""
         setattr(self, name, getattr(self, name) + 1)
         if prompt.rows:
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
-        """Yield a line of the counts above 0, then warnings of those that many examples have."""
         prompts = count(self.prompts, "prompt")
         what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
         parts = [f"{split}: {what}"]
@@ -225,8 +223,6 @@ class SplitCounter:
 
 @dataclass
 class Preflight:
-    """What is known of a run's data before training."""
-
     train: SplitReport
     test: SplitReport
     notes: list[str]  # of the loaders
@@ -243,7 +239,6 @@ class Preflight:
         return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
     def write(self, path: Path) -> None:
-        """Write the counts, and beside them the records with problems."""
         facts, keys = asdict(self), ("dataset", "record", "problem", "reason")
         problems = [(split, problem) for split in SPLITS for problem in facts[split].pop("problems")]
         write_problems(
@@ -443,7 +438,6 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
 
 
 def check_fits(plan: Plan, data: TrainingData) -> None:
-    """Raise InputError if the run cannot train on these data."""
     report, datasets, batch_size = data.report, ", ".join(plan.data.datasets), plan.data.batch_size
     for split, counts in (("train", report.train), ("test", report.test)):
         place = f"the {split} split of {datasets}"

@@ -113,7 +113,6 @@ class PreferenceData(dict[str, Entry]):
         return entry
 
     def add_record(self, record: Record) -> None:
-        """The best response becomes the prompt's SFT target."""
         entry = self.add(record.prompt, record.responses, record.pairs, record.target)
         first = len(entry["responses"]) - len(record.responses)
         entry.setdefault("records", []).append(record._replace(first=first))
@@ -197,7 +196,6 @@ def get_field(row: Row, key: str, *types: type) -> Any:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Refuse a text that UTF-8 cannot hold."""
     if surrogate := SURROGATE.search(text):
         raise InputError(f"{what} has an unpaired UTF-16 surrogate at character {surrogate.start() + 1}")
 

@@ -36,7 +36,6 @@ NOTES = {
 
 
 def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
-    """Yield notes on what templates did to conversations: their `changes`."""
     for name, note in NOTES.items():
         if examples := [example for kind, example in changes if kind == name]:
             yield note.format(origin=origin, n=f"{len(examples):,}", example=repr(examples[0]))
@@ -146,10 +145,7 @@ class ChatTemplate:
         return [0, begin - start]
 
     def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
-        """Find where the assistant's turn after these messages begins.
-
-        None if the dialogue has them otherwise, or nothing after them.
-        """
+        """Find where the assistant's turn after these messages begins, if the dialogue has it."""
         try:
             before = self._render_prompt(messages, tools, [dialogue])
         except TemplateRejects:
@@ -158,6 +154,5 @@ class ChatTemplate:
 
 
 def _continue(prompt: Messages, answer: Messages) -> Messages:
-    """Join a prompt's last turn with the answer that continues it."""
     [*before, begun], [first, *others] = prompt, answer
     return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
