@@ -105,8 +105,7 @@ def recognize(
     verdict, sides = None, {}
     if not candidates["rejected"] and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(first_rows, present, origin)
-    if verdict:
-        candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
+        candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False)}
     whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
     values = [row[column] for row in first_rows for column in whole if row.get(column) is not None]
     are_whole = all(map(_begins_with_prompt, values))
