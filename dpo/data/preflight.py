@@ -409,13 +409,11 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
             else:
                 kept[prompt.index_in_split].append(index)
         for prompt in batch:
-            indices = kept[prompt.index_in_split]
-            if indices and prompt.examples:
-                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
-                chosen = {name: values and [values[i] for i in indices] for name, values in by_example.items()}
-                prompt = prompt._replace(**chosen)
-            if indices:
-                yield prompt
+            if indices := kept[prompt.index_in_split]:
+                of_examples = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
+                yield prompt._replace(
+                    **{name: values and [values[i] for i in indices] for name, values in of_examples.items()}
+                )
 
 
 def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
