@@ -97,7 +97,7 @@ class TextEncoder:
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize the distinct texts, each apart."""
-        return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items() if ids is not None}
+        return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items()}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize prompts with their responses, which are pieces, each conversation as one text.
@@ -109,8 +109,8 @@ class TextEncoder:
         whole = self._encode(chain.from_iterable(texts))
         fitting = []
         for of_prompt in texts:
-            found = [ids for parts in of_prompt if (ids := whole[parts]) is not None]
-            fits = len(found) == len(of_prompt) and all(ids[0] == found[0][0] for ids in found)
+            found = [whole[parts] for parts in of_prompt]
+            fits = None not in found and all(ids[0] == found[0][0] for ids in found)
             fitting.append(found if fits else None)
         divided = [of_prompt for of_prompt, found in zip(texts, fitting, strict=True) if found is None]
         begins = self(of_prompt[0][0] for of_prompt in divided)
