@@ -45,10 +45,8 @@ def share_header(prompts: Sequence[str]) -> bool:
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 
-def find_format(prompt: str, *, rendered: bool) -> str:
-    if rendered:
-        return CHAT
-    return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
+def is_dialogue(prompt: str) -> bool:
+    return prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
@@ -119,7 +117,7 @@ def check_texts(value: Any, what: str) -> None:
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
     """A prompt may be a rendered chat, a dialogue or one user turn."""
-    if find_format(prompt.text, rendered=prompt.rendered) == HH:
+    if is_dialogue(prompt.text) and not prompt.rendered:
         return split_turns(prompt.text, answer)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     if is_prefilled(messages):

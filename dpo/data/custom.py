@@ -10,7 +10,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from dpo.data.asking import HH, find_format, share_header, split_turns
+from dpo.data.asking import is_dialogue, share_header, split_turns
 from dpo.data.columns import Columns, recognize
 from dpo.data.schema import (
     ASSISTANT,
@@ -108,7 +108,7 @@ class _Reader:
         used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
         # pairs in the format of HH are tokenized as the reference code does
         is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
-        self.is_apart = is_hh and bool(records) and find_format(records[0].prompt, rendered=False) == HH
+        self.is_apart = is_hh and bool(records) and is_dialogue(records[0].prompt)
 
     def read(
         self, chunk: Sequence[tuple[int, Row]]
@@ -194,8 +194,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
     if as_chat and isinstance(prompt, str):
-        is_dialogue = find_format(prompt, rendered=False) == HH
-        prompt = split_turns(prompt, "")[:-1] if is_dialogue else [{"role": "user", "content": prompt}]
+        prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
         # a response loses the one space that separates it from its prompt
         responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
     if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, RAW, find_format
+from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, HH, RAW, is_dialogue
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, naming, write_problems
@@ -90,7 +90,7 @@ class SplitReport:
     mean_chosen_tokens: float | None = None
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
     problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
     digest: str = ""  # of all that the examples are made of, in order
     token_digest: str = ""  # of the vocabulary and of the examples' token ids
@@ -153,7 +153,7 @@ class SplitCounter:
                 texts = (prompt.text, *prompt.responses)
                 report.control_tokens += sum(len(find_control(tokenizer).findall(text)) for text in texts)
             report.prompts += 1
-            prompt_format = find_format(prompt.text, rendered=prompt.rendered)
+            prompt_format = CHAT if prompt.rendered else HH if is_dialogue(prompt.text) else RAW
             if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self._weights.extend(prompt.weights or ())
