@@ -239,12 +239,9 @@ class Preflight:
         return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
     def write(self, path: Path) -> None:
-        facts, keys = asdict(self), ("dataset", "record", "problem", "reason")
-        problems = [(split, problem) for split in SPLITS for problem in facts[split].pop("problems")]
-        write_problems(
-            path.with_name(PROBLEMS),
-            ({"split": split, **dict(zip(keys, each, strict=True))} for split, each in problems),
-        )
+        facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
+        problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
+        write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
