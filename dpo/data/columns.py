@@ -73,7 +73,7 @@ class Columns(NamedTuple):
             return {}
         raise InputError(
             f"{self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
-            f"is better: write the name of the better column, or tie, or remove the record"
+            f"is better: write the name of the better column, or tie"
         )
 
 

@@ -148,7 +148,7 @@ class _Reader:
                 f"remove the record"
             )
         if record.target is not None and _is_empty(record.target):
-            raise InputError("the response to learn is empty: give it a value, or remove the record")
+            raise InputError("the response to learn is empty: give it a value")
         n, n_scores = len(record.scores), len(set(record.scores))
         if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
             raise InputError(
@@ -183,14 +183,14 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
         if len(answers) < 2 or len(scores) != len(answers):
             raise InputError(
                 f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
-                f"score each: correct it, or remove the record"
+                f"score each: correct it"
             )
         prompt, responses = _read_answers(row, used, answers, [*answers])
     else:  # a pair, a target, a labelled response or a prompt
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
         prompt, responses = _read_answers(row, used, row, columns)
     if not prompt:
-        raise InputError("the prompt is empty: give it a value, or remove the record")
+        raise InputError("the prompt is empty: give it a value")
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
     if as_chat and isinstance(prompt, str):
@@ -198,7 +198,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
         # a response loses the one space that separates it from its prompt
         responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
     if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
-        raise InputError("a response must end with a message of the assistant: correct or remove the record")
+        raise InputError("a response must end with a message of the assistant: correct it")
     if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
         system = get_field(row, used[SYSTEM])
         if isinstance(prompt, str):
@@ -304,7 +304,7 @@ def _read_label(row: Mapping[str, Any], column: str) -> bool:
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(
             f"{column} is {row.get(column)!r:.80}, which does not say whether the response is good: write "
-            f"true or false (1 or 0, good or bad, up or down), or remove the record"
+            f"true or false (1 or 0, good or bad, up or down)"
         )
     return label in DESIRABLE
 
@@ -316,5 +316,5 @@ def _read_number(row: Mapping[str, Any], column: str, *, above_zero: bool = Fals
         number = float(value)
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
-        raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")
+        raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it")
     return number

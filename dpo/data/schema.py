@@ -189,7 +189,7 @@ def get_field(row: Row, key: str, *types: type) -> Any:
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
         shown = "missing" if key not in row else "null" if value is None else f"{value!r:.80}"
         wanted = " or ".join(dict.fromkeys(TYPE_NAMES[each] for each in types))
-        raise InputError(f"{key} is {shown}, and must be {wanted}: correct it, or remove the record")
+        raise InputError(f"{key} is {shown}, and must be {wanted}: correct it")
     if isinstance(value, str):
         check_unicode(value, f"field {key!r}")
     return value

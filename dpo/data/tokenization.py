@@ -72,7 +72,7 @@ def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
             around = text[max(0, start - SHOWN_AROUND) : start + SHOWN_AROUND]
             raise InputError(
                 f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
-                f"remove it from {around!r}, or remove the record"
+                f"remove it from {around!r}"
             )
 
 

@@ -161,7 +161,7 @@ REFUSES = "{{ raise_exception('roles must alternate') }}"
 COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
 REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "pairs": [
-        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value, or remove the record"),
+        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
         (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message: correct"),
         (PAIR, {"chosen": " \n"}, "the response to learn is empty"),
