@@ -119,10 +119,11 @@ def _write_date(date: str) -> str:
 
 def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
     """Find the tokens for images, video and audio that the tokenizer or config.json names."""
-    named = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
-    keys = (key for key in config if re.fullmatch("(image|video|audio)_token_(id|index)", key))
-    added, ids = tokenizer.added_tokens_decoder, (config[key] for key in keys)
-    tokens = {*named, *(added[id].content for id in ids if isinstance(id, int) and id in added)}
+    tokens = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
+    added = tokenizer.added_tokens_decoder
+    for key, id in config.items():
+        if re.fullmatch("(image|video|audio)_token_(id|index)", key) and isinstance(id, int) and id in added:
+            tokens.add(added[id].content)
     return sorted(token for token in tokens if isinstance(token, str) and token)
 
 
