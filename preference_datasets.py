@@ -25,7 +25,7 @@ from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
-from dpo.data.schema import ASSISTANT, Entry, PreferenceData, Row, get_field
+from dpo.data.schema import ASSISTANT, Entry, PreferenceData, Row, get_field, naming
 from dpo.data.sources import HUB_IDS, identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
@@ -88,11 +88,9 @@ def get_hh(
     """
     data = PreferenceData(truncation_mode="keep_end")
     for row, where in _read_rows(source, split, cache_dir, "HH", silent):
-        chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
-        try:
+        with naming(where):
+            chosen, rejected = (get_field(row, key) for key in ("chosen", "rejected"))
             prompt = extract_anthropic_prompt(chosen)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         data.add(prompt, [chosen, rejected], [(0, 1)], chosen)
     return data
@@ -105,12 +103,13 @@ def get_shp(
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
     for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
-        prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
-        responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
-        score_a, score_b = (get_field(row, f"score_{side}", where, int, float) for side in "AB")
-        label = get_field(row, "labels", where, int)
-        if not (score_a and score_b):
-            raise InputError(f"{where}: neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
+        with naming(where):
+            prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
+            responses = [" " + get_field(row, f"human_ref_{side}") for side in "AB"]
+            score_a, score_b = (get_field(row, f"score_{side}", int, float) for side in "AB")
+            label = get_field(row, "labels", int)
+            if not (score_a and score_b):
+                raise InputError(f"neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
         data.add(prompt, responses, [(0, 1) if label == 1 else (1, 0)], None)  # label 1 means that A is preferred
@@ -124,11 +123,12 @@ def get_shp(
 def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, Entry]]:
     prompts = []
     for row, where in placed_rows:
-        question, answers = get_field(row, "question", where), get_field(row, "answers", where, list)
-        if not answers:
-            raise InputError(f"{where}: answers is empty")
-        responses = [" " + strip_html_tags(get_field(answer, "text", where)) for answer in answers]
-        scores = [get_field(answer, "pm_score", where, int, float) for answer in answers]
+        with naming(where):
+            question, answers = get_field(row, "question"), get_field(row, "answers", list)
+            if not answers:
+                raise InputError("answers is empty")
+            responses = [" " + strip_html_tags(get_field(answer, "text")) for answer in answers]
+            scores = [get_field(answer, "pm_score", int, float) for answer in answers]
         pairs = []  # (better, worse)
         for earlier, later in combinations(range(len(scores)), 2):
             pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))

@@ -56,7 +56,7 @@ class Panel(NamedTuple):
     def encode(self, messages: Messages, *, n_new: int) -> Tokens:
         """Encode messages as in training; InputError if a model has no positions for them and `n_new` tokens more."""
         if self.form == CHAT:
-            text = ChatTemplate(self.tokenizer).render(Record(messages, []), "this conversation").prompt
+            text = ChatTemplate(self.tokenizer).render(Record(messages, [])).prompt
         elif self.form == HH:
             speakers = {"user": HUMAN, "assistant": ASSISTANT}
             text = "".join(f"{speakers[m['role']]} {m['content'].strip()}" for m in messages) + ASSISTANT

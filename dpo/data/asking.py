@@ -45,11 +45,8 @@ def share_header(prompts: Sequence[str]) -> bool:
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 
-def find_format(prompt: str, *, rendered: bool) -> str:
-    """The form of a training prompt, which a chat template has `rendered` or not."""
-    if rendered:
-        return CHAT
-    return HH if prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT) else RAW
+def is_dialogue(prompt: str) -> bool:
+    return prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
@@ -111,34 +108,28 @@ def escape_texts(value: Any, tokenizer: Any) -> Any:
     return escape_control(value, tokenizer) if isinstance(value, str) else value
 
 
-def check_texts(value: Any, what: str, where: str) -> None:
+def check_texts(value: Any, what: str) -> None:
     text = "\n".join(iterate_texts(value))
-    check_unicode(text, what, where)
+    check_unicode(text, what)
     if ESCAPE in text or MARK in text:
-        raise InputError(
-            f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them"
-        )
+        raise InputError(f"{what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them")
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """Convert a prompt, which may be a rendered chat, a dialogue or one user turn, and an answer to chat messages."""
-    prompt_format = find_format(prompt.text, rendered=prompt.rendered)
-    if prompt_format == HH:
+    """A prompt may be a rendered chat, a dialogue or one user turn."""
+    if is_dialogue(prompt.text) and not prompt.rendered:
         return split_turns(prompt.text, answer)
-    if prompt_format == CHAT and prompt.messages:
-        prompt_messages = prompt.messages
-    else:
-        prompt_messages = [{"role": "user", "content": prompt.text}]
-    if is_prefilled(prompt_messages):
-        *prompt_messages, begun = prompt_messages
-        return [*prompt_messages, {**begun, "content": begun["content"] + answer.rstrip()}]
-    return [*prompt_messages, {"role": "assistant", "content": answer.strip()}]
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    if is_prefilled(messages):
+        *messages, begun = messages
+        return [*messages, {**begun, "content": begun["content"] + answer.rstrip()}]
+    return [*messages, {"role": "assistant", "content": answer.strip()}]
 
 
 def split_turns(dialogue: str, answer: str) -> Messages:
     """Split a dialogue in HH's format, and its answer, into messages of alternating speakers."""
     _, *parts, _ = SPEAKER.split(dialogue)  # a speaker, a text, a speaker, a text, ..., and whose turn the answer is
-    messages: Messages = []
+    messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):
         role = "user" if speaker == HUMAN else "assistant"
         if messages and messages[-1]["role"] == role:

@@ -1,14 +1,12 @@
 """The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods.
 
-Texts are `prompt`, `chosen`, `rejected` (these begin with the prompt), `chosen_response_only` and
-`rejected_response_only`. Tensors are `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt),
-padded with the pad token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
+Beside texts it has `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt), padded with the pad
+token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,15 +23,12 @@ from dpo.losses import IGNORE_INDEX
 PaddedBatch = dict[str, Any]  # texts in lists, and int64 tensors (rows, tokens)
 
 
-def make_rows(
-    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
-) -> list[dict[str, Any]]:
+def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: int) -> list[dict[str, Any]]:
     """Make the rows of a `PaddedBatch`, before padding."""
     rows = []
-    encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
-    for (example_prompt, index), ids in zip(examples, encoded, strict=True):
+    for (example_prompt, index), ids in zip(examples, encode_examples(examples, encode, **limits), strict=True):
         prompt, n_prompt = unescape(example_prompt.text), len(ids.prompt)
-        row: dict[str, Any] = {"prompt": prompt}
+        row = {"prompt": prompt}
         for (role, text), (response, cuts) in zip(example_prompt.texts(index).items(), ids.cut_responses, strict=True):
             row[role] = prompt + unescape(text)
             row[f"{role}_response_only"] = unescape(text)
@@ -53,10 +48,7 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Make a row of a `PaddedBatch`, with lists for tensors, as the reference code's function does.
-
-    Raises InputError if a text contains EOS or the truncation mode is unknown.
-    """
+    """Make a row of a `PaddedBatch`, with lists for tensors; raises InputError for EOS in a text or an unknown mode."""
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
     pair = Prompt(prompt, [chosen, rejected], [{"chosen": 0, "rejected": 1}], truncation_mode, rendered=False)
@@ -93,27 +85,23 @@ def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, to
     return get_collate_fn(tokenizer)(rows)
 
 
-def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
-    pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch: PaddedBatch = {}
-    for key in rows[0]:
-        values = [row[key] for row in rows]
-        suffix = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
-        if suffix is None:  # texts
-            batch[key] = values
-            continue
-        padding_side = "left" if key.startswith("prompt") else "right"
-        tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
-        batch[key] = pad_sequence(
-            tensors, batch_first=True, padding_value=pad_values[suffix], padding_side=padding_side
-        )
-    return batch
-
-
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
     """Pads with the pad token, or else with EOS."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return partial(collate, pad_token_id=pad)
+    pad_values = {"input_ids": pad, "attention_mask": 0, "labels": IGNORE_INDEX}
+
+    def collate(rows: Sequence[dict[str, Any]]) -> PaddedBatch:
+        batch = {key: [row[key] for row in rows] for key in rows[0]}
+        for key, values in batch.items():
+            for suffix in filter(key.endswith, pad_values):  # not of texts
+                side = "left" if key.startswith("prompt") else "right"
+                tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
+                batch[key] = pad_sequence(
+                    tensors, batch_first=True, padding_value=pad_values[suffix], padding_side=side
+                )
+        return batch
+
+    return collate
 
 
 def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
@@ -129,7 +117,7 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad at the end of `dim`; a tensor that is long enough is returned unchanged."""
+    """Pad at the end of `dim`, unless the tensor is long enough."""
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]
     if shape[dim] <= 0:

@@ -1,7 +1,4 @@
-"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`.
-
-In a pair such as `response_a` and `response_b`, a third column may name the better response.
-"""
+"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class Columns(NamedTuple):
             parts.append(f"not used: {', '.join(self.unused)}")
         return "; ".join(parts)
 
-    def find_fields(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
+    def find_fields(self, row: Mapping[str, Any]) -> dict[str, str]:
         """The column of each field in a row, none for a tie; raises InputError if the better response is not known."""
         if not self.verdict:
             return self.used
@@ -75,8 +72,8 @@ class Columns(NamedTuple):
         if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
-            f"{where}: {self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
-            f"is better: write the name of the better column, or tie, or remove the record"
+            f"{self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
+            f"is better: write the name of the better column, or tie"
         )
 
 
@@ -108,8 +105,7 @@ def recognize(
     verdict, sides = None, {}
     if not candidates["rejected"] and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(first_rows, present, origin)
-    if verdict:
-        candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=True)}
+        candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False)}
     whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
     values = [row[column] for row in first_rows for column in whole if row.get(column) is not None]
     are_whole = all(map(_begins_with_prompt, values))
@@ -117,9 +113,9 @@ def recognize(
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
     forms = FORMS[trains_on]
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    complete = [form for form in fitting if all(candidates[field] for field in form)]
+    complete = (form for form in fitting if all(candidates[field] for field in form))
     nearest = max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form))
-    form = complete[0] if complete else nearest
+    form = next(complete, nearest)
     if not fitting or any(len(candidates[field]) != 1 for field in form):
         raise InputError(
             f"training on {trains_on} needs the columns {' or '.join(', '.join(form) for form in forms)}, "
@@ -161,12 +157,12 @@ def _begins_with_prompt(value: Any) -> bool:
 def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
     """The columns of each field: that of the config, that of the field's name, or all with one of its OTHER_NAMES."""
     free = [column for column in present if column not in configured.values()]
-    candidates: dict[str, list[str]] = {"input": []}
+    candidates = {"input": []}
     for field in FIELDS:
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
         if field in configured:
-            candidates[field] = [column for column in (configured[field],) if column is not None]
+            candidates[field] = [] if configured[field] is None else [configured[field]]
     by_name = {column.lower(): column for column in candidates["prompt"]}
     if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
@@ -177,7 +173,7 @@ def _find_verdict(
     rows: Sequence[Mapping[str, Any]], present: Sequence[str], origin: str
 ) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
-    by_name: dict[str, dict[str, str]] = {}
+    by_name = {}
     for column in sorted(present, key=normalize):
         if match := RESPONSE.fullmatch(normalize(column)):
             by_name.setdefault(match[1], {})[match[2]] = column
@@ -196,7 +192,7 @@ def _find_verdict(
 
 
 def _find_side(value: Any) -> str:
-    """The letter or digit of the response that a value names, or "" if it names none."""
+    """The letter or digit of the response that a value names, or ""."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
     match = SIDE.fullmatch(normalize(text))
     return match[1] if match and not text.startswith("-") else ""
@@ -209,6 +205,8 @@ def normalize(name: str) -> str:
 
 def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:
     """Write the override that gives each field its first candidate."""
-    columns = {field: candidates[field][0] if candidates[field] else "COLUMN" for field in form}
-    quoted = {field: column if column.isidentifier() else json.dumps(column) for field, column in columns.items()}
-    return f"'{key}={{{', '.join(f'{field}: {column}' for field, column in quoted.items())}}}'"
+    given = []
+    for field in form:
+        column = candidates[field][0] if candidates[field] else "COLUMN"
+        given.append(f"{field}: {column if column.isidentifier() else json.dumps(column)}")
+    return f"'{key}={{{', '.join(given)}}}'"

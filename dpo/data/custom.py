@@ -10,7 +10,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from dpo.data.asking import HH, find_format, share_header, split_turns
+from dpo.data.asking import is_dialogue, share_header, split_turns
 from dpo.data.columns import Columns, recognize
 from dpo.data.schema import (
     ASSISTANT,
@@ -65,7 +65,7 @@ def get_custom(
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     numbered = enumerate(rows, start=1)
-    changes, bad, n_records = [], [], 0
+    changes, bad, n_records = [], data.bad_records, 0
     for records, bad_ones, changed in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
         for record in records:
             data.add_record(record)
@@ -74,7 +74,6 @@ def get_custom(
         changes += changed
     if bad and (bad_records == "refuse" or not data):
         raise BadRecordsError(name, bad)
-    data.bad_records = bad
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
     if reader.has_template and not reader.holds_chats:
         prompt, entry = next(iter(data.items()), ("", {"responses": []}))
@@ -96,23 +95,20 @@ class _Reader:
     ) -> None:
         self.columns, self.tokenizer, self.origin, self.trains_on = columns, tokenizer, origin, trains_on
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        self.is_rendered = False  # all records are chats or become chats, and the template renders them
-        self.holds_chats = False  # the first record is a chat
-        records: list[Record] = []
+        self.is_rendered = self.holds_chats = False  # the first records are read as they are
+        records = []
         for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
-                records += filter(None, [self._read(row, origin)])
-        if records and isinstance(records[0].prompt, list):
-            self.holds_chats = self.is_rendered = True
-        elif chat == "auto" and self.has_template and "prompt" in columns.used:
-            texts = [record.prompt for record in records if isinstance(record.prompt, str)]
-            self.is_rendered = not share_header(texts)
-        else:
-            self.is_rendered = chat == "always"
+                records += filter(None, [self._read(row)])
+        self.holds_chats = bool(records) and isinstance(records[0].prompt, list)
+        texts = [record.prompt for record in records if isinstance(record.prompt, str)]
+        are_questions = self.has_template and "prompt" in columns.used and not share_header(texts)
+        # all records are chats or become chats, and the template renders them
+        self.is_rendered = self.holds_chats or chat == "always" or (chat == "auto" and are_questions)
         used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
         # pairs in the format of HH are tokenized as the reference code does
         is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
-        self.is_apart = is_hh and bool(records) and find_format(records[0].prompt, rendered=False) == HH
+        self.is_apart = is_hh and bool(records) and is_dialogue(records[0].prompt)
 
     def read(
         self, chunk: Sequence[tuple[int, Row]]
@@ -120,44 +116,43 @@ class _Reader:
         """Return records, bad ones, and what the template changes."""
         records, bad, template = [], [], ChatTemplate(self.tokenizer)
         for number, row in chunk:
-            where = f"record {number} of {self.origin}"
             try:
-                record = self._read(row, where)
+                record = self._read(row)
                 if record is None:  # a tie
                     continue
-                self._check(record, where)
+                self._check(record)
                 if self.is_rendered:
-                    record = template.render(record, where)
+                    record = template.render(record)
                 else:
-                    refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer, where)
+                    refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer)
                 records.append(record._replace(row=number))
             except InputError as error:
-                bad.append((number, str(error)))
+                place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
+                bad.append((number, f"{place}{error}"))
         return records, bad, template.changes
 
-    def _read(self, row: Row, where: str) -> Record | None:
+    def _read(self, row: Row) -> Record | None:
         if isinstance(row, InputError):
             raise row
-        used = self.columns.find_fields(row, where)
+        used = self.columns.find_fields(row)
         as_chat = self.is_rendered and not self.holds_chats
-        return read_record(row, used, where, self.tokenizer, as_chat=as_chat) if used else None
+        return read_record(row, used, self.tokenizer, as_chat=as_chat) if used else None
 
-    def _check(self, record: Record, where: str) -> None:
-        """Refuse a record that nothing can be learnt from."""
+    def _check(self, record: Record) -> None:
         if isinstance(record.prompt, list) != self.is_rendered:
-            raise InputError(f"{where} holds text and others hold chat messages, or the reverse: use one kind")
+            raise InputError("it holds text and others hold chat messages, or the reverse: use one kind")
         media, texts = getattr(self.tokenizer, "media_tokens", ()), (record.prompt, record.responses)
         if medium := next((token for token in media if token in repr(texts)), None):
             raise InputError(
-                f"{where}: a text has {medium}, which stands for an image, video or audio, and only text is trained: "
+                f"a text has {medium}, which stands for an image, video or audio, and only text is trained: "
                 f"remove the record"
             )
-        if record.responses and record.label is not False and _is_empty(record.responses[record.best]):
-            raise InputError(f"{where}: the response to learn is empty: give it a value, or remove the record")
+        if record.target is not None and _is_empty(record.target):
+            raise InputError("the response to learn is empty: give it a value")
         n, n_scores = len(record.scores), len(set(record.scores))
         if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
             raise InputError(
-                f"{where}: this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
+                f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
                 f"with {n_scores}: remove some, or train with a loss of pairs, such as loss=dpo"
             )
 
@@ -172,47 +167,40 @@ def _is_empty(response: str | Messages) -> bool:
 # --- forms of records ----------------------------------------------------------------------------------------------
 
 
-def read_record(
-    row: Mapping[str, Any], used: Mapping[str, str], where: str, tokenizer: Any = None, *, as_chat: bool = False
-) -> Record:
-    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages.
-
-    Raises InputError, which says `where` the row is.
-    """
-    prompt: str | Messages
+def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
+    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
     responses: list[Any]
-    scores: list[float] = []
+    scores = []
     if "messages" in used:  # a chat that ends with its response
-        messages = read_messages(get_field(row, used["messages"], where, list), where)
+        messages = read_messages(get_field(row, used["messages"], list))
         prompt, responses = messages[:-1], [messages[-1:]]
     elif "responses" in used:
-        answers = _index_items(row, used["responses"], where)
+        answers = _index_items(row, used["responses"])
         scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
         if "scores" in used:
-            given = _index_items(row, used["scores"], where)
-            scores = [_read_number(given, item, where) for item in given]
+            given = _index_items(row, used["scores"])
+            scores = [_read_number(given, item) for item in given]
         if len(answers) < 2 or len(scores) != len(answers):
             raise InputError(
-                f"{where} has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
-                f"score each: correct it, or remove the record"
+                f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
+                f"score each: correct it"
             )
-        prompt, responses = _read_answers(row, used, answers, [*answers], where)
+        prompt, responses = _read_answers(row, used, answers, [*answers])
     else:  # a pair, a target, a labelled response or a prompt
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-        prompt, responses = _read_answers(row, used, row, columns, where)
+        prompt, responses = _read_answers(row, used, row, columns)
     if not prompt:
-        raise InputError(f"{where}: the prompt is empty: give it a value, or remove the record")
+        raise InputError("the prompt is empty: give it a value")
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
     if as_chat and isinstance(prompt, str):
-        is_dialogue = find_format(prompt, rendered=False) == HH
-        prompt = split_turns(prompt, "")[:-1] if is_dialogue else [{"role": "user", "content": prompt}]
+        prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
         # a response loses the one space that separates it from its prompt
         responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
     if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
-        raise InputError(f"{where}: a response must end with a message of the assistant: correct or remove the record")
+        raise InputError("a response must end with a message of the assistant: correct it")
     if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
-        system = get_field(row, used[SYSTEM], where)
+        system = get_field(row, used[SYSTEM])
         if isinstance(prompt, str):
             prompt = f"{system}\n\n{prompt}"
         elif prompt[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
@@ -222,36 +210,36 @@ def read_record(
         responses,
         pairs=[(0, 1)] if "rejected" in used else [],
         scores=scores,
-        label=_read_label(row, used["label"], where) if "label" in used else None,
-        weight=_read_number(row, used["weight"], where, above_zero=True) if "weight" in used else None,
-        margin=_read_number(row, used["margin"], where) if "margin" in used else None,
-        tools=read_tools(row, used[TOOLS], where) if TOOLS in used and isinstance(prompt, list) else [],
+        label=_read_label(row, used["label"]) if "label" in used else None,
+        weight=_read_number(row, used["weight"], above_zero=True) if "weight" in used else None,
+        margin=_read_number(row, used["margin"]) if "margin" in used else None,
+        tools=read_tools(row, used[TOOLS]) if TOOLS in used and isinstance(prompt, list) else [],
     )
 
 
 def _read_answers(
-    row: Mapping[str, Any], used: Mapping[str, str], answers: Mapping[str, Any], columns: Sequence[str], where: str
+    row: Mapping[str, Any], used: Mapping[str, str], answers: Mapping[str, Any], columns: Sequence[str]
 ) -> tuple[str | Messages, list[Any]]:
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
     Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
     content of a message with which all responses begin, as in UltraFeedback.
     """
-    values = [_read_value(answers, column, where) for column in columns]
+    values = [_read_value(answers, column) for column in columns]
     are_texts = all(isinstance(value, str) for value in values)
     if not are_texts and any(isinstance(value, str) for value in values):
-        raise InputError(f"{where}: {' and '.join(columns)} must all be text or all be chat messages")
+        raise InputError(f"{' and '.join(columns)} must all be text or all be chat messages")
     if "prompt" not in used:
         prompt, *responses = split_shared_prompt(*values) if are_texts else _split_shared_messages(values)
         if not prompt:
             raise InputError(
-                f"{where}: {' and '.join(columns)} begin with nothing in common, which would be the prompt: name a "
+                f"{' and '.join(columns)} begin with nothing in common, which would be the prompt: name a "
                 f"column with the prompt, as docs/formats.md says"
             )
         return prompt, responses
-    prompt = _read_value(row, used["prompt"], where)
+    prompt = _read_value(row, used["prompt"])
     if "input" in used and row.get(used["input"]) not in (None, ""):
-        texts = (get_field(row, used[field], where) for field in ("prompt", "input"))
+        texts = (get_field(row, used[field]) for field in ("prompt", "input"))
         prompt = "\n\n".join(filter(None, texts))
     if are_texts and isinstance(prompt, list):
         return prompt, [_as_answer(text) for text in values]
@@ -262,8 +250,8 @@ def _read_answers(
     shared, *rests = _split_shared_messages(values)
     if all(message["content"] != prompt for message in shared):
         raise InputError(
-            f"{where}: the prompt is not the content of any message with which the responses begin: add such a "
-            f"message, or give no column for the prompt"
+            "the prompt is not the content of any message with which the responses begin: add such a "
+            "message, or give no column for the prompt"
         )
     return shared, rests
 
@@ -296,39 +284,37 @@ def _split_shared_messages(dialogues: Sequence[Messages]) -> list[Messages]:
 # --- fields --------------------------------------------------------------------------------------------------------
 
 
-def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | Messages:
+def _read_value(row: Mapping[str, Any], column: str) -> str | Messages:
     """Read a text, a list of messages, or one message."""
-    value = get_field(row, column, where, str, list, dict)
+    value = get_field(row, column, str, list, dict)
     if not isinstance(value, str):
-        return read_messages(value, where)
+        return read_messages(value)
     if MESSAGES_AS_TEXT.match(value):
-        raise InputError(
-            f"{where}: {column} is a text that holds chat messages: write them as a list, in .jsonl or .parquet"
-        )
+        raise InputError(f"{column} is a text that holds chat messages: write them as a list, in .jsonl or .parquet")
     return value
 
 
-def _index_items(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+def _index_items(row: Mapping[str, Any], column: str) -> dict[str, Any]:
     """Name the items of a list."""
-    return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, where, list))}
+    return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, list))}
 
 
-def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
+def _read_label(row: Mapping[str, Any], column: str) -> bool:
     label = str(row.get(column)).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(
-            f"{where}: {column} is {row.get(column)!r:.80}, which does not say whether the response is good: write "
-            f"true or false (1 or 0, good or bad, up or down), or remove the record"
+            f"{column} is {row.get(column)!r:.80}, which does not say whether the response is good: write "
+            f"true or false (1 or 0, good or bad, up or down)"
         )
     return label in DESIRABLE
 
 
-def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
+def _read_number(row: Mapping[str, Any], column: str, *, above_zero: bool = False) -> float:
     """Read a finite number, which may be text as in CSV."""
     value, number = row.get(column), math.nan
     with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
-        raise InputError(f"{where}: {column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")
+        raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it")
     return number

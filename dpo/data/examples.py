@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
-from dpo.data.schema import Messages
+from dpo.data.schema import Messages, naming
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, refuse_eos, unescape
 from dpo.errors import InputError
@@ -77,7 +77,6 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    """Digest of an example's prompt and its responses by role."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")
@@ -136,7 +135,7 @@ def iterate_examples(
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
-        batch: list[ExampleId] = []
+        batch = []
         for prompt_index in prompt_order:
             for example_index in range(counts[prompt_index]):
                 batch.append((prompt_index, example_index))
@@ -169,28 +168,22 @@ def encode_examples(
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     ids = encode(
-        text
-        for prompt, index in examples
-        if prompt.apart
-        for text in (prompt.text, *chain(*prompt.pieces(prompt.roles(index).values())))
+        text for prompt, index in examples if prompt.apart for text in (prompt.text, *prompt.texts(index).values())
     )
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
-    whole = iter(
-        encode.encode_whole(
-            (prompt.text, prompt.pieces(range(len(prompt.responses)))) for prompt, _ in examples if not prompt.apart
-        )
-    )
+    whole = iter(encode.encode_whole((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart))
     encoded = []
     for prompt, index in examples:
-        texts, own = prompt.texts(index), prompt.roles(index).values()
+        texts = prompt.texts(index)
         if not prompt.rendered:
-            refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer, f"dataset {prompt.dataset}")
+            with naming(f"dataset {prompt.dataset}"):
+                refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer)
         if prompt.apart:
             prompt_ids, crosses = ids[prompt.text], False
-            piece_ids = [[ids[text] for text in response] for response in prompt.pieces(own)]
+            piece_ids = [[ids[text]] for text in texts.values()]
         else:
             prompt_ids, of_responses, crosses = next(whole)
-            piece_ids = [of_responses[i] for i in own]
+            piece_ids = [of_responses[i] for i in prompt.roles(index).values()]
         responses = [[*chain(*of_one), eos] for of_one in piece_ids]
         longest = max(map(len, responses), default=0)
         kept_prompt = truncate_prompt(prompt, prompt_ids, encode, max_length - longest, max_prompt_length)
@@ -198,11 +191,11 @@ def encode_examples(
         room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
         is_long = len(kept_prompt) + longest > max_length
         kept = [response[:room] for response in responses] if is_long else responses
-        # piece by piece, alternately the start and the end of what is not scored
-        ends = [accumulate(map(len, of_one[:-1])) for of_one in piece_ids]
-        cuts = [tuple(min(end, len(ids)) for end in of_one) for of_one, ids in zip(ends, kept, strict=True)]
-        for text, response, of_one in zip(texts.values(), kept, cuts, strict=True):
-            if count_cut(of_one) == len(response):  # before a run, `SplitCounter` has refused such data
+        cuts = []
+        for text, pieces, response in zip(texts.values(), piece_ids, kept, strict=True):
+            # the ends of pieces are alternately the start and the end of what is not scored
+            cuts.append(tuple(min(end, len(response)) for end in accumulate(map(len, pieces[:-1]))))
+            if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
                 raise InputError(
                     f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                     f"max_length, or remove the record"

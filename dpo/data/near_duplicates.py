@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dpo.data.table import Prompt, PromptTable
+from dpo.data.table import PromptTable
 from dpo.data.tokenization import find_control, unescape
 
 FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
@@ -38,22 +38,11 @@ def find_words(text: str) -> list[str]:
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-class CommonWords:
-    """Words that most prompts have, as a system prompt's, say nothing."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.most, self.counts = max(len(prompts) / 2, 5), Counter[str]()
-        for prompt in prompts:
-            self.counts.update({*find_words(prompt.written)[-MOST_COMPARED:]})
-
-    def find_own(self, words: Sequence[str]) -> frozenset[str]:
-        """Find the words that few prompts have; none if too few."""
-        own = frozenset(word for word in {*words[-MOST_COMPARED:]} if self.counts[word] <= self.most)
-        return own if len(own) >= FEWEST_COMPARED else frozenset()
-
-
 def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict[str, Any]:
     control = find_control(tokenizer)
+    sample = train[:: 1 + len(train) // SAMPLED]
+    n_having = Counter(word for prompt in sample for word in {*find_words(prompt.written)[-MOST_COMPARED:]})
+    most = max(len(sample) / 2, 5)  # words that more prompts have, as a system prompt's, say nothing
 
     def show(text: str) -> str:
         return " ".join(unescape(control.sub(" ", text)).split())
@@ -63,16 +52,20 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         words = [find_words(control.sub(" ", unescape(response))) for response in responses]
         return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
 
-    common = CommonWords(train[:: 1 + len(train) // SAMPLED])
-    by_words: dict[int, list[int]] = defaultdict(list)  # numbers of held-out prompts
-    by_rare: dict[str, list[int]] = defaultdict(list)  # the same, by their rarest words
+    def find_own(words: Sequence[str]) -> frozenset[str]:
+        """Find the words that few prompts have; none if too few."""
+        own = frozenset(word for word in words[-MOST_COMPARED:] if n_having[word] <= most)
+        return own if len(own) >= FEWEST_COMPARED else frozenset()
+
+    by_words = defaultdict(list)  # numbers of held-out prompts
+    by_rare = defaultdict(list)  # the same, by their rarest words
     word_sets, answer_keys = [], []
     for number, prompt in enumerate(test):
         words = [*map(sys.intern, find_words(prompt.written))]  # each word is in memory once
         if words:
             by_words[hash(" ".join(words))].append(number)
-        word_sets.append(common.find_own(words))
-        for word in sorted(word_sets[-1], key=lambda word: (common.counts[word], word))[:KEYS]:
+        word_sets.append(find_own(words))
+        for word in sorted(word_sets[-1], key=lambda word: (n_having[word], word))[:KEYS]:
             if len(by_rare[word]) < MOST_OF_KEY:
                 by_rare[word].append(number)
         answer_keys.append(make_keys(prompt.responses))
@@ -81,7 +74,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
     for prompt in train:
         words = find_words(prompt.written)
         found = by_words.pop(hash(" ".join(words)), [])
-        own = common.find_own(words)
+        own = find_own(words)
         hits = Counter(number for word in own & by_rare.keys() for number in by_rare[word])
         for number, n in hits.items():
             if n >= FEWEST_HITS and len(own & word_sets[number]) >= SHARED * len(own | word_sets[number]):

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, RAW, find_format
+from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, HH, RAW, is_dialogue
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, write_problems
+from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, naming, write_problems
 from dpo.data.table import (
     FOLDER,
     SPLITS,
@@ -50,13 +50,12 @@ COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 WARNED_FROM = 0.01  # share of the examples
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
-# counts that the terminal shows, the last ones of the examples that are tokenized
-TOKEN_COUNTS = ("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits")
-COUNTS = (
+COUNTS = (  # that the terminal shows
     *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
-    *("contradictory_labels", "control_tokens", "too_long", *TOKEN_COUNTS),
+    *("contradictory_labels", "control_tokens", "too_long"),
+    *("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits"),
 )
-WARNINGS = {  # of these counts: what happens, and what changes it
+WARNINGS = {  # of these counts: what happens, and what changes it; all but the last are of tokens
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
     "identical_pairs": "both responses are the same after cutting, which teaches nothing: raise max_length",
@@ -91,19 +90,17 @@ class SplitReport:
     mean_chosen_tokens: float | None = None
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
     problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
     digest: str = ""  # of all that the examples are made of, in order
     token_digest: str = ""  # of the vocabulary and of the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Count an example, and note its record."""
         setattr(self, name, getattr(self, name) + 1)
         if prompt.rows:
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
-        """Yield a line of the counts above 0, then warnings of those that many examples have."""
         prompts = count(self.prompts, "prompt")
         what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
         parts = [f"{split}: {what}"]
@@ -114,8 +111,8 @@ class SplitReport:
             parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
         yield "; ".join(parts)
         for name, warning in WARNINGS.items():
-            n, total = getattr(self, name), self.tokenized if name in TOKEN_COUNTS else self.examples
-            total += n if name == "too_long" else 0
+            n = getattr(self, name)
+            total = self.examples + n if name == "too_long" else self.tokenized
             if n and n >= WARNED_FROM * total:
                 yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
@@ -136,11 +133,8 @@ class SplitReport:
 class SplitCounter:
     """Counts all texts of a split, then the tokens of a small split or of a sample."""
 
-    def __init__(
-        self, encode: TextEncoder, *, max_length: int, max_prompt_length: int, trains_on: str = "pairs"
-    ) -> None:
-        self.encode, self.trains_on = encode, trains_on
-        self.limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int) -> None:
+        self.encode, self.trains_on, self.limits = encode, trains_on, limits
         self.report = SplitReport()
         self._weights = array("d")
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
@@ -153,13 +147,13 @@ class SplitCounter:
             if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
                 # a prompt that is one text with its response may be a chat that the user has rendered
                 used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
-                where = f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"
-                refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer, where)
+                with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
+                    refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer)
             if not (prompt.rendered or prompt.apart):
                 texts = (prompt.text, *prompt.responses)
                 report.control_tokens += sum(len(find_control(tokenizer).findall(text)) for text in texts)
             report.prompts += 1
-            prompt_format = find_format(prompt.text, rendered=prompt.rendered)
+            prompt_format = CHAT if prompt.rendered else HH if is_dialogue(prompt.text) else RAW
             if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self._weights.extend(prompt.weights or ())
@@ -192,17 +186,14 @@ class SplitCounter:
         # the digest has the vocabulary, as tokenizers may give different tokens one id
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
-        lengths: dict[str, list[int]] = {"chosen": [], "rejected": []}  # scored tokens of responses
-        longer = []
+        scored = []  # tokens of each example's responses, by role
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
-        numbers = np.arange(counts.sum())  # examples counted through all prompts
+        numbers = range(int(counts.sum()))
         if len(numbers) > COUNTED_WHOLE:
-            numbers = np.sort(random.Random(0).sample(range(len(numbers)), SAMPLE_SIZE))
-        firsts = np.cumsum(counts) - counts
-        indices = np.searchsorted(firsts + counts, numbers, side="right")
-        sampled = zip(indices.tolist(), (numbers - firsts[indices]).tolist(), strict=True)
-        sample_ids = sorted({*sampled, *self._late})
+            numbers = {*random.Random(0).sample(numbers, SAMPLE_SIZE)}
+        ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
+        sample_ids = sorted({example for number, example in enumerate(ids) if number in numbers} | self._late)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             encoded = encode_examples(texts, self.encode, **self.limits)
@@ -217,14 +208,12 @@ class SplitCounter:
                     report.count("identical_pairs", prompt, index)
                 longest = len(example.prompt) + max(map(len, example.responses), default=0)
                 report.longest = max(report.longest, longest)
-                n_scored = dict(zip(example.roles, example.n_scored, strict=True))
-                for role in lengths.keys() & n_scored.keys():
-                    lengths[role].append(n_scored[role])
-                if lengths.keys() <= n_scored.keys():
-                    longer.append(n_scored["chosen"] > n_scored["rejected"])
+                scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
         report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
+        chosen, rejected = ([n_scored[role] for n_scored in scored if role in n_scored] for role in CONTRARY)
+        longer = [each["chosen"] > each["rejected"] for each in scored if each.keys() >= CONTRARY.keys()]
         report.mean_chosen_tokens, report.mean_rejected_tokens, report.chosen_longer = (
-            fmean(values) if values else None for values in (*lengths.values(), longer)
+            fmean(values) if values else None for values in (chosen, rejected, longer)
         )
         if self._weights:
             weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
@@ -234,8 +223,6 @@ class SplitCounter:
 
 @dataclass
 class Preflight:
-    """What is known of a run's data before training."""
-
     train: SplitReport
     test: SplitReport
     notes: list[str]  # of the loaders
@@ -252,13 +239,9 @@ class Preflight:
         return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
     def write(self, path: Path) -> None:
-        """Write the counts, and beside them the records with problems."""
-        facts, keys = asdict(self), ("dataset", "record", "problem", "reason")
-        problems = [(split, problem) for split in SPLITS for problem in facts[split].pop("problems")]
-        write_problems(
-            path.with_name(PROBLEMS),
-            ({"split": split, **dict(zip(keys, each, strict=True))} for split, each in problems),
-        )
+        facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
+        problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
+        write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -332,16 +315,13 @@ def prepare_data(
 ) -> Path:
     """Find or build a run's table, in `local_dir`, or in `scratch` for a dry run or data that cannot be named."""
 
-    def find_key() -> str | None:
-        return make_key(plan, tokenizer, get_dataset, identify)
-
     def build(directory: Path) -> Facts:
         facts = build_table(directory, plan, tokenizer, get_dataset, silent=silent)
-        if find_key() != key:
+        if make_key(plan, tokenizer, get_dataset, identify) != key:
             raise InputError(f"the data of {', '.join(plan.data.datasets)} has changed while it was read: start again")
         return facts
 
-    key, folder = find_key(), Path(plan.run.local_dir)
+    key, folder = make_key(plan, tokenizer, get_dataset, identify), Path(plan.run.local_dir)
     try:
         return find_or_build(folder / FOLDER, key, build, scratch=scratch if plan.run.dry_run or key is None else None)
     except BadRecordsError as error:
@@ -353,25 +333,23 @@ def prepare_data(
 def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True) -> Facts:
     """Write both splits to a directory; return their counts, and the loaders' notes."""
     data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
-    encode, notes, reports = TextEncoder(tokenizer), [], {}
-    held_out: dict[str, PreferenceData] = {}  # test splits that came with train splits
+    encode, notes, reports, tables = TextEncoder(tokenizer), [], {}, []
+    held_out = {}  # test splits that came with train splits
 
     def load(split: str, report: SplitReport) -> Iterator[tuple[str, PreferenceData]]:
         for name in data.datasets:
-            loaded = held_out.pop(name, None)
-            if loaded is None:
-                loaded = get_dataset(
-                    name,
-                    split,
-                    silent=silent,
-                    cache_dir=plan.run.cache_dir,
-                    dataset_sources=data.dataset_sources,
-                    tokenizer=tokenizer,
-                    trains_on=trains_on,
-                    with_margins=plan.loss.needs_margins,
-                    chat=data.chat,
-                    bad_records=data.bad_records,
-                )
+            loaded = held_out.pop(name, None) or get_dataset(
+                name,
+                split,
+                silent=silent,
+                cache_dir=plan.run.cache_dir,
+                dataset_sources=data.dataset_sources,
+                tokenizer=tokenizer,
+                trains_on=trains_on,
+                with_margins=plan.loss.needs_margins,
+                chat=data.chat,
+                bad_records=data.bad_records,
+            )
             _check_suits(plan, name, loaded)
             if loaded.held_out is not None:
                 held_out[name] = loaded.held_out
@@ -389,14 +367,15 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             prompts = _drop_long(prompts, counter, plan)
         elif data.truncation != "auto":
             prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
-        digest = write_prompts(path, counter.watch(prompts))
-        report = counter.count_tokens(PromptTable(path))
+        counter.report.digest = write_prompts(path, counter.watch(prompts))
+        tables.append(PromptTable(path))
+        report = counter.count_tokens(tables[-1])
         if not (report.prompts if plan.online else report.examples):
             too_long = f"{report.too_long:,} are too long: raise max_length, or choose truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
-        reports[split] = {**asdict(report), "digest": digest}
-    train, test = (PromptTable(directory / f"{split}.jsonl") for split in SPLITS)
+        reports[split] = asdict(report)
+    train, test = tables
     reports["test"] |= find_near_duplicates(train, test, tokenizer)
     return {**reports, "notes": notes, "largest": encode.largest}
 
@@ -420,20 +399,18 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
-        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
+        kept = {prompt.index_in_split: [] for prompt in batch}
         for (prompt, index), example in zip(examples, encoded, strict=True):
             if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
                 counter.report.count("too_long", prompt, index)
             else:
                 kept[prompt.index_in_split].append(index)
         for prompt in batch:
-            indices = kept[prompt.index_in_split]
-            if indices and prompt.examples:
-                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
-                chosen = {name: values and [values[i] for i in indices] for name, values in by_example.items()}
-                prompt = prompt._replace(**chosen)
-            if indices:
-                yield prompt
+            if indices := kept[prompt.index_in_split]:
+                of_examples = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
+                yield prompt._replace(
+                    **{name: values and [values[i] for i in indices] for name, values in of_examples.items()}
+                )
 
 
 def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
@@ -456,7 +433,6 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
 
 
 def check_fits(plan: Plan, data: TrainingData) -> None:
-    """Raise InputError if the run cannot train on these data."""
     report, datasets, batch_size = data.report, ", ".join(plan.data.datasets), plan.data.batch_size
     for split, counts in (("train", report.train), ("test", report.test)):
         place = f"the {split} split of {datasets}"
@@ -499,7 +475,7 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
             f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack "
             f"it: write it into the prompts, as docs/faq.md says"
         )
-    if not plan.online and plan.loss.trains_on == "labels" and 0 in (train.desirable, train.undesirable):
+    if bool(train.desirable) != bool(train.undesirable):
         yield "all labels of the train split are alike, and a loss of labels learns from both kinds: add the other"
     if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
         yield from data.report.test.find_leaks()

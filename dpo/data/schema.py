@@ -7,8 +7,8 @@ import random
 import re
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -44,14 +44,18 @@ class Record(NamedTuple):
     margin: float | None = None
     tools: Sequence[dict[str, Any]] = ()  # that a chat may call
     messages: Messages | None = None  # from which a chat template rendered the prompt
-    cuts: Sequence[list[int]] = ()  # of each rendered response: see `split_at_cuts`
+    cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
     row: int | None = None  # its number in its source, from 1
     first: int = 0  # where its responses begin among those of its prompt
 
     @property
     def best(self) -> int:
-        """The response that SFT learns."""
         return self.scores.index(max(self.scores)) if self.scores else 0
+
+    @property
+    def target(self) -> Any:
+        """The response that SFT learns, if there is one."""
+        return self.responses[self.best] if self.responses and self.label is not False else None
 
     def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
         """Each maps roles to responses: see `table.iterate_prompts`."""
@@ -109,10 +113,7 @@ class PreferenceData(dict[str, Entry]):
         return entry
 
     def add_record(self, record: Record) -> None:
-        """The best response becomes the prompt's SFT target."""
-        is_learnt = bool(record.responses) and record.label is not False
-        target = record.responses[record.best] if is_learnt else None
-        entry = self.add(record.prompt, record.responses, record.pairs, target)
+        entry = self.add(record.prompt, record.responses, record.pairs, record.target)
         first = len(entry["responses"]) - len(record.responses)
         entry.setdefault("records", []).append(record._replace(first=first))
 
@@ -164,31 +165,39 @@ def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:
 # --- fields and messages -------------------------------------------------------------------------------------------
 
 
-def get_field(row: Row, key: str, where: str, *types: type) -> Any:
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Context in which the message of an InputError begins with the place of what is read."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def get_field(row: Row, key: str, *types: type) -> Any:
     """Return `row[key]`, a text or a value of one of the types.
 
-    Raises InputError, which says `where` the record is, for any other value, and the error that stands for a row.
+    Raises InputError for any other value, and the error that stands for a row.
     """
     types = types or (str,)
     if isinstance(row, InputError):
         raise row
     if not isinstance(row, Mapping):
-        raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
+        raise InputError(f"{row!r:.80} stands where an object with the field {key!r} is expected")
     value = row.get(key)
     # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
         shown = "missing" if key not in row else "null" if value is None else f"{value!r:.80}"
         wanted = " or ".join(dict.fromkeys(TYPE_NAMES[each] for each in types))
-        raise InputError(f"{where}: {key} is {shown}, and must be {wanted}: correct it, or remove the record")
+        raise InputError(f"{key} is {shown}, and must be {wanted}: correct it")
     if isinstance(value, str):
-        check_unicode(value, f"field {key!r}", where)
+        check_unicode(value, f"field {key!r}")
     return value
 
 
-def check_unicode(text: str, what: str, where: str) -> None:
-    """Refuse a text that UTF-8 cannot hold."""
+def check_unicode(text: str, what: str) -> None:
     if surrogate := SURROGATE.search(text):
-        raise InputError(f"{where}: {what} has an unpaired UTF-16 surrogate at character {surrogate.start() + 1}")
+        raise InputError(f"{what} has an unpaired UTF-16 surrogate at character {surrogate.start() + 1}")
 
 
 def is_message(value: Any) -> bool:
@@ -196,55 +205,53 @@ def is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= value.keys())
 
 
-def read_messages(value: Any, where: str) -> Messages:
+def read_messages(value: Any) -> Messages:
     """Read a list of messages, or one."""
-    return [_read_message(message, where) for message in (value if isinstance(value, list) else [value])]
+    return [_read_message(message) for message in (value if isinstance(value, list) else [value])]
 
 
-def _read_message(message: Any, where: str) -> dict[str, Any]:
+def _read_message(message: Any) -> dict[str, Any]:
     """Read a chat message of any format as chat templates expect it."""
     given = drop_nulls(message)
     if is_message(message) and "role" not in message:
-        speaker, given["content"] = get_field(given, "from", where), given.pop("value", None)
+        speaker, given["content"] = get_field(given, "from"), given.pop("value", None)
         given["role"] = SPEAKERS.get(given.pop("from"), speaker)
         if given["role"] not in ROLES:
-            raise InputError(f"{where}: a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
-    role, content = get_field(given, "role", where), given.get("content")
+            raise InputError(f"a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
+    role, content = get_field(given, "role"), given.get("content")
     if isinstance(content, list):  # of parts, as OpenAI's may be
-        if other := {get_field(part, "type", where) for part in content} - {"text"}:
-            raise InputError(f"{where}: content has a part of type {other.pop()!r}, and must be text")
-        given["content"] = "".join(get_field(part, "text", where) for part in content)
+        if other := {get_field(part, "type") for part in content} - {"text"}:
+            raise InputError(f"content has a part of type {other.pop()!r}, and must be text")
+        given["content"] = "".join(get_field(part, "text") for part in content)
     if role == CALLER:
-        calls = _parse_json(get_field(given, "content", where))
+        calls = _parse_json(get_field(given, "content"))
         given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     if calls := given.pop("tool_calls", None):
         if not isinstance(calls, list):
-            raise InputError(f"{where}: tool_calls is {calls!r:.80}, and must be a list")
-        given = {"content": "", **given, "tool_calls": [_read_call(call, where) for call in calls]}
+            raise InputError(f"tool_calls is {calls!r:.80}, and must be a list")
+        given = {"content": "", **given, "tool_calls": [_read_call(call) for call in calls]}
     for key in ("content", *(key for key in THOUGHTS if key in given)):
-        get_field(given, key, where)
+        get_field(given, key)
     return given
 
 
-def _read_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: Any) -> dict[str, Any]:
     """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
     outer = call if isinstance(call, Mapping) and "function" in call else {"function": call}
     function = outer["function"]
-    name = get_field(function, "name", where)
+    name = get_field(function, "name")
     arguments = _parse_json(function.get("arguments") or {})
     if not isinstance(arguments, Mapping):
-        raise InputError(
-            f"{where}: the arguments of {name} are {arguments!r:.80}, and must be an object or JSON of one"
-        )
+        raise InputError(f"the arguments of {name} are {arguments!r:.80}, and must be an object or JSON of one")
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
-def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
+def read_tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """Read a list of schemas, of functions too, or JSON of such a list; rows may lack it."""
     tools = drop_nulls(_parse_json(row.get(column))) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
-            f"{where}: {column} is {tools!r:.80}, and must be a list of function schemas (objects), or JSON of such a "
+            f"{column} is {tools!r:.80}, and must be a list of function schemas (objects), or JSON of such a "
             f"list; columns={{tools: null}} leaves a column out"
         )
     return [
@@ -254,8 +261,8 @@ def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str
 
 def _parse_json(value: Any) -> Any:
     """Parse a text that is JSON; return anything else as it is."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
     return value
 
 

@@ -201,13 +201,12 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
-    """Parse a table whose first line names its columns."""
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel writes semicolons where 0.5 is 0,5
     separator = max(",;\t", key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
-    header: list[str] = []
+    header = []
     end = 0  # line on which the last record ends
     try:
         for fields in reader:

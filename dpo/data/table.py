@@ -11,13 +11,14 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
-from dpo.data.tokenization import split_at_cuts, unescape
+from dpo.data.tokenization import unescape
 from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable, read_json, remove
 
@@ -58,8 +59,13 @@ class Prompt(NamedTuple):
     def texts(self, example_index: int) -> dict[str, str]:
         return {role: self.responses[i] for role, i in self.roles(example_index).items()}
 
-    def pieces(self, indices: Iterable[int]) -> list[list[str]]:
-        return [split_at_cuts(self.responses[i], self.cuts[i] if self.cuts else ()) for i in indices]
+    @property
+    def pieces(self) -> list[list[str]]:
+        """Each response in pieces, scored and not scored in turn; the first may be empty."""
+        return [
+            [response[start:end] for start, end in pairwise((0, *cuts, len(response)))]
+            for response, cuts in zip(self.responses, self.cuts or [[]] * len(self.responses), strict=True)
+        ]
 
 
 def iterate_prompts(
@@ -87,7 +93,9 @@ def iterate_prompts(
             if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
                 continue
             cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
-            weights, margins, rows = ([getattr(each, key) for each, _ in made] for key in ("weight", "margin", "row"))
+            of_examples = {
+                f"{key}s": [getattr(record, key) for record, _ in made] for key in ("weight", "margin", "row")
+            }
             yield Prompt(
                 text,
                 [response for record in records for response in record.responses],
@@ -97,12 +105,10 @@ def iterate_prompts(
                 index_in_split=index,
                 dataset=name,
                 messages=records[-1].messages,
-                weights=None if None in weights else weights or None,
-                margins=None if None in margins else margins or None,
-                rows=None if None in rows else rows or None,
                 tools=[*records[-1].tools] or None,
                 cuts=cuts if any(cuts) else None,
                 apart=data.apart,
+                **{name: values for name, values in of_examples.items() if values and None not in values},
             )
             index += 1
 
@@ -132,11 +138,7 @@ class PromptTable(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.counts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # handles negative indices, and raises IndexError

@@ -36,7 +36,6 @@ NOTES = {
 
 
 def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
-    """Yield notes on what templates did to conversations: their `changes`."""
     for name, note in NOTES.items():
         if examples := [example for kind, example in changes if kind == name]:
             yield note.format(origin=origin, n=f"{len(examples):,}", example=repr(examples[0]))
@@ -49,20 +48,18 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.changes: list[tuple[str, str]] = []
 
-    def render(self, record: Record, where: str) -> Record:
+    def render(self, record: Record) -> Record:
         """Render a record, whose responses continue the prompt's last turn if it is the assistant's.
 
         Raises InputError if the template rejects the messages, or renders the prompt differently before a response.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
-                f"{where} holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, as "
-                f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
+                "chat messages need a chat template, and the tokenizer has none: name a tokenizer with one, as "
+                "model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
-        before, *answers = (
-            self._escape(messages, "a message", where) for messages in (record.prompt, *record.responses)
-        )
-        tools = self._escape(record.tools, "a tool", where) or None
+        before, *answers = (self._escape(messages, "a message") for messages in (record.prompt, *record.responses))
+        tools = self._escape(record.tools, "a tool") or None
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [_continue(before, answer) if continued else before + answer for answer in answers]
         try:
@@ -70,25 +67,25 @@ class ChatTemplate:
             prompt = self._render_prompt(before, tools, dialogues, continued=continued)
             if prompt is None:
                 raise InputError(
-                    f"{where}: the chat template renders the prompt differently once a response follows, so it is not "
+                    f"the chat template renders the prompt differently once a response follows, so it is not "
                     f"known where the response starts: {FIX}, or use text instead"
                 )
             first, start = len(before) - continued, len(prompt)
             cuts = [
-                self._find_cuts(chat, first, tools, dialogue, start, where)
+                self._find_cuts(chat, first, tools, dialogue, start)
                 for chat, dialogue in zip(chats, dialogues, strict=True)
             ]
         except TemplateRejects as error:
             what = "messages or tools" if tools else "messages"
-            raise InputError(f"{where}: the tokenizer's chat template rejects these {what}: {error}") from error
+            raise InputError(f"the tokenizer's chat template rejects these {what}: {error}") from error
         given = {key for chat in (before, *answers) for message in chat for key in PARTS if message.get(key)}
         unread = [key for key in (*given, *["tools"] * bool(tools)) if key not in str(self.tokenizer.chat_template)]
         self.changes += (("unread", key) for key in unread[:1])
         texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
         return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
 
-    def _escape(self, value: Any, what: str, where: str) -> Any:
-        check_texts(value, what, where)
+    def _escape(self, value: Any, what: str) -> Any:
+        check_texts(value, what)
         escaped = escape_texts(value, self.tokenizer)
         if escaped != value:
             pairs = zip(iterate_texts(value), iterate_texts(escaped), strict=True)
@@ -117,13 +114,13 @@ class ChatTemplate:
         end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
         return open_text[: max(len(closed_text), end)]
 
-    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int, where: str) -> list[int]:
+    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int) -> list[int]:
         """Find alternately where text that is not scored begins and ends, in the response.
 
         The response is the messages from `first` on, and the dialogue from `start` on. If the template renders its
         turns differently before others, the last answer alone is scored.
         """
-        cuts: list[int] = []
+        cuts = []
         scored_end = start  # where the last scored turn ends
         last = len(chat) - 1
         for i in (i for i in range(first, last + 1) if chat[i]["role"] == "assistant"):
@@ -141,17 +138,14 @@ class ChatTemplate:
         begin = self._find_begin(chat[:-1], tools, dialogue)
         if begin is None or begin < start:
             raise InputError(
-                f"{where}: the chat template leaves out or moves the last answer, so it is not known which text is "
+                f"the chat template leaves out or moves the last answer, so it is not known which text is "
                 f"scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
             )
         self.changes.append(("rewritten", ""))
         return [0, begin - start]
 
     def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
-        """Find where the assistant's turn after these messages begins.
-
-        None if the dialogue has them otherwise, or nothing after them.
-        """
+        """Find where the assistant's turn after these messages begins, if the dialogue has it."""
         try:
             before = self._render_prompt(messages, tools, [dialogue])
         except TemplateRejects:
@@ -160,6 +154,5 @@ class ChatTemplate:
 
 
 def _continue(prompt: Messages, answer: Messages) -> Messages:
-    """Join a prompt's last turn with the answer that continues it."""
     [*before, begun], [first, *others] = prompt, answer
     return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]

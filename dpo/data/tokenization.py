@@ -57,18 +57,13 @@ def unescape(text: str) -> str:
     return text.replace(ESCAPE, "")
 
 
-def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
-    """Split a response into pieces, scored and not scored in turn; the first may be empty."""
-    return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
-
-
 def remove_final_eos(text: str, tokenizer: Any) -> str:
     """Remove the EOS that ends a response, as tokenization appends one."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
-def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
+def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
     eos = getattr(tokenizer, "eos_token", None)
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
@@ -76,8 +71,8 @@ def refuse_eos(texts: Iterable[str], tokenizer: Any, where: str) -> None:
         if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
             around = text[max(0, start - SHOWN_AROUND) : start + SHOWN_AROUND]
             raise InputError(
-                f"{where}: a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
-                f"remove it from {around!r}, or remove the record"
+                f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
+                f"remove it from {around!r}"
             )
 
 
@@ -92,8 +87,8 @@ class Tokens(NamedTuple):
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
-    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest`
-    is the largest token id so far.
+    Fast tokenizers spread the texts of one call over the cores. Raises InputError for a token id without an embedding,
+    once `n_embeddings` is known.
     """
 
     def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
@@ -102,7 +97,7 @@ class TextEncoder:
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize the distinct texts, each apart."""
-        return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items() if ids is not None}
+        return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items()}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize prompts with their responses, which are pieces, each conversation as one text.
@@ -112,10 +107,10 @@ class TextEncoder:
         """
         texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
         whole = self._encode(chain.from_iterable(texts))
-        fitting: list[list[Ids] | None] = []
+        fitting = []
         for of_prompt in texts:
-            found = [ids for parts in of_prompt if (ids := whole[parts]) is not None]
-            fits = len(found) == len(of_prompt) and all(ids[0] == found[0][0] for ids in found)
+            found = [whole[parts] for parts in of_prompt]
+            fits = None not in found and all(ids[0] == found[0][0] for ids in found)
             fitting.append(found if fits else None)
         divided = [of_prompt for of_prompt, found in zip(texts, fitting, strict=True) if found is None]
         begins = self(of_prompt[0][0] for of_prompt in divided)
@@ -129,7 +124,7 @@ class TextEncoder:
 
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
         """Tokenize texts that do not begin the whole."""
-        found: dict[str, list[int]] = {}
+        found = {}
         for marker in MARKERS:
             marked = self._encode((marker, text) for text in texts if text not in found)
             found |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
@@ -142,9 +137,9 @@ class TextEncoder:
             escaped = [parts for parts in distinct if ESCAPE in "".join(parts)]
             plain = [parts for parts in distinct if ESCAPE not in "".join(parts)]
             with self._lock:
-                encoded = dict(zip(plain, self._plain.encode(plain), strict=True))
+                encoded = self._plain.encode(plain)
                 if escaped:
-                    encoded |= zip(escaped, self._twin.encode(escaped), strict=True)
+                    encoded |= self._twin.encode(escaped)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         found = (token for cut in encoded.values() for ids in cut or () for token in ids)
@@ -203,21 +198,21 @@ class Backend:
         added = settings["added_tokens"]
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
-    def encode(self, texts: Sequence[Parts]) -> list[Ids | None]:
+    def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
+        read, encoded = texts, {}
         if self.names:  # escaped control tokens become letters
-            texts = [
+            read = [
                 tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
                 for parts in texts
             ]
-        encoded: list[Ids | None] = []
-        encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
-        for parts, encoding in zip(texts, encodings, strict=True):
+        encodings = self._tokens.encode_batch(["".join(parts) for parts in read], add_special_tokens=False)
+        for text, parts, encoding in zip(texts, read, encodings, strict=True):
             starts = [start for start, _ in encoding.offsets]
             positions = accumulate(map(len, parts[:-1]))
             limits = [self._find_limit(encoding, starts, position, parts) for position in positions]
             ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
             cuts = pairwise((0, *limits, len(ids)))
-            encoded.append(None if None in limits else [ids[i:j] for i, j in cuts])
+            encoded[text] = None if None in limits else [ids[i:j] for i, j in cuts]
         return encoded
 
     def _find_limit(self, encoding: Encoding, starts: Sequence[int], position: int, parts: Parts) -> int | None:

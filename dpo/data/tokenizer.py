@@ -22,7 +22,6 @@ from dpo.system.plain_files import check_readable
 DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
-@contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
     """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
 
@@ -40,8 +39,7 @@ def explaining_load_errors(what: str, name: str):
             f"Hub id: {why}"
         )
 
-    with explaining_library(explain):
-        yield
+    return explaining_library(explain)
 
 
 def load_tokenizer(
@@ -77,11 +75,10 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
     """
     if chat.template is not None:
         path = Path(chat.template).expanduser()
-        try:
+        unread = f"chat_template={chat.template} cannot be read"
+        with explaining((OSError, UnicodeDecodeError), lambda why: InputError(f"{unread}: {why}")):
             check_readable(path)
             tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"chat_template={chat.template} cannot be read: {one_sentence(error)}") from error
         if not tokenizer.chat_template.strip():
             raise InputError(f"chat_template={chat.template} is empty: write a template into it")
     texts = tokenizer.chat_template or ""
@@ -122,10 +119,11 @@ def _write_date(date: str) -> str:
 
 def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
     """Find the tokens for images, video and audio that the tokenizer or config.json names."""
-    named = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
-    keys = (key for key in config if re.fullmatch("(image|video|audio)_token_(id|index)", key))
-    added, ids = tokenizer.added_tokens_decoder, (config[key] for key in keys)
-    tokens = {*named, *(added[id].content for id in ids if isinstance(id, int) and id in added)}
+    tokens = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
+    added = tokenizer.added_tokens_decoder
+    for key, id in config.items():
+        if re.fullmatch("(image|video|audio)_token_(id|index)", key) and isinstance(id, int) and id in added:
+            tokens.add(added[id].content)
     return sorted(token for token in tokens if isinstance(token, str) and token)
 
 

@@ -144,7 +144,7 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
     for row, said in zip(rows, chosen, strict=True):
         if said == "!":
             with pytest.raises(InputError, match=f"{verdict} is .*write the name of the better column, or tie"):
-                found.find_fields(row, "record 1 of mine")
+                found.find_fields(row)
     if "!" not in chosen:
         data = get_custom(rows, "mine", tokenizer)
         targets = [entry["sft_target"] for entry in data.values()]

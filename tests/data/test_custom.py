@@ -161,7 +161,7 @@ REFUSES = "{{ raise_exception('roles must alternate') }}"
 COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
 REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "pairs": [
-        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value, or remove the record"),
+        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
         (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message: correct"),
         (PAIR, {"chosen": " \n"}, "the response to learn is empty"),
@@ -216,10 +216,14 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        ([HELLO], None, "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokeni"),
+        (
+            [HELLO],
+            None,
+            "record 1 of mine: chat messages need a chat template, and the tokenizer has none: name a tokenizer",
+        ),
         ([HELLO], REFUSES, "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alter"),
         ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
-        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine holds text and others hold chat messages"),
+        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine: it holds text and others hold chat messages"),
         # a prompt that other records have is not taken from what the responses share
         ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list"),
     ],

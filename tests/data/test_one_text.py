@@ -110,7 +110,7 @@ def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, befor
         examples = list_examples(prompt)
         all_encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
         for (_, index), encoded in zip(examples, all_encoded, strict=True):
-            all_pieces = prompt.pieces(prompt.roles(index).values())
+            all_pieces = [prompt.pieces[i] for i in prompt.roles(index).values()]
             all_cuts = encoded.cuts or [()] * len(all_pieces)
             for pieces, response, cuts in zip(all_pieces, encoded.responses, all_cuts, strict=True):
                 whole = tokenizer(prompt.text + "".join(pieces), add_special_tokens=False)["input_ids"]
@@ -155,8 +155,7 @@ def test_log_probabilities_are_those_of_plain_transformers_on_the_conversation(k
 def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_responses(tokenizer_kind):
     tokenizer = TOKENIZERS[tokenizer_kind]
     prompt = read(tokenizer, "texts, joined")
-    pieces = prompt.pieces(range(2))
-    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, pieces)])
+    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, prompt.pieces)])
     assert tokens.crosses
     assert tokens.prompt == tokenizer(prompt.text)["input_ids"]
     marker = tokenizer(MARKERS[0])["input_ids"]

@@ -51,7 +51,7 @@ def encode(data, tokenizer, **limits):
 
 def asked(messages, tokenizer, tools=()) -> str:
     """A prompt as `scripts.sample` asks it."""
-    return ChatTemplate(tokenizer).render(Record(read_messages(messages, ""), [], tools=tools), "").prompt
+    return ChatTemplate(tokenizer).render(Record(read_messages(messages), [], tools=tools)).prompt
 
 
 def scored(example, tokenizer) -> list[str]:
