@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
+from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -24,12 +24,15 @@ from dpo.system.run_directory import get_cache_dir, get_local_dir, get_local_run
 class Resume(Enum):
     """Whether a resumed run may change a key."""
 
-    KEEP = "no: another value would make it another run"
-    CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
-    PER_RUN = "yes: names and paths, which differ from command to command; changes are not printed"
+    KEEP = auto()  # no: another value would make it another run
+    CHANGE = auto()  # yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed
+    PER_RUN = auto()  # yes: names and paths, which differ from command to command; changes are not printed
 
 
 KEEP, CHANGE, PER_RUN = Resume
+# types that many keys have
+Switch = Annotated[bool, CHANGE]
+Count = Annotated[int, ">= 1", CHANGE]
 
 # --- names, whose code is in tables beside it -------------------------------------------------------------------------
 
@@ -65,24 +68,24 @@ TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 class RunPlan:
     seed: Annotated[int, "[0, 4294967295]"]
     exp_name: Annotated[str, PER_RUN]
-    debug: Annotated[bool, CHANGE]
+    debug: Switch
     local_run_dir: Annotated[str, PER_RUN]
     local_dirs: Annotated[list[str], PER_RUN]
-    resume: Annotated[str | None, PER_RUN]
-    save_every: Annotated[int | None, ">= 1", CHANGE]
-    keep_checkpoints: Annotated[int | None, ">= 2", CHANGE]
-    export: Annotated[bool, CHANGE]
+    resume: Annotated[str, PER_RUN] | None
+    save_every: Count | None
+    keep_checkpoints: Annotated[int, ">= 2", CHANGE] | None
+    export: Switch
     dry_run: Annotated[bool, PER_RUN]
-    deterministic: Annotated[bool, CHANGE]
+    deterministic: Switch
     trainer: Annotated[Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"], CHANGE]
-    world_size: Annotated[int | None, ">= 1", CHANGE]
-    fsdp_port: Annotated[int | None, "[1, 65535]", CHANGE]
-    fsdp_shard_size: Annotated[int | None, ">= 1", CHANGE]
-    tensor_parallel_size: Annotated[int | None, ">= 1", CHANGE]
+    world_size: Count | None
+    fsdp_port: Annotated[int, "[1, 65535]", CHANGE] | None
+    fsdp_shard_size: Count | None
+    tensor_parallel_size: Count | None
     collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGE]
     minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
-    ledger: Annotated[bool, CHANGE]
-    report: Annotated[bool, CHANGE]
+    ledger: Switch
+    report: Switch
 
     @property
     def local_dir(self) -> str:
@@ -97,9 +100,9 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class FSDPPlan:
-    frozen_weights: Annotated[Literal["whole", "sharded"] | None, CHANGE]
-    reshard_after_forward: Annotated[bool, CHANGE]
-    reduce_once: Annotated[bool, CHANGE]
+    frozen_weights: Annotated[Literal["whole", "sharded"], CHANGE] | None
+    reshard_after_forward: Switch
+    reduce_once: Switch
     reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
 
 
@@ -107,14 +110,14 @@ class FSDPPlan:
 class ModelPlan:
     name_or_path: str
     tokenizer_name_or_path: str | None
-    archive: Annotated[str | None, CHANGE]
-    block_name: Annotated[str | None, CHANGE]
+    archive: Annotated[str, CHANGE] | None
+    block_name: Annotated[str, CHANGE] | None
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
     autocast: Literal["bfloat16"] | None
     attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
-    cache_implementation: Annotated[Literal["static"] | None, CHANGE]
+    cache_implementation: Annotated[Literal["static"], CHANGE] | None
     random_init: bool
     trust_remote_code: bool
 
@@ -148,16 +151,16 @@ class OnlinePlan:
     missing_eos_penalty: Weight
     labels: Literal["hard", "bradley_terry"]
     ties: Literal["skip", "keep"]
-    sync_reference_every: Annotated[int | None, ">= 1"]
+    sync_reference_every: Annotated[int, ">= 1"] | None
     mix_offline: Annotated[float, "[0, 1)"]
-    batch_size: Annotated[int | None, ">= 1", CHANGE]
+    batch_size: Count | None
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    template: Annotated[str | None, CHANGE]  # in place of the tokenizer's
+    template: Annotated[str, CHANGE] | None  # in place of the tokenizer's
     template_args: Mapping[str, Any]
-    template_date: Annotated[str | None, PER_RUN]  # None: that of rendering
+    template_date: Annotated[str, PER_RUN] | None  # None: that of rendering
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,14 @@ class DataPlan:
     list_pairs: Literal["all", "best_worst"]
     chat: Literal["auto", "always", "never"]
     batch_size: Annotated[int, ">= 1"]
-    eval_batch_size: Annotated[int, ">= 1", CHANGE]
-    gradient_accumulation_steps: Annotated[int, ">= 1", CHANGE]
+    eval_batch_size: Count
+    gradient_accumulation_steps: Count
     max_length: Annotated[int, ">= 1"]
     max_prompt_length: Annotated[int, ">= 1"]
     truncation: Literal["auto", "keep_end", "keep_start", "drop"]
-    n_epochs: Annotated[int | None, ">= 1", CHANGE]
-    n_examples: Annotated[int | None, ">= 1", CHANGE]
-    n_eval_examples: Annotated[int, ">= 1", CHANGE]
+    n_epochs: Count | None
+    n_examples: Count | None
+    n_eval_examples: Count
     num_workers: Annotated[int, ">= 0", CHANGE]
     layout: Annotated[Layout, CHANGE]
 
@@ -187,39 +190,39 @@ class TrainingPlan:
     optimizer_args: Mapping[str, Any]
     lr: Annotated[float, "> 0"]
     lr_scaling: Literal["none", "linear", "sqrt"]
-    warmup_steps: Annotated[int | None, ">= 0"]
+    warmup_steps: Annotated[int, ">= 0"] | None
     schedule: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Annotated[float, "[0, 1]"]
     max_grad_norm: Annotated[float, "(0, inf]"]
     cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
-    activation_checkpointing: Annotated[bool, CHANGE]
-    compile: Annotated[bool, CHANGE]
-    self_test: Annotated[bool, CHANGE]
+    activation_checkpointing: Switch
+    compile: Switch
+    self_test: Switch
     nan_policy: Annotated[Literal["raise", "skip"], CHANGE]
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    eval_every: Annotated[int | None, ">= 1", CHANGE]
-    do_first_eval: Annotated[bool, CHANGE]
-    do_first_sampling: Annotated[bool, CHANGE]
-    sample_during_eval: Annotated[bool, CHANGE]
-    n_eval_model_samples: Annotated[int, ">= 1", CHANGE]
-    n_eval_tokens: Annotated[int | None, ">= 1", CHANGE]
-    sample_temperature: Annotated[float | None, "[0, 1e30]", CHANGE]
-    sample_top_p: Annotated[float | None, "(0, 1]", CHANGE]
-    sample_top_k: Annotated[int | None, ">= 0", CHANGE]
+    eval_every: Count | None
+    do_first_eval: Switch
+    do_first_sampling: Switch
+    sample_during_eval: Switch
+    n_eval_model_samples: Count
+    n_eval_tokens: Count | None
+    sample_temperature: Annotated[float, "[0, 1e30]", CHANGE] | None
+    sample_top_p: Annotated[float, "(0, 1]", CHANGE] | None
+    sample_top_k: Annotated[int, ">= 0", CHANGE] | None
 
 
 @dataclass(frozen=True)
 class WandbPlan:
-    enabled: Annotated[bool, CHANGE]
-    entity: Annotated[str | None, CHANGE]
+    enabled: Switch
+    entity: Annotated[str, CHANGE] | None
     project: Annotated[str, CHANGE]
-    group: Annotated[str | None, PER_RUN]
+    group: Annotated[str, PER_RUN] | None
     tags: Annotated[list[str], CHANGE]
-    notes: Annotated[str | None, CHANGE]
-    artifacts: Annotated[bool, CHANGE]
+    notes: Annotated[str, CHANGE] | None
+    artifacts: Switch
 
 
 SECTIONS: dict[str, tuple[Any, str]] = {  # by their names in a Plan, with the prefix of their keys
@@ -275,13 +278,13 @@ TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_key(annotation: Any) -> Key:
-    """Read a type such as `Annotated[int | None, ">= 1", CHANGE]`."""
+    """Read a type such as `Annotated[int, ">= 1", CHANGE] | None`."""
+    may_be_null = NoneType in get_args(annotation)
+    if may_be_null:
+        annotation = get_args(annotation)[0]
     plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     bounds = next((mark for mark in marks if isinstance(mark, str)), "")
     resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
-    may_be_null = NoneType in get_args(plain)
-    if may_be_null:
-        plain = get_args(plain)[0]
     choices = get_args(plain) if get_origin(plain) is Literal else ()
     has_type, wanted = TYPES.get(plain, (lambda v: v in choices, f"one of {', '.join(choices)}"))
     if bounds:
