@@ -344,9 +344,9 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def options_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the chosen option of each group of GROUPS."""
-    return {group: values.get(f"{group}.name") for group in GROUPS}
+def find_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the defaults by dotted key, with the options of GROUPS that these values choose."""
+    return dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
 
 
 def load_defaults(loss: str | None = None, **others: Any) -> dict[str, Any]:

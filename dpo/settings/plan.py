@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings import keys
-from dpo.settings.keys import GROUPS, KEYS, dotted, load_defaults, options_in
+from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
@@ -145,8 +145,8 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
     """Make the plan of values by dotted key; a wrong or missing value counts as its default."""
-    defaults = dict(dotted(load_defaults(**options_in(given))))
-    values = defaults | {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
+    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
+    values = find_defaults(given) | right
     rank_env, gpus = find_rank_env(), count_gpus()
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
@@ -199,6 +199,6 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> str:
-    values, defaults = redact(dict(plan.values)), dict(dotted(load_defaults(**options_in(plan.values))))
+    values, defaults = redact(dict(plan.values)), find_defaults(plan.values)
     shown = [key for key in values if key.endswith(".name") or values[key] != defaults.get(key)]
     return "\n".join(["settings that differ from the defaults:", *(f"  {key}={values[key]!r}" for key in shown)])

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings import keys
-from dpo.settings.keys import KEYS, MISSING, dotted, load_defaults, options_in
+from dpo.settings.keys import KEYS, MISSING, find_defaults
 from dpo.settings.places import Problem, find_dataset_problems
 from dpo.settings.plan import Plan, resolve
 from dpo.system.plain_files import read_yaml
@@ -167,7 +167,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
             *((f"online.{name}", scorer == name, f"online.scorer={name}") for name in ("function", "keyword")),
         ]
     # fmt: on
-    defaults = dict(dotted(load_defaults(**options_in(p.values))))
+    defaults = find_defaults(p.values)
     for names, is_met, need in needs:
         for key in [] if is_met else names.split():
             if p.values.get(key) not in (None, defaults.get(key)):
@@ -184,17 +184,15 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
     """List unknown keys, and missing or wrong values; those of the loss come last."""
-    options = options_in(values)
-    own_keys = dict(dotted(load_defaults(**options)))
-    sentences = {}
+    own_keys, sentences = find_defaults(values), {}
     for key in sorted(values, key=lambda key: key.startswith("loss.")):
         group = key.partition(".")[0]
         if key == "dataset_sources":
             continue
         if sentence := find_value_problem(key, values[key]):
             sentences[key] = sentence
-        elif key not in own_keys and KEYS[f"{group}.name"].holds(options[group]):
-            sentences[key] = f"{key} does not exist with {group}={options[group]}"
+        elif key not in own_keys and KEYS[f"{group}.name"].holds(option := values.get(f"{group}.name")):
+            sentences[key] = f"{key} does not exist with {group}={option}"
     return [
         Problem(key, sentence)
         for key, sentence in sentences.items()
