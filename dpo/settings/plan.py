@@ -154,8 +154,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     if world_size is None:
         wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
         world_size = rank_env.world_size if rank_env else wanted
-    cuts_layers = trainer.cuts_layers and trainer.multi_process
-    tensor_size = (values["tensor_parallel_size"] or world_size) if cuts_layers else 1
+    tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
@@ -164,12 +163,11 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
         for name, (section, prefix) in keys.SECTIONS.items()
         if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
     }
-    has_adapter = "lora" in sections
     fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values["model.policy_dtype"]
     reference = None
     if loss.reference:
-        reference = values["lora.reference"] if has_adapter else "model"
+        reference = values["lora.reference"] if "lora" in sections else "model"
     # without a model of its own, the reference computes in the policy's dtype
     reference_dtype = values["model.reference_dtype"] if reference == "model" else None
     return Plan(
