@@ -47,11 +47,7 @@ class Mesh:
         return values
 
     def any(self, here: bool) -> bool:
-        if self.world_size == 1:
-            return here
-        on_any_rank = torch.tensor(int(here), device=self.device)
-        dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX)
-        return bool(on_any_rank.item())
+        return here if self.world_size == 1 else bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
         """The values of all processes, by rank."""

@@ -179,10 +179,11 @@ def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     """
 
     def find_code(config: DictConfig) -> dict[str, Any]:
-        values: Any = OmegaConf.to_container(config, resolve=False)
-        hydra_values = {f"hydra.{key}": value for key, value in dotted(values.pop("hydra"))}
-        ours = {key: value for key, value in dotted(values) if key in OUR_CODE_KEYS and value}
-        return ours | {key: hydra_values[key] for key in hydra_values if not key.startswith(COMPOSITION_RECORDS)}
+        return {
+            key: value
+            for key, value in dotted(OmegaConf.to_container(config, resolve=False))
+            if (key in OUR_CODE_KEYS and value) or (_is_hydra_key(key) and not key.startswith(COMPOSITION_RECORDS))
+        }
 
     if line.config_dir is None:
         return []
@@ -191,7 +192,7 @@ def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     return [
         f"--config-dir: {key} may not be set in a config file, as it can name code to run; give it on the command line"
         for key, value in find_code(config).items()
-        if (key not in without_files or value != without_files[key]) and key not in keys
+        if (key, value) not in without_files.items() and key not in keys
     ]
 
 
