@@ -101,7 +101,7 @@ def get_shp(
 ) -> PreferenceData:
     """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
     data = PreferenceData(truncation_mode="keep_start")
-    scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
+    scores = defaultdict(dict)  # by prompt and response
     for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
         with naming(where):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
@@ -135,7 +135,7 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, E
         # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
         target = max(responses, key=first_score.__getitem__)
-        entry: Entry = {"responses": responses, "pairs": pairs, "sft_target": target}
+        entry = {"responses": responses, "pairs": pairs, "sft_target": target}
         prompts.append((f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:", entry))
     return prompts
 

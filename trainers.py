@@ -36,7 +36,7 @@ from dpo.system.host import list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
-from dpo.training.objective import REFERENCE, MicrobatchMetrics, Objective
+from dpo.training.objective import REFERENCE, Objective
 from dpo.training.parts import list_saved, make_parts
 from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
@@ -113,7 +113,7 @@ class Trainer:
         if self.plan.lora is not None and self.plan.lora.dropout:
             seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)  # slices drop alike
         context = objective.prepare(batch)
-        metrics: MicrobatchMetrics = []
+        metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             # declares only whether the next backward pass is the last
             accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)

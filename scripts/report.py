@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     options = parser.parse_args(arguments)
-    runs: list[Path] = []
+    runs = []
     for path in options.runs:
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside

@@ -94,7 +94,7 @@ def load_panel(path: str | Path, *, reference: str | None = None, form: str | No
         origins = {"policy": policy, "reference": find_origin(reference, hub=True, trust_remote_code=trust)}
         if _load_tokenizer(origins["reference"]).get_vocab() != tokenizer.get_vocab():
             raise InputError(f"{reference} has another tokenizer than the policy: give a reference with the same one")
-    bases: dict[Hashable, Any] = {}
+    bases = {}
     sides = [_load(name, origin, bases) for name, origin in origins.items() if origin]
     form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
     return Panel(sides, tokenizer, form)
@@ -142,7 +142,7 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
 def converse(panel: Panel, sampling: Sampling) -> None:
     """Hold a conversation with each side, over typed or piped lines; in the form raw each prompt is alone."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
-    histories: list[Messages] = [[] for _ in panel.sides]
+    histories = [[] for _ in panel.sides]
     for index in itertools.count():
         try:
             line = input("> ").strip()

@@ -53,7 +53,7 @@ class Mesh:
         """The values of all processes, by rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 

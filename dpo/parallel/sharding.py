@@ -43,8 +43,8 @@ def distribute(
     dtypes = {"param_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
     specs = _receive_specs(model)
     names = {module: name for name, module in model.named_modules()}
-    distributed: set[torch.nn.Module] = set()
-    whole: set[torch.nn.Parameter] = set()
+    distributed = set()
+    whole = set()
     n_gathered = 0  # elements that a process holds when all units are gathered
     # A block inside another block must come first, and the root unit last: a unit takes the modules that earlier units
     # have left. `modules()` lists the outer block first, so the order is reversed.
@@ -114,7 +114,7 @@ def _receive_tensors(
     modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
-    replacements: dict[torch.Tensor, torch.Tensor] = {}  # by this rank's tensor: a tied one is sent once and stays tied
+    replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
     for module_name, module in modules.items():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

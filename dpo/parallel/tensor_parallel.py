@@ -134,7 +134,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     if unknown or not own_plan:
         problem = f"uses {', '.join(unknown)}, which is not supported here" if unknown else "is empty"
         raise _refusal(model, problem)
-    plan: dict[str, Style] = {}
+    plan = {}
     for pattern, style_name in style_names.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         plan |= {name: STYLES[style_name] for name in names.values() if regex.fullmatch(name)}
@@ -181,7 +181,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
 
     Modules that share a tied parameter must be in one call.
     """
-    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps the keys alive, so that no id is reused
+    slices = {}  # by whole parameter; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):

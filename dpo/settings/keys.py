@@ -225,7 +225,7 @@ class WandbPlan:
     artifacts: Switch
 
 
-SECTIONS: dict[str, tuple[Any, str]] = {  # by their names in a Plan, with the prefix of their keys
+SECTIONS = {  # by their names in a Plan, with the prefix of their keys
     "run": (RunPlan, ""),
     "data": (DataPlan, ""),
     "training": (TrainingPlan, ""),
@@ -237,7 +237,7 @@ SECTIONS: dict[str, tuple[Any, str]] = {  # by their names in a Plan, with the p
     "lora": (AdapterPlan, "lora."),
     "online": (OnlinePlan, "online."),
 }
-WITHOUT_SECTION: dict[str, Any] = {  # keys that stand alone, and those of losses
+WITHOUT_SECTION = {  # keys that stand alone, and those of losses
     "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
     "tensorboard.enabled": Annotated[bool, CHANGE],
     "loss.name": Literal[tuple(LOSSES)],
@@ -263,7 +263,7 @@ def are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
-TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+TYPES = {
     int: (lambda v: type(v) is int, "an integer"),  # no bool
     float: (lambda v: type(v) in (int, float), "a number"),
     bool: (lambda v: type(v) is bool, "true or false"),
@@ -308,7 +308,7 @@ def is_within(value: float, bounds: str) -> bool:
 
 
 def _list_keys() -> dict[str, Key]:
-    annotations: dict[str, Any] = {}
+    annotations = {}
     for section, prefix in SECTIONS.values():
         types = get_type_hints(section, include_extras=True)
         annotations |= {f"{prefix}{field.name}": types[field.name] for field in fields(section)}
@@ -363,9 +363,9 @@ def load_defaults(loss: str | None = None, **others: Any) -> dict[str, Any]:
 @cache  # the files do not change while a process runs
 def load_file(file: Path) -> dict[str, Any]:
     """Load the keys that a file and its defaults list set; later entries of the list override earlier ones."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    content = OmegaConf.to_container(OmegaConf.load(file))
     own_keys = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
-    values: dict[str, Any] = {}
+    values = {}
     for entry in content.get("defaults", ["_self_"]):
         if isinstance(entry, str):  # {loss: sft} and the like choose options, which `load_defaults` loads
             name = entry.partition("@")[0]

@@ -35,7 +35,7 @@ ROWS_FOLDER = "dpo-rows"  # in the local directory
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 PAIRS = (("prompt", "chosen", "rejected"), WHOLE_PAIR_FIELDS)
 LISTS = (("prompt", "responses", "scores"), ("prompt", "responses"))
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
+FORMS = {
     "pairs": (*PAIRS, *LISTS),
     "prompts": (*PAIRS, *LISTS, ("prompt",)),
     "targets": (*PAIRS, *LISTS, ("prompt", "completion"), ("messages",)),

@@ -123,7 +123,7 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
     """
     nested: Any = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
-    filled: Any = OmegaConf.merge(load_defaults(**options), nested)
+    filled = OmegaConf.merge(load_defaults(**options), nested)
     values = place_datasets(flatten(filled))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
@@ -133,7 +133,7 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
-    nested: Any = OmegaConf.to_container(config, resolve=False)
+    nested = OmegaConf.to_container(config, resolve=False)
     values = {key: value for key, value in dotted(nested) if value != {} or key in keys.OPEN_MAPPINGS}
     for key, value in values.items():
         if "${" in str(value):
@@ -158,7 +158,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
-    sections: dict[str, Any] = {
+    sections = {
         name: section(**{field.name: values[prefix + field.name] for field in fields(section)})
         for name, (section, prefix) in keys.SECTIONS.items()
         if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
@@ -186,7 +186,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+    nested = {}
     for dotted_key, value in values.items():
         *groups, name = dotted_key.split(".")
         mapping = nested

@@ -24,7 +24,7 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
     processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
     weights = {name: weight for name, weight in loss.options.get("weights", {}).items() if name != "sft"}
     # fmt: off
-    conflicts: list[tuple[Any, str]] = [
+    conflicts = [
         # --- processes
         ((processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
@@ -119,7 +119,7 @@ def find_warnings(p: Plan) -> list[str]:
     names, sources = p.data.datasets, p.data.dataset_sources
     unused = [name for name, source in sources.items() if source is not None and name not in names]
     # fmt: off
-    doubts: list[tuple[Any, str]] = [
+    doubts = [
         (p.trainer == keys.BASIC and p.gpus > 1,
          f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
          "trainer=FSDPTrainer uses them all at once"),
@@ -145,7 +145,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
     loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
     # fmt: off
     if refused:
-        needs: list[tuple[str, Any, str]] = [
+        needs = [
             ("fsdp_shard_size model.fsdp_policy_mp", several, "several processes: trainer=FSDPTrainer"),
             ("tensor_parallel_size tensor_parallel.backend", p.trainer.cuts_layers, "trainer=TensorParallelTrainer"),
             ("min_lr_ratio", p.training.schedule != "constant", "schedule=linear or schedule=cosine"),
