@@ -33,6 +33,8 @@ KEEP, CHANGE, PER_RUN = Resume
 # types that many keys have
 Switch = Annotated[bool, CHANGE]
 Count = Annotated[int, ">= 1", CHANGE]
+Text = Annotated[str, CHANGE]
+Name = Annotated[str, PER_RUN]
 
 # --- names, whose code is in tables beside it -------------------------------------------------------------------------
 
@@ -67,11 +69,11 @@ TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 @dataclass(frozen=True)
 class RunPlan:
     seed: Annotated[int, "[0, 4294967295]"]
-    exp_name: Annotated[str, PER_RUN]
+    exp_name: Name
     debug: Switch
-    local_run_dir: Annotated[str, PER_RUN]
+    local_run_dir: Name
     local_dirs: Annotated[list[str], PER_RUN]
-    resume: Annotated[str, PER_RUN] | None
+    resume: Name | None
     save_every: Count | None
     keep_checkpoints: Annotated[int, ">= 2", CHANGE] | None
     export: Switch
@@ -110,8 +112,8 @@ class FSDPPlan:
 class ModelPlan:
     name_or_path: str
     tokenizer_name_or_path: str | None
-    archive: Annotated[str, CHANGE] | None
-    block_name: Annotated[str, CHANGE] | None
+    archive: Text | None
+    block_name: Text | None
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
@@ -158,9 +160,9 @@ class OnlinePlan:
 
 @dataclass(frozen=True)
 class ChatPlan:
-    template: Annotated[str, CHANGE] | None  # in place of the tokenizer's
+    template: Text | None  # in place of the tokenizer's
     template_args: Mapping[str, Any]
-    template_date: Annotated[str, PER_RUN] | None  # None: that of rendering
+    template_date: Name | None  # None: that of rendering
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,11 @@ class EvaluationPlan:
 @dataclass(frozen=True)
 class WandbPlan:
     enabled: Switch
-    entity: Annotated[str, CHANGE] | None
-    project: Annotated[str, CHANGE]
-    group: Annotated[str, PER_RUN] | None
+    entity: Text | None
+    project: Text
+    group: Name | None
     tags: Annotated[list[str], CHANGE]
-    notes: Annotated[str, CHANGE] | None
+    notes: Text | None
     artifacts: Switch
 
 
