@@ -14,20 +14,13 @@ from dpo.data.demo import COURTEOUS
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / ".cache" / "demo"
 # samples before training are what the page compares with
-COMMON = (
-    *("model=demo", "datasets=[demo]", "max_length=96", "max_prompt_length=72", "batch_size=32", "eval_batch_size=64"),
-    *("n_eval_examples=256", "do_first_sampling=true", "schedule=cosine", "wandb.enabled=false", "resume=auto"),
-)
+COMMON = """model=demo datasets=[demo] max_length=96 max_prompt_length=72 batch_size=32 eval_batch_size=64
+    n_eval_examples=256 do_first_sampling=true schedule=cosine wandb.enabled=false resume=auto"""
 STAGES = {
-    "sft": (
-        *("loss=sft", "optimizer=AdamW", "lr=3e-3", "warmup_steps=50", "n_epochs=4", "eval_every=8192"),
-        "n_eval_model_samples=64",
-    ),
+    "sft": "loss=sft optimizer=AdamW lr=3e-3 warmup_steps=50 n_epochs=4 eval_every=8192 n_eval_model_samples=64",
     # with SGD, as other optimizers move all weights about equally far, even those unrelated to manners
-    "dpo": (
-        *("loss=dpo", "loss.beta=0.5", "optimizer=SGD", "lr=0.2", "warmup_steps=10", "n_examples=1024"),
-        *("eval_every=512", "n_eval_model_samples=256"),
-    ),
+    "dpo": """loss=dpo loss.beta=0.5 optimizer=SGD lr=0.2 warmup_steps=10 n_examples=1024 eval_every=512
+        n_eval_model_samples=256""",
 }
 
 
@@ -35,7 +28,7 @@ def main() -> int:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
     for name, stage in STAGES.items():
         start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
-        command = [*stage, *COMMON, *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
+        command = [*stage.split(), *COMMON.split(), *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
         print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
         if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
