@@ -43,12 +43,12 @@ def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
     return str(local)
 
 
-def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
+def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Every rank's `values` concatenated along dimension 0, in rank order."""
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
-    dist.all_gather(parts, values.contiguous(), group=group)
+    dist.all_gather(parts, values.contiguous())
     return torch.cat(parts, dim=0)
 
 
