@@ -216,11 +216,11 @@ def check_columns(plan: Plan) -> None:
         source = Source.parse(name, value) if value and name in plan.data.datasets and name not in LOADERS else None
         if source is None or source.local is None:
             continue
-        options = {"name": name, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
+        options = {"name": name, "origin": source.path, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
         try:
-            recognize(load_rows(source, "train", limit=N_INSPECTED), source.columns, origin=source.path, **options)
+            recognize(load_rows(source, "train", limit=N_INSPECTED), source.columns, **options)
         except InputError:
-            recognize(load_rows(source, "train"), source.columns, origin=source.path, **options)
+            recognize(load_rows(source, "train"), source.columns, **options)
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:

@@ -60,11 +60,10 @@ class SplitModel(torch.nn.Module):
         # a tied weight has two keys in a state dict, and one name here
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
-
-        def find_rule(name: str) -> Any:
-            return next((rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)), None)
-
-        self.rules = {name: find_rule(name) for name in self.name_of_key.values()}  # how to slice each tensor
+        self.rules = {  # how to slice each tensor
+            name: next((rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)), None)
+            for name in self.name_of_key.values()
+        }
         self.sliced = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
         for name, rule in self.rules.items():
             if rule is first_device_rule:
