@@ -38,10 +38,12 @@ def distribute(
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
-    is_hybrid = mesh.data_size > mesh.shard_size
-    fsdp_mesh = mesh.device_mesh["replicate", "shard"] if is_hybrid else mesh.device_mesh["shard"]
-    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-    specs = _receive_specs(model)
+    fsdp_mesh = mesh.device_mesh[("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"]
+    # no variable may hold the tensors, so that each unit's are freed
+    own_specs = {
+        name: (tensor.shape, tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
     distributed = set()
     whole = set()
@@ -57,12 +59,11 @@ def distribute(
         if frozen_whole:
             whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
-        n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in sharded)
-        has_units_below = unit is model and n_gathered > 0  # blocks have sharded parameters
-        if uses_fsdp and (sharded or has_units_below):
+        n_gathered += sum(local_tensor(parameter).numel() for parameter in sharded)
+        if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):  # the root may have none, but blocks have
             # The root casts nothing: its inputs are integers. To cast, FSDP would still copy a `Packed` batch, and the
             # masks cached in the copy would be lost.
-            mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
+            mixed_precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=unit is not model)
             reshards = None if reshard_after_forward else False  # None: all but the root unit
             fully_shard(
                 unit, mesh=fsdp_mesh, mp_policy=mixed_precision, reshard_after_forward=reshards, ignored_params=whole
@@ -102,14 +103,6 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
-def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Rank 0's shapes and dtypes, by name; the model gets rank 0's generation config."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
-    return specs
-
-
 def _receive_tensors(
     modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
@@ -143,7 +136,7 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     return data
 
 
-def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False) -> None:
+def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool) -> None:
     """Declare whether the next backward pass is the `last` of an update.
 
     Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.

@@ -186,7 +186,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
-                slices[parameter] = _slice(parameter, _cut_dim(key, style), mesh)
+                slices[parameter] = _slice(parameter, key, style.cut, mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
@@ -223,17 +223,12 @@ def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: Devic
     return x * kept[..., _own_slice(width, mesh)]
 
 
-def _cut_dim(name: str, style: Style) -> int | None:
-    if style.cut == "in":
-        return None if name == "bias" else 1
-    return None if style.cut is None else 0
-
-
-def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice along `dim`; if None, a replica."""
-    placement = Replicate() if dim is None else Shard(dim)
+def _slice(parameter: torch.nn.Parameter, name: str, cut: str | None, mesh: DeviceMesh) -> torch.nn.Parameter:
+    """This process's slice of a module's parameter `name`, or a replica."""
+    is_whole = cut is None or (cut == "in" and name == "bias")
+    placement = Replicate() if is_whole else Shard(1 if cut == "in" else 0)
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
-    if dim is not None:
+    if not is_whole:
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
     sliced = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
