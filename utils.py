@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,15 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
         print(f"{message} GPU {device}: {now / 2**30:.2f} GiB allocated, {peak / 2**30:.2f} GiB at the peak")
 
 
-class TemporarilySeededRandom:
-    """Context manager that seeds `random` and `numpy.random`, then restores them."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = int(seed)  # Python 3.11's random.seed refuses numpy integers
-
-    def __enter__(self) -> None:
-        self.states = random.getstate(), np.random.get_state()
-        random.seed(self.seed)
-        np.random.seed(self.seed)
-
-    def __exit__(self, *exception: object) -> None:
-        random.setstate(self.states[0])
-        np.random.set_state(self.states[1])
+@contextmanager
+def TemporarilySeededRandom(seed: int) -> Iterator[None]:
+    """Seed `random` and `numpy.random` inside, then restore them."""
+    states = random.getstate(), np.random.get_state()
+    seed = int(seed)  # Python 3.11's random.seed refuses numpy integers
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
