@@ -79,16 +79,24 @@ class Trainer:
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
 
+    @property
+    def example_counter(self) -> int:
+        return self.state.example_counter
+
+    @property
+    def batch_counter(self) -> int:
+        return self.state.batch_counter
+
     @cached_property
     def train_iterator(self) -> Iterator[Any]:
         """The batches on which the run has not trained, once the state is restored."""
-        return self.batches.train(skip=self.state.batch_counter)
+        return self.batches.train(skip=self.batch_counter)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
-        n_updates, n_done = self.data.report.updates, self.state.batch_counter
+        n_updates, n_done = self.data.report.updates, self.batch_counter
         if self.objective.mesh.rank == 0:
             for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
                 self.progress.line(note)
@@ -99,7 +107,7 @@ class Trainer:
                 self.save_if_due(metrics=self.evaluate_if_due())
                 self.sample_if_due()
                 # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
-                batch = self.batches.make_batch(item, update=self.state.batch_counter)
+                batch = self.batches.make_batch(item, update=self.batch_counter)
                 self.callbacks.emit("update", self.train_step(batch))
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
@@ -158,7 +166,7 @@ class Trainer:
     def check_and_score_reference(self) -> None:
         objective = self.objective
         # the self-test expects equal models: after an update the policy differs from the reference
-        if self.state.batch_counter == 0 and self.plan.training.self_test:
+        if self.batch_counter == 0 and self.plan.training.self_test:
             self.progress.line(self_test(objective, self.evaluator.prompts[0], self.plan))
         if self.plan.caches_reference_first:
             # every training batch, even if the run was resumed, so that the file is the same
@@ -192,14 +200,14 @@ class Trainer:
 
     def _record_signal(self, signal_number: int) -> str:
         self.stop.signals.append(signal_number)
-        will_save = self.state.example_counter > 0 and not self.plan.run.debug
+        will_save = self.example_counter > 0 and not self.plan.run.debug
         return "stopping after saving a checkpoint" if will_save else "stopping"
 
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
         """Return the mean metrics, if it evaluated."""
-        state, n_examples = self.state, self.state.example_counter
+        state, n_examples = self.state, self.example_counter
         is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
         is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
         if not (is_due or is_last) or state.evaluated_at == n_examples:
@@ -216,7 +224,7 @@ class Trainer:
 
     def sample_if_due(self) -> None:
         """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
-        state, n_examples, samples = self.state, self.state.example_counter, []
+        state, n_examples, samples = self.state, self.example_counter, []
         is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
         try:
             if self.plan.evaluation.sample_during_eval and (is_first or (is_last and state.samples_due)):
@@ -232,12 +240,12 @@ class Trainer:
 
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
-        is_due = is_last or self.state.example_counter % save_every == 0
+        is_due = is_last or self.example_counter % save_every == 0
         if is_due and self._is_unsaved():
             self.save(metrics=metrics)
 
     def _is_unsaved(self) -> bool:
-        n_examples = self.state.example_counter
+        n_examples = self.example_counter
         return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
@@ -312,14 +320,6 @@ class BasicTrainer(Trainer):
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says
 
-    @property
-    def example_counter(self) -> int:
-        return self.state.example_counter
-
-    @property
-    def batch_counter(self) -> int:
-        return self.state.batch_counter
-
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(model, self._make_microbatch(batch))
@@ -335,7 +335,7 @@ class BasicTrainer(Trainer):
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
-        n_examples = self.state.example_counter
+        n_examples = self.example_counter
         models = self.evaluator.sampled_models()
         policy, *reference = [self.evaluator.continuations(model, batch, n_examples=n_examples) for model in models]
         return policy, (reference[0] if reference else [])
