@@ -154,9 +154,8 @@ class Trainer:
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.policy.zero_grad()
-        of_online = {**batch.metrics, **reduced.find_kl(list(batch.drawn))}
-        costs = measure_costs(batch, time.perf_counter() - start)
-        return update._replace(metrics={**means, "lr": lr, **of_online, **costs})
+        logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
+        return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
     def clip_gradient(self) -> torch.Tensor:
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)

@@ -277,13 +277,11 @@ def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Step with the gradients of sharded parameters, and clear them."""
-    tensors = _list_optimized(optimizer)
-    for tensor in tensors:
+    for tensor in _list_optimized(optimizer):
         if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
             tensor.grad = whole.grad.to_local()
     optimizer.step()
-    for tensor in tensors:
-        tensor.grad = None
+    optimizer.zero_grad()
 
 
 def _list_optimized(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
