@@ -224,10 +224,11 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
         init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=backend)
     # the default name of the directory contains the time, which differs between processes
     plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
+    described = f"{describe(plan)}\n"
     if rank == 0:
-        print(describe(plan), flush=True)
+        print(described, end="", flush=True)
     try:
-        work(rank, world_size, plan, (policy, reference_model), f"{describe(plan)}\n")
+        work(rank, world_size, plan, (policy, reference_model), described)
     finally:
         RUN_LOG.close()
     if makes_group:

@@ -58,8 +58,8 @@ class CommandLine(NamedTuple):
 
     def list_options(self, group: str) -> list[str]:
         """List the options of a group, with the user's; none if it is no group."""
-        folders = [Path(directory, group) for directory in (CONFIG_DIR, self.config_dir) if directory is not None]
-        return sorted(file.stem for folder in folders for file in folder.glob("*.yaml") if group)
+        folders = filter(None, (CONFIG_DIR, self.config_dir))
+        return sorted(file.stem for folder in folders for file in Path(folder, group).glob("*.yaml") if group)
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from pathlib import Path
@@ -313,7 +313,7 @@ def _list_keys() -> dict[str, Key]:
     annotations = {}
     for section, prefix in SECTIONS.values():
         types = get_type_hints(section, include_extras=True)
-        annotations |= {f"{prefix}{field.name}": types[field.name] for field in fields(section)}
+        annotations |= {f"{prefix}{name}": annotation for name, annotation in types.items()}
     del annotations["dataset_sources"]  # `places.py` reads it
     return {key: read_key(annotation) for key, annotation in (annotations | WITHOUT_SECTION).items()}
 

@@ -78,12 +78,11 @@ class Source:
         if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns"}:
             raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}
-        are_fixed = bool(columns) and name in BUILT_IN
         are_mapped = isinstance(columns, Mapping) and all(
             own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
             for own, column in columns.items()
         )
-        if are_fixed or not are_mapped:
+        if not are_mapped or (columns and name in BUILT_IN):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
@@ -95,7 +94,7 @@ class Source:
     def local(self) -> Path | None:
         """The local path; None if it may be a Hub id."""
         path = Path(os.path.expanduser(self.path))
-        is_path = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
+        is_path = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path)
         return path if is_path or path.exists() else None
 
     @property

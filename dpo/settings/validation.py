@@ -105,11 +105,11 @@ def find_problems(plan: Plan) -> list[Problem]:
     wrong = find_value_problems(values)
     found = [Problem("", sentence) for is_met, sentence in list_conflicts(plan) if is_met]
     found += _find_unmet(plan, refused=True)
-    datasets = [] if any(problem.key == "datasets" for problem in wrong) else values.get("datasets", [])
+    wrong_keys = {problem.key for problem in wrong}
     return [
         *wrong,  # a sentence on several keys says nothing if one of them has a wrong value
-        *(p for p in found if not any(f"{problem.key}=" in p.sentence for problem in wrong)),
-        *find_dataset_problems(datasets, values.get("dataset_sources", {})),
+        *(p for p in found if not any(f"{key}=" in p.sentence for key in wrong_keys)),
+        *find_dataset_problems([] if "datasets" in wrong_keys else values["datasets"], values["dataset_sources"]),
     ]
 
 
