@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from omegaconf import OmegaConf
 
 from dpo.losses import LOSSES, list_options
-from dpo.losses.formulas import Weight
+from dpo.losses.formulas import Fraction, Positive, Weight
 from dpo.system.run_directory import get_cache_dir, get_local_dir, get_local_run_dir
 
 
@@ -30,7 +30,8 @@ class Resume(Enum):
 
 
 KEEP, CHANGE, PER_RUN = Resume
-# types that many keys have
+# types that many keys have; a resumed run may change all but a Size
+Size = Annotated[int, ">= 1"]
 Switch = Annotated[bool, CHANGE]
 Count = Annotated[int, ">= 1", CHANGE]
 Text = Annotated[str, CHANGE]
@@ -132,7 +133,7 @@ class ModelPlan:
 class AdapterPlan:
     name: Literal["none", "lora", "qlora"]
     r: Annotated[int, "[1, 65536]"]
-    alpha: Annotated[float, "> 0"]
+    alpha: Positive
     dropout: Annotated[float, "[0, 1)"]
     target_modules: str | list[str]
     reference: Literal["base", "adapter", "model"]
@@ -147,13 +148,13 @@ class OnlinePlan:
     reward_format: Literal["chat", "pair", "text"] | None
     function: str | None
     keyword: str | None
-    temperature: Annotated[float, "> 0"]
+    temperature: Positive
     top_p: Annotated[float, "(0, 1]"]
-    max_new_tokens: Annotated[int, ">= 1"]
+    max_new_tokens: Size
     missing_eos_penalty: Weight
     labels: Literal["hard", "bradley_terry"]
     ties: Literal["skip", "keep"]
-    sync_reference_every: Annotated[int, ">= 1"] | None
+    sync_reference_every: Size | None
     mix_offline: Annotated[float, "[0, 1)"]
     batch_size: Count | None
 
@@ -173,11 +174,11 @@ class DataPlan:
     unpair: bool
     list_pairs: Literal["all", "best_worst"]
     chat: Literal["auto", "always", "never"]
-    batch_size: Annotated[int, ">= 1"]
+    batch_size: Size
     eval_batch_size: Count
     gradient_accumulation_steps: Count
-    max_length: Annotated[int, ">= 1"]
-    max_prompt_length: Annotated[int, ">= 1"]
+    max_length: Size
+    max_prompt_length: Size
     truncation: Literal["auto", "keep_end", "keep_start", "drop"]
     n_epochs: Count | None
     n_examples: Count | None
@@ -190,11 +191,11 @@ class DataPlan:
 class TrainingPlan:
     optimizer: Optimizer
     optimizer_args: Mapping[str, Any]
-    lr: Annotated[float, "> 0"]
+    lr: Positive
     lr_scaling: Literal["none", "linear", "sqrt"]
     warmup_steps: Annotated[int, ">= 0"] | None
     schedule: Literal["constant", "linear", "cosine"]
-    min_lr_ratio: Annotated[float, "[0, 1]"]
+    min_lr_ratio: Fraction
     max_grad_norm: Annotated[float, "(0, inf]"]
     cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
     activation_checkpointing: Switch
