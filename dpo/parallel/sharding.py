@@ -258,16 +258,14 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
     return norm
 
 
-def optimized(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def optimized(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
     """What an optimizer updates: this process's shards, each with its parameter as `whole`, and other parameters."""
-    tensors = []
     for parameter in parameters:
         tensor = parameter
         if isinstance(parameter, DTensor):
             tensor = torch.nn.Parameter(parameter.detach().to_local())
             tensor.whole = parameter
-        tensors.append(tensor)
-    return tensors
+        yield tensor
 
 
 def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
