@@ -85,13 +85,12 @@ def load_panel(path: str | Path, *, reference: str | None = None, form: str | No
     if policy.plan.loss.scalar_head:
         raise InputError(f"{path} is a reward model, which gives no answers: give a policy")
     tokenizer = _load_tokenizer(policy)
+    origins = {"policy": policy}
     if reference is None:
-        origins = {"policy": policy, "reference": _find_start(policy)}
-    elif reference == "none":
-        origins = {"policy": policy}
-    else:
+        origins["reference"] = _find_start(policy)
+    elif reference != "none":
         trust = policy.plan.model.trust_remote_code
-        origins = {"policy": policy, "reference": find_origin(reference, hub=True, trust_remote_code=trust)}
+        origins["reference"] = find_origin(reference, hub=True, trust_remote_code=trust)
         if _load_tokenizer(origins["reference"]).get_vocab() != tokenizer.get_vocab():
             raise InputError(f"{reference} has another tokenizer than the policy: give a reference with the same one")
     bases = {}
