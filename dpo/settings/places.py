@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,24 +129,23 @@ def has_source(name: str, sources: Mapping[str, Any]) -> bool:
     return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
 
 
-def find_dataset_problems(datasets: Sequence[str], sources: Any) -> list[Problem]:
+def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Problem]:
     if not isinstance(sources, Mapping):
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
-        return [Problem("dataset_sources", sentence)]
-    problems = []
+        yield Problem("dataset_sources", sentence)
+        return
     if unknown := [name for name in datasets if not has_source(name, sources)]:
         sentence = (
             f"datasets names {', '.join(unknown)}: it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub "
             "id, or named like another dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
         )
-        problems.append(Problem("datasets", sentence))
+        yield Problem("datasets", sentence)
     for name, value in sources.items():
         try:
             if value is not None:
                 Source.parse(name, value)
         except InputError as error:
-            problems.append(Problem(f"dataset_sources.{name}", str(error)))
-    return problems
+            yield Problem(f"dataset_sources.{name}", str(error))
 
 
 # --- rows in memory ---------------------------------------------------------------------------------------------------
