@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
@@ -37,7 +35,8 @@ def name_in_class(model: Any, config: Any) -> None:
         return
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
-    model.checkpoint_class, shapes = type(whole).__name__, _find_shapes(whole.state_dict())
+    model.checkpoint_class = type(whole).__name__
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     model.names_in_class = _match_names(model, model.state_dict(), shapes)
     if not model.names_in_class:
         raise _ambiguous(f"the class {model.checkpoint_class}", model)
@@ -58,7 +57,12 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
 
 def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
     """Weights by their names in the files; InputError unless each has one place there."""
-    shapes, own = _read_shapes(name, cache_dir), model.state_dict()
+    shapes, own = {}, model.state_dict()
+    with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
+        for path in _find_files(name, cache_dir):
+            with safe_open(path, framework="pt") as file:
+                stored = file.keys()  # the file is no mapping
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in stored}
     for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
         if names := _match_names(model, weights, shapes):
             tensors = {theirs: weights[ours] for ours, theirs in names.items()}
@@ -84,16 +88,22 @@ def _match_names(
 
     The base model's weights share a prefix, those of its head perhaps another. A tied head may be missing.
     """
-    embeddings, own = model.get_input_embeddings(), _find_shapes(weights)
+    embeddings = model.get_input_embeddings()
     base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
     tied = set(model.all_tied_weights_keys)
     names = {}
     for is_base in (True, False):
-        group = {name.removeprefix(base) if is_base else name: name for name in own if name.startswith(base) is is_base}
+        group = {
+            name.removeprefix(base) if is_base else name: name for name in weights if name.startswith(base) is is_base
+        }
         required = {short: name for short, name in group.items() if name not in tied}
         first = next(iter(required or group), "")
         prefixes = {match[1] for key in shapes if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
-        fitting = [p for p in prefixes if all(shapes.get(p + short) == own[name] for short, name in required.items())]
+        fitting = [
+            prefix
+            for prefix in prefixes
+            if all(shapes.get(prefix + short) == weights[name].shape for short, name in required.items())
+        ]
         if len(fitting) != 1 and required:
             return {}
         names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in shapes}
@@ -107,35 +117,15 @@ def _ambiguous(place: str, model: Any) -> InputError:
     )
 
 
-def _find_shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
-
-
 def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
     """The path of a file of a directory or Hub id, which may be fetched."""
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return str(directory / file) if (directory / file).exists() else None
-    try:
-        return hf_hub_download(name, file, cache_dir=cache_dir)
-    except EntryNotFoundError:
-        return None
+    name = str(Path(name).expanduser())
+    return cached_file(name, file, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
-def _find_files(name: str, cache_dir: str | None) -> list[Path]:
+def _find_files(name: str, cache_dir: str | None) -> list[str]:
     """The safetensors files of a directory or Hub id."""
     if index := find_file(name, SAFE_WEIGHTS_INDEX_NAME, cache_dir):
-        name = str(Path(name).expanduser())
-        return [Path(file) for file in get_checkpoint_shard_files(name, index, cache_dir=cache_dir)[0]]
+        return get_checkpoint_shard_files(str(Path(name).expanduser()), index, cache_dir=cache_dir)[0]
     file = find_file(name, SAFE_WEIGHTS_NAME, cache_dir)
-    return [Path(file)] if file else []
-
-
-def _read_shapes(name: str, cache_dir: str | None) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
-        for path in _find_files(name, cache_dir):
-            with safe_open(path, framework="pt") as file:
-                names = file.keys()  # the file is no mapping
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in names}
-    return shapes
+    return [file] if file else []
