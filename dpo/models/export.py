@@ -212,7 +212,7 @@ def _find_base_for_peft(origin: Origin) -> str:
 
 
 def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
-    directory: Any = origin.weights.adapter
+    directory = origin.weights.adapter
     config = read_json(directory / CONFIG) | {"base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
@@ -326,7 +326,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     values = redact(plan.values) if origin.run_dir else {}
     base, loss = plan.model.name_or_path, plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
-    sources: dict[str, str] = {}  # of data: a Hub id, or a file's name without directory
+    sources = {}  # of data: a Hub id, or a file's name without directory
     for name in values.get("datasets", ()):
         source = Source.parse(name, plan.data.dataset_sources.get(name) or HUB_IDS.get(name, name))
         sources[name] = source.path if source.local is None else f"local files: {source.local.name}"

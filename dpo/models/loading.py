@@ -192,7 +192,7 @@ def _prepare(
     if plan.quantized:
         quantize(model, device="cuda" if plan.gpus else None)
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
-        lora: Any = plan.lora
+        lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0
         add_adapter(model, lora.r, lora.alpha, lora.target_modules, name=name, dropout=dropout, seed=plan.run.seed)
         if directory is None or rank != 0:

@@ -77,7 +77,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     The last parts are empty if examples are fewer. Examples of a prompt are neighbours, so that few prompts are fed
     twice.
     """
-    sort_keys: dict[tuple, tuple[int, int]] = {}  # prompt -> (tokens of its longest example, index of its first)
+    sort_keys = {}  # prompt -> (tokens of its longest example, index of its first)
     for i, example in enumerate(examples):
         n_longest, first = sort_keys.get(example.prompt, (0, i))
         sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
@@ -121,12 +121,11 @@ def pack(
     `length` long, with `segments`. With `for_rewards` a response is fed whole, and `scored` has its last scored token
     itself.
     """
-    indices: dict[tuple[tuple, tuple[tuple, tuple]], int] = {}  # of distinct responses, by (prompt, (response, cuts))
+    indices = {}  # of distinct responses, by (prompt, (response, cuts))
     for example in examples:
         for cut_response in example.cut_responses:
             indices.setdefault((example.prompt, cut_response), len(indices))
-    trees: list[_Tree] = []
-    latest: dict[tuple, _Tree] = {}  # by prompt
+    trees, latest = [], {}  # all trees; the latest of each prompt
     for (prompt, (response, cuts)), index in indices.items():
         tree, n_fed = latest.get(prompt), len(response) - (not for_rewards)
         if tree is None or (max_tree_tokens is not None and tree.length + n_fed > max_tree_tokens):
@@ -166,8 +165,7 @@ def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
     """Put each tree into the first row with enough space."""
-    rows: list[list[_Tree]] = []
-    n_free: list[int] = []  # tokens left in each row
+    rows, n_free = [], []  # trees in each row, and tokens left
     for tree in trees:
         row = next((i for i, n in enumerate(n_free) if n >= tree.length), len(rows))
         if row == len(rows):

@@ -21,7 +21,7 @@ from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
+DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
 class Source(NamedTuple):
@@ -101,8 +101,7 @@ def load_model(
     head that they lack is drawn; InputError if they lack others.
     """
     config, attention = load_config(source), choose_attention(attn_implementation)
-    structure: Any = None
-    state: dict[str, torch.Tensor] = {}  # empty for the model's own weights
+    structure, state = None, {}  # empty for the model's own weights
     with explaining_load_errors("model", source.name):
         if archive is not None:
             structure = load_structure(source, dtype=dtype)
@@ -230,7 +229,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
     # modules share configs, and the config of a multimodal model contains others
     configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
-    owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
+    owners = [*model.modules(), *{id(config): config for config in configs}.values()]
     for owner in owners:
         if isinstance(owner, (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d)):
             owner.p = 0.0

@@ -101,13 +101,13 @@ def _run_users_code(code: Callable[[], Any], error_class: type[Exception], probl
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
     """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
-    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
     sys.path.append(str(path.parent))  # for imports of modules beside the file
     problem = f"online.function={function}: {path} cannot be run"
     _run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, path)
-    users_function: Any = getattr(module, name, None)
+    users_function = getattr(module, name, None)
     if not callable(users_function):
         raise InputError(f"online.function={function}: {path} has no function {name}")
     return lambda prompts, answers: users_function(
