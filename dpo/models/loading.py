@@ -82,11 +82,6 @@ def notes_on_base(plan: Plan) -> list[str]:
     return [f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"]
 
 
-def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:
-    """The reference in a resumed run's checkpoint, if it follows the policy."""
-    return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
-
-
 # --- checking and loading --------------------------------------------------------------------------------------------
 
 
@@ -118,7 +113,8 @@ def model_loaders(
     archive = check_model(plan).archive
     # a checkpoint with an adapter has no weights of the base
     policy_archive = resume_from if resume_from and plan.lora is None else archive
-    reference_archive = find_following_reference(plan, resume_from) or archive
+    # a reference that follows the policy is in the checkpoint too
+    reference_archive = resume_from / f"{FOLLOWING}.pt" if resume_from and plan.follow_every else archive
     # a model that will be sharded or quantized stays on the CPU until then
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
     device_map = None if stays_on_cpu else choose_device_map(plan.gpus)
