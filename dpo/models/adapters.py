@@ -32,9 +32,10 @@ POLICY, REFERENCE = "policy", "reference"
 AUTO = (["auto"], ["all-linear"])  # all linear layers but the head; the second name is PEFT's
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
-# Keys of PEFT's config that do not change what a trained adapter computes, or that name the adapted layers, which the
-# file of weights names too. `read_adapter` reads r and alpha, and refuses other keys.
-HARMLESS_KEYS = (
+# Keys of PEFT's config that `read_adapter` reads, that do not change what a trained adapter computes, or that name the
+# adapted layers, which the file of weights names too. Others are refused.
+KNOWN_KEYS = (
+    *("r", "lora_alpha"),
     *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
 )
@@ -69,7 +70,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
             for key, value in sorted(config.items())
             if value
             and value != defaults.get(key)
-            and key not in (*HARMLESS_KEYS, "r", "lora_alpha")
+            and key not in KNOWN_KEYS
             and not (key == "init_lora_weights" and value == "gaussian")  # others, such as "pissa", change the base
             and not (key == "modules_to_save" and SAVED_HEADS.issuperset(value))
         ]
@@ -172,6 +173,7 @@ def add_adapter(
     `targets` are names of layers, or their ends, or "auto". A policy's adapter is trained, with a reward model's scalar
     head. Raises InputError if a layer cannot be adapted; `source` says who named it.
     """
+    targets = [targets] if isinstance(targets, str) else list(targets)
     layers, generator = _find_targets(model, targets, source), torch.Generator().manual_seed(seed)
     for layer_name in layers:
         layer = model.get_submodule(layer_name)
@@ -179,7 +181,7 @@ def add_adapter(
             layer = AdaptedLayer(layer)
             model.set_submodule(layer_name, layer)
         layer.add(name, r, alpha, dropout=dropout, generator=generator)
-    scalar_head, target_names = find_scalar_head(model), [targets] if isinstance(targets, str) else list(targets)
+    scalar_head = find_scalar_head(model)
     if scalar_head is not None:
         scalar_head.weight.data = scalar_head.weight.data.float()
     config = {
@@ -190,7 +192,7 @@ def add_adapter(
         "r": r,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": layers if target_names in AUTO else target_names,
+        "target_modules": layers if targets in AUTO else targets,
     }
     model.adapter_configs = {**getattr(model, "adapter_configs", {}), name: config}  # by name, in PEFT's format
     model.requires_grad_(False)
@@ -199,18 +201,17 @@ def add_adapter(
     _activate(_adapted_layers(model), name)
 
 
-def _find_targets(model: Any, targets: str | list[str], source: str) -> list[str]:
+def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     # of an adapted layer, the base layer comes last
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
-    ends = [targets] if isinstance(targets, str) else targets
-    if list(ends) in AUTO:
+    if targets in AUTO:
         head = model.get_output_embeddings()
         return [name for name, layer in layers.items() if _is_linear(layer) and layer is not head]
     # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-    missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in layers)]
-    if missing or not ends:
+    missing = [end for end in targets if not any(f".{name}".endswith(f".{end}") for name in layers)]
+    if missing or not targets:
         raise InputError(f"{source} names layers that are not in {type(model).__name__}: {', '.join(missing[:5])}")
-    found = [name for name in layers if f".{name}".endswith(tuple(f".{end}" for end in ends))]
+    found = [name for name in layers if f".{name}".endswith(tuple(f".{end}" for end in targets))]
     for layer in (layers[name] for name in found):
         if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:  # a merge would change both
             raise InputError(
@@ -303,8 +304,12 @@ def seed_dropout(*numbers: int) -> None:
 
 def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
     """The adapted layers' dropout, if `lora.dropout` is above 0."""
-    dropouts = [dropout for layer in _adapted_layers(model) for dropout in layer.lora_dropout.values()]
-    return [dropout for dropout in dropouts if isinstance(dropout, torch.nn.Dropout)]
+    return [
+        dropout
+        for layer in _adapted_layers(model)
+        for dropout in layer.lora_dropout.values()
+        if isinstance(dropout, torch.nn.Dropout)
+    ]
 
 
 def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
