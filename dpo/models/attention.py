@@ -95,10 +95,6 @@ def attend_by_segments(
 # --- in bfloat16, on a CPU -------------------------------------------------------------------------------------------
 
 
-def replace_sdpa_on_cpus() -> None:
-    AttentionInterface.register("sdpa", attend_in_bfloat16)
-
-
 def attend_in_bfloat16(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -118,8 +114,7 @@ def attend_in_bfloat16(
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
     is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
     if not (is_cpu_bfloat16 and has_fixed_mask and is_plain):
-        options = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return _sdpa(module, query, key, value, attention_mask, **options)
+        return _sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None

@@ -147,9 +147,13 @@ class SharedPrefix:
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
-        max_tree_tokens = None if self.by_segments else 2 * self.max_length
-        options = {"alignment": self.alignment, "length": length, "for_rewards": self.gives_rewards}
-        return pack(examples, max_tree_tokens=max_tree_tokens, **options)
+        return pack(
+            examples,
+            max_tree_tokens=None if self.by_segments else 2 * self.max_length,
+            alignment=self.alignment,
+            length=length,
+            for_rewards=self.gives_rewards,
+        )
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         score = partial(packed_logps, with_squares=with_squares)

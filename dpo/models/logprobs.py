@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import masking_utils
+from transformers import AttentionInterface, masking_utils
 
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
-from dpo.models.attention import find_attention, replace_sdpa_on_cpus
+from dpo.models.attention import attend_in_bfloat16, find_attention
 from dpo.models.packing import Packed, map_tensors, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
 
@@ -109,7 +109,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
     if device.type == "cpu":
-        replace_sdpa_on_cpus()  # for additive masks, which only packed rows have
+        AttentionInterface.register("sdpa", attend_in_bfloat16)  # for additive masks, which only packed rows have
     if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if packed.masks[0] != dtype:

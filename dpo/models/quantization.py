@@ -81,14 +81,14 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
 
     The device never holds the whole model unquantized. A model on the meta device stays there.
     """
-    if model.device.type == "meta":
-        device = None
+    if device is None or model.device.type == "meta":
+        device = model.device
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
         weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
-        model.set_submodule(name, Linear4bit(weight if device is None else weight.to(device), layer.bias))
+        model.set_submodule(name, Linear4bit(weight.to(device), layer.bias))
     release_freed_memory()  # the memory of the weights that were quantized
-    return model if device is None else model.to(device)
+    return model.to(device)
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
