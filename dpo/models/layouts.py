@@ -57,8 +57,8 @@ class Microbatch(NamedTuple):
         lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
     ) -> Microbatch:
         fed, n = [examples[i] for i in indices] or examples[:1], len(indices)
-        lengths = torch.from_numpy(by_side([example.n_scored for example in fed], fill=0))
-        roles = torch.from_numpy(by_side([[ROLES.index(role) for role in e.roles] for e in fed], fill=NONE))
+        lengths = by_side([example.n_scored for example in fed], fill=0)
+        roles = by_side([[ROLES.index(role) for role in example.roles] for example in fed], fill=NONE)
         offsets = None
         if examples[0].margin is not None:
             offsets = torch.tensor([example.margin for example in fed[:n]], dtype=torch.float32)

@@ -158,9 +158,9 @@ def pack(
     return packed
 
 
-def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
+def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> torch.Tensor:
     """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
-    return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
+    return torch.tensor(list(zip_longest(*rows, fillvalue=fill)), dtype=torch.int64).reshape(-1, len(rows))
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -177,7 +177,7 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 
 
 def _write(
-    rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int], *, for_rewards: bool
+    rows: list[list[_Tree]], length: int, response_index: torch.Tensor, shape: tuple[int, int], *, for_rewards: bool
 ) -> Packed:
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
@@ -212,7 +212,7 @@ def _write(
                 start = end
     in_rows = map(torch.from_numpy, (input_ids, position_ids, tree_of, branch_of))
     by_token = (torch.tensor(values, dtype=torch.int64) for values in (scored, targets, slots))
-    return Packed(*in_rows, *by_token, response_index=torch.from_numpy(response_index), shape=shape)
+    return Packed(*in_rows, *by_token, response_index=response_index, shape=shape)
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
