@@ -100,8 +100,7 @@ def find_origin(
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        plan = resolve({"model": {"name_or_path": str(path)}})
-        return Origin(plan.change("model.trust_remote_code", trust_remote_code))
+        return Origin(resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}}))
     weights = locate_weights(path).resolve()
     adapter = weights.adapter
     if model is not None and adapter:

@@ -229,8 +229,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
     # modules share configs, and the config of a multimodal model contains others
     configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
-    owners = [*model.modules(), *{id(config): config for config in configs}.values()]
-    for owner in owners:
+    for owner in (*model.modules(), *configs):
         if isinstance(owner, (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d)):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
