@@ -199,14 +199,13 @@ def _write(
                 branch_of[row, start:end] = index
                 kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
                 if for_rewards:
-                    kept = kept[-1:]
-                    columns = [start + i for i in kept]
+                    kept, columns = kept[-1:], range(start, end)
                 else:
                     if not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
                         kept = kept[1:]
                     # the prompt's last token predicts a response's first token
-                    columns = [start + i - 1 if i else end_of_prompt - 1 for i in kept]
-                scored += [row * length + column for column in columns]
+                    columns = [end_of_prompt - 1, *range(start, end)]
+                scored += [row * length + columns[i] for i in kept]
                 targets += [token_ids[i] for i in kept]
                 slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
@@ -222,13 +221,9 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
     for columns in queries:
         prompt = (tree == tree[columns[0]]) & (branch == NONE) & (branch[columns[0]] != NONE)
         keys.append(np.concatenate((np.flatnonzero(prompt), columns)))
-    n_queries, n_keys = [len(columns) for columns in queries], [len(columns) for columns in keys]
-    return Segments(
-        torch.tensor([0, *accumulate(n_queries)], dtype=torch.int32),
-        torch.tensor([0, *accumulate(n_keys)], dtype=torch.int32),
-        torch.from_numpy(np.concatenate(keys)),
-        (max(n_queries), max(n_keys)),
-    )
+    sizes = [[len(columns) for columns in parts] for parts in (queries, keys)]
+    starts = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in sizes)
+    return Segments(*starts, torch.from_numpy(np.concatenate(keys)), tuple(map(max, sizes)))
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
