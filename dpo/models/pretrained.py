@@ -37,8 +37,9 @@ class Source(NamedTuple):
 
     @property
     def auto_class(self) -> Any:
-        kind = "SequenceClassification" if self.scalar_head else "CausalLM"
-        return getattr(transformers, f"AutoModelFor{kind}")
+        if self.scalar_head:
+            return transformers.AutoModelForSequenceClassification
+        return transformers.AutoModelForCausalLM
 
 
 def load_config(source: Source) -> transformers.PretrainedConfig:

@@ -42,12 +42,10 @@ def locate_weights(path: str | Path) -> Weights:
     if adapter is None:
         return Weights(find_archive(path))
     with explaining_adapter(adapter):
-        base = read_json(adapter / CONFIG).get("base_model_name_or_path") or None
-        if not isinstance(base, str | None):
-            raise TypeError(f"base_model_name_or_path in {CONFIG} must be a name, or null")
-    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
-        return Weights(Path(base), adapter)
-    return Weights(None, adapter, base)
+        base = read_json(adapter / CONFIG).get("base_model_name_or_path")
+        if base and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
+            return Weights(Path(base), adapter)
+    return Weights(None, adapter, base or None)
 
 
 def find_archive(archive: str | Path) -> Path:
