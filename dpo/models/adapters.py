@@ -238,7 +238,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
-    shapes, stored_shapes = ({key: tuple(w.shape) for key, w in each.items()} for each in (parameters, weights))
+    shapes, stored_shapes = ({key: weight.shape for key, weight in each.items()} for each in (parameters, weights))
     if shapes != stored_shapes:
         differing = sorted({key for key, _ in shapes.items() ^ stored_shapes.items()})
         raise InputError(

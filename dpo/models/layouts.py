@@ -81,6 +81,7 @@ class Microbatch(NamedTuple):
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
 
+@dataclass
 class Padded:
     """Each response in its own row, padded on the right to the global batch's longest.
 
@@ -88,8 +89,7 @@ class Padded:
     wait.
     """
 
-    def __init__(self, *, masked: bool = True) -> None:
-        self.masked = masked
+    masked: bool = True
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches for each of `size` processes; return those of `rank`."""

@@ -82,8 +82,9 @@ def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: s
 
 def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     """A model with weights that its class draws."""
-    options = {"attn_implementation": attention, "trust_remote_code": source.trust_remote_code}
-    return source.auto_class.from_config(config, dtype=dtype, **options)
+    return source.auto_class.from_config(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
+    )
 
 
 def load_model(
