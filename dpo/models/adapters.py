@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.saver import ModelPart
@@ -51,7 +52,7 @@ class StoredAdapter(NamedTuple):
     directory: Path
     r: int
     alpha: float
-    weights: dict[str, torch.Tensor]  # by the name in the model, without the adapter's name
+    weights: dict[str, Tensor]  # by the name in the model, without the adapter's name
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
@@ -98,7 +99,7 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-class AdaptedLayer(torch.nn.Module):
+class AdaptedLayer(nn.Module):
     """W x + alpha / r * B A dropout(x), of the adapter in use if there is one.
 
     Unlike PEFT's layer, whose names it has, it keeps no float32 copy of the input, and takes fewer operations.
@@ -115,19 +116,19 @@ class AdaptedLayer(torch.nn.Module):
             self.in_features, self.out_features = base_layer.weight.shape
         else:
             self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-        self.lora_A, self.lora_B, self.lora_dropout = (torch.nn.ModuleDict() for _ in range(3))
+        self.lora_A, self.lora_B, self.lora_dropout = (nn.ModuleDict() for _ in range(3))
         self.scaling: dict[str, float] = {}  # alpha / r by adapter
         self.in_use: str | None = None
 
     def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
         """Draw A as PEFT does; B is 0."""
         a, b = torch.empty(r, self.in_features), torch.zeros(self.out_features, r)
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         self.lora_A[name], self.lora_B[name] = (Factor(matrix.to(self.weight.device)) for matrix in (a, b))
-        self.lora_dropout[name] = torch.nn.Dropout(dropout) if dropout else torch.nn.Identity()
+        self.lora_dropout[name] = nn.Dropout(dropout) if dropout else nn.Identity()
         self.scaling[name] = alpha / r
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         name = self.in_use
         if name not in self.lora_A:  # no adapter is in use, or the one in use adapts other layers
             return self.base_layer(x)
@@ -136,21 +137,21 @@ class AdaptedLayer(torch.nn.Module):
         return self.lora_B[name](product, self.base_layer(x), self.scaling[name])
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self.base_layer.weight  # some models read it
 
 
-class Factor(torch.nn.Linear):
+class Factor(nn.Linear):
     """A float32 matrix of an adapter; B adds its scaled product to the base layer's."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = torch.nn.Parameter(weight)
+        self.weight = nn.Parameter(weight)
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, x: Tensor, base: Tensor | None = None, scale: float = 1.0) -> Tensor:
         weight = self.weight.to(x.dtype)
         if base is None:
-            return torch.nn.functional.linear(x, weight)
+            return nn.functional.linear(x, weight)
         return torch.addmm(base.flatten(0, -2), x.flatten(0, -2), weight.T, alpha=scale).view_as(base)
 
 
@@ -223,7 +224,7 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
 
 def _is_linear(layer: Any) -> bool:
     """Return whether a layer computes what torch's does, unlike Llama 4's routers."""
-    return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is torch.nn.Linear.forward
+    return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is nn.Linear.forward
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
@@ -251,7 +252,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
             parameter.copy_(weights[key])
 
 
-def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
+def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
     """An adapter's parameters, by names without its own; the policy's has a scalar head, too."""
     weights = {
         key.replace(f".{name}.", "."): parameter
@@ -264,14 +265,14 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def base_weights(model: Any) -> dict[str, torch.Tensor]:
+def base_weights(model: Any) -> dict[str, Tensor]:
     """The base's state dict, with its original names."""
     state = model.state_dict().items()
     return {key.replace(".base_layer.", "."): tensor for key, tensor in state if not FACTOR_OF_ANY.search(key)}
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """A model's weights with an adapter merged, each sum rounded once, to `dtype` or the base's."""
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
@@ -282,7 +283,7 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
     return base_weights(model)
 
 
-def weights_in_use(model: Any) -> list[torch.Tensor]:
+def weights_in_use(model: Any) -> list[Tensor]:
     """The base's weights, and the active adapter's unless it adds nothing."""
     # without the buffers of a 4-bit base, which never change
     weights = [parameter for key, parameter in model.named_parameters() if not FACTOR_OF_ANY.search(key)]
@@ -302,13 +303,13 @@ def seed_dropout(*numbers: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
-def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
+def list_dropouts(model: Any) -> list[nn.Dropout]:
     """The adapted layers' dropout, if `lora.dropout` is above 0."""
     return [
         dropout
         for layer in _adapted_layers(model)
         for dropout in layer.lora_dropout.values()
-        if isinstance(dropout, torch.nn.Dropout)
+        if isinstance(dropout, nn.Dropout)
     ]
 
 
@@ -335,7 +336,7 @@ def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[
 # --- what is trained, and saved --------------------------------------------------------------------------------------
 
 
-def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -344,7 +345,7 @@ class ParameterCount(NamedTuple):
     total: int  # including the adapter of a reference in the same model
 
 
-def count_parameters(model: torch.nn.Module) -> ParameterCount:
+def count_parameters(model: nn.Module) -> ParameterCount:
     """Count parameters over all shards, 4-bit weights included."""
     n_total = sum(parameter.numel() for parameter in model.parameters())
     # a 4-bit weight is a packed buffer
@@ -352,7 +353,7 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     return ParameterCount(sum(parameter.numel() for parameter in trained_parameters(model)), n_total)
 
 
-def policy_part(model: torch.nn.Module) -> ModelPart:
+def policy_part(model: nn.Module) -> ModelPart:
     """A policy's adapter, or all its weights."""
     return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)
 
@@ -360,11 +361,11 @@ def policy_part(model: torch.nn.Module) -> ModelPart:
 class AdapterPart(ModelPart):
     """A policy's adapter, also in PEFT's format."""
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self) -> dict[str, Tensor]:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
         return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()})
 
-    def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    def convert(self, state: Mapping[str, Tensor]) -> dict[str, bytes]:
         config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]

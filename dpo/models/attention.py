@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import sdpa_attention
@@ -43,7 +44,7 @@ def choose_attention(wanted: str) -> str | None:
     return None if wanted == "sdpa" else wanted
 
 
-def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _use_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     """transformers' rule, but not in float32 on GPUs, where only torch's slowest kernel takes grouped heads."""
     return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
 
@@ -52,16 +53,16 @@ def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torc
 
 
 def attend_by_segments(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     segments: Segments | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention by `segments` in bfloat16 or float16; without them, transformers' "sdpa".
 
     With them query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D). Raises InputError for
@@ -96,15 +97,15 @@ def attend_by_segments(
 
 
 def attend_in_bfloat16(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention over twice as fast as torch's, in bfloat16 on a CPU; else transformers' "sdpa".
 
     The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
@@ -121,9 +122,7 @@ def attend_in_bfloat16(
 
 
 @torch.compiler.disable(reason="it would be compiled anew for every row length")
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """softmax(scale * query @ key.T + mask) @ value; the mask is (R or 1, 1, L, L), the output (R, H, L, D).
 
     Products are in bfloat16, softmax and sums over queries in float32; nothing of the mask's size is saved.
@@ -135,7 +134,7 @@ def masked_attention(
 
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Any, value: Any, mask: Tensor, scale: float) -> Tensor:
         out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
         q, k, v, o = (x.flatten(0, 1) for x in (query, key, value, out))  # (R * H, L, D)
         with torch.autocast("cpu", enabled=False):
@@ -147,7 +146,7 @@ class _MaskedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (*inputs, mask, out), scale = ctx.saved_tensors, ctx.scale
         sums = [torch.zeros(x.shape) for x in inputs]  # over queries, in float32
         q, k, v, g, grad_q, grad_k, grad_v = (x.flatten(0, 1) for x in (*inputs, grad, *sums))  # (R * H, L, D)
@@ -163,14 +162,14 @@ class _MaskedAttention(torch.autograd.Function):
         return *(total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)), None, None
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     """(R * H, queries, keys) in float32."""
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)
     return scores.softmax(-1)
 
 
-def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def _blocks(mask: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield queries, and the shortest range with all their keys."""
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), BLOCK):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from dpo.data.examples import Example, make_labels
 from dpo.errors import InputError, one_sentence
@@ -34,20 +35,20 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    input_ids: torch.Tensor  # (rows, T) int64
-    attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
-    labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
-    row_index: torch.Tensor  # (sides, B) int64: the row of each response, or any row for a missing one
+    input_ids: Tensor  # (rows, T) int64
+    attention_mask: Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
+    labels: Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
+    row_index: Tensor  # (sides, B) int64: the row of each response, or any row for a missing one
 
 
 class Microbatch(NamedTuple):
     """A process without examples (B = 0) feeds another's, and discards the result."""
 
-    indices: torch.Tensor  # (B,) int64: indices of the examples in the global batch
-    lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
-    roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES; NONE without a response
+    indices: Tensor  # (B,) int64: indices of the examples in the global batch
+    lengths: Tensor  # (sides, B) int64: scored tokens per response
+    roles: Tensor  # (sides, B) int64: each response's role, as an index into ROLES; NONE without a response
     inputs: PaddedRows | Packed
-    offsets: torch.Tensor | None = None  # (B,): `Scores.offset`; None without margins
+    offsets: Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
     @classmethod
     def of(
@@ -73,9 +74,9 @@ class Microbatch(NamedTuple):
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), self)
 
     def pin_memory(self) -> Microbatch:
-        return map_tensors(torch.Tensor.pin_memory, self)
+        return map_tensors(Tensor.pin_memory, self)
 
-    def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
+    def by_role(self, values: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
         """Values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
         # an example has at most one response of a role, so the sum over sides picks its value
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
@@ -98,7 +99,7 @@ class Padded:
         lay_out = partial(pad, length=length)
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
-    def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
+    def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
         input_ids, labels = inputs.input_ids, inputs.labels
         attention_mask = inputs.attention_mask if self.masked else None
@@ -155,7 +156,7 @@ class SharedPrefix:
             for_rewards=self.gives_rewards,
         )
 
-    def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
+    def forward(self, model: nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         score = partial(packed_logps, with_squares=with_squares)
         by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
         index = inputs.response_index
@@ -286,7 +287,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
     return None
 
 
-def _sum_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
+def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
     """Log-probabilities summed by row, (rows,), as all logits of long rows might not fit into memory."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label

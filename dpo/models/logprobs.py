@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, masking_utils
 
@@ -27,15 +28,15 @@ LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a
 class TokenLogps(NamedTuple):
     """Log-probabilities of scored tokens of n responses, zero-padded to the longest, T; or their rewards (T = 1)."""
 
-    logps: torch.Tensor  # (n, T)
-    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
+    logps: Tensor  # (n, T)
+    squares: Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
 
 
 def sequence_logps(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    labels: torch.Tensor,
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
@@ -84,16 +85,14 @@ def packed_logps(
         by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
     n_responses, longest = packed.shape
 
-    def by_response(values: torch.Tensor) -> torch.Tensor:
+    def by_response(values: Tensor) -> Tensor:
         table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
         return table.view(n_responses, longest)
 
     return map_tensors(by_response, by_token)
 
 
-def sequence_rewards(
-    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
+def sequence_rewards(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
     """Rewards at the last labelled token of (B, T) inputs, (B,)."""
     with _one_text_per_row():
         hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -103,7 +102,7 @@ def sequence_rewards(
     return reward(model, hidden[rows, last])
 
 
-def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
+def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Tensor]:
     """Additive masks, by kind of attention layer: on CPUs they are faster than bool."""
     device, dtype = packed.input_ids.device, model.get_input_embeddings().weight.dtype
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
@@ -128,13 +127,13 @@ class _PickedLogSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
         pieces = _in_pieces(logits, targets[:, None])
         return torch.cat([_log_softmax(rows).gather(1, row_targets) for rows, row_targets in pieces]).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
         for rows, row_targets, row_grads in _in_pieces(logits, targets[:, None], grad[:, None]):
             # d log p(target) / d logit v = (v is target) - p(v)
@@ -143,17 +142,17 @@ class _PickedLogSoftmax(torch.autograd.Function):
         return logits, None
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.no_grad()
-def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
+def _log_sum_squares(logits: Tensor) -> Tensor:
     """log sum_v pi(v)^2 of each row, (N,) for (N, V)."""
     return torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits)])
 
 
-def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
     rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
@@ -165,11 +164,11 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**27}
 IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
-def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> TokenLogps:
+def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool = False) -> TokenLogps:
     """Log-probabilities of `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
     head = model.get_output_embeddings()
 
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = scale_logits(model.config.get_text_config(), head(hidden))
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
         return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
@@ -177,14 +176,14 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
     n_logits = len(targets) * model.config.get_text_config().vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if hidden.is_cuda else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
-    draws = any(isinstance(module, torch.nn.Dropout) for module in head.modules())  # of an adapter
+    draws = any(isinstance(module, nn.Dropout) for module in head.modules())  # of an adapter
     by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws) for chunk in earlier_chunks]
     # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
     by_chunk.append(score(*last_chunk))
     return TokenLogps(*(torch.cat(values) for values in zip(*by_chunk, strict=True)))
 
 
-def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
+def scale_logits(config: Any, logits: Tensor) -> Tensor:
     """What the model makes of its head's logits."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return torch.tanh(logits / cap) * cap
@@ -198,14 +197,14 @@ def scale_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
-class ScalarHead(torch.nn.Linear):
+class ScalarHead(nn.Linear):
     """Computed in float32 or higher, as rewards in half precision have three digits."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
         self.weight = weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         return (x.to(dtype) * self.weight.to(dtype)).sum(-1, keepdim=True)  # autocast would round a matrix product
 
@@ -219,7 +218,7 @@ def find_scalar_head(model: Any) -> ScalarHead | None:
 def install_scalar_head(model: Any) -> None:
     """Raises InputError unless this is a sequence classification model with one output."""
     head = getattr(model, HEAD, None)
-    if type(head) is torch.nn.Linear and head.out_features == 1 and head.bias is None:
+    if type(head) is nn.Linear and head.out_features == 1 and head.bias is None:
         setattr(model, HEAD, ScalarHead(head.weight))
     elif not isinstance(head, ScalarHead):
         raise InputError(
@@ -228,14 +227,14 @@ def install_scalar_head(model: Any) -> None:
         )
 
 
-def draw_head(model: Any, seed: int) -> torch.Tensor:
+def draw_head(model: Any, seed: int) -> Tensor:
     """A head's weight, (1, H) in float32, as transformers draws it."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
 
 
-def reward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+def reward(model: Any, hidden: Tensor) -> Tensor:
     """Rewards, (n,), from hidden states of last tokens, (n, H)."""
     head = getattr(model, HEAD)
     return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dpo.data.examples import Example, make_labels
 from dpo.losses import IGNORE_INDEX
@@ -26,9 +27,9 @@ NONE = -1  # the tree index of padding, the branch index of a prompt, and the ro
 class Segments(NamedTuple):
     """A row's S prompts and responses, with the K columns that they attend to: a response to its prompt and itself."""
 
-    queries: torch.Tensor  # (S + 1,) int32: the first column of each segment, and L
-    keys: torch.Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, and K
-    columns: torch.Tensor  # (K,) int64: the columns of the keys, segment by segment
+    queries: Tensor  # (S + 1,) int32: the first column of each segment, and L
+    keys: Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, and K
+    columns: Tensor  # (K,) int64: the columns of the keys, segment by segment
     longest: tuple[int, int]  # the largest number of queries in a segment, and of keys
 
 
@@ -40,23 +41,23 @@ class Packed:
     rewards), B examples, and "sides" the most responses of an example.
     """
 
-    input_ids: torch.Tensor  # (R, L)
-    position_ids: torch.Tensor  # (R, L)
-    tree: torch.Tensor  # (R, L): which of the row's trees a token belongs to, NONE for padding
-    branch: torch.Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
-    scored: torch.Tensor  # (N,): row * L + column of the fed token that predicts a scored token
-    targets: torch.Tensor  # (N,): the scored token
-    slots: torch.Tensor  # (N,): response * T + the number of scored tokens before this one in the response
-    response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
+    input_ids: Tensor  # (R, L)
+    position_ids: Tensor  # (R, L)
+    tree: Tensor  # (R, L): which of the row's trees a token belongs to, NONE for padding
+    branch: Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
+    scored: Tensor  # (N,): row * L + column of the fed token that predicts a scored token
+    targets: Tensor  # (N,): the scored token
+    slots: Tensor  # (N,): response * T + the number of scored tokens before this one in the response
+    response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
     # the last masks, by attention layer, and their dtype: policy and reference often need the same, one after the other
     masks: tuple[torch.dtype | None, dict[str, Any]] = field(default=(None, {}), init=False)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `change` to all tensors of a dataclass or named tuple."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value):
         parts = {f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value) if f.init}
@@ -158,7 +159,7 @@ def pack(
     return packed
 
 
-def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> torch.Tensor:
+def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
     """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
     return torch.tensor(list(zip_longest(*rows, fillvalue=fill)), dtype=torch.int64).reshape(-1, len(rows))
 
@@ -177,7 +178,7 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 
 
 def _write(
-    rows: list[list[_Tree]], length: int, response_index: torch.Tensor, shape: tuple[int, int], *, for_rewards: bool
+    rows: list[list[_Tree]], length: int, response_index: Tensor, shape: tuple[int, int], *, for_rewards: bool
 ) -> Packed:
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
@@ -226,7 +227,7 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
     return Segments(*starts, torch.from_numpy(np.concatenate(keys)), tuple(map(max, sizes)))
 
 
-def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
+def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
     """Return whether queries attend to keys, (R, 1, queries, keys) bool.
 
     A token attends to its prompt and its own response, not to later tokens or those `window` or more positions back;

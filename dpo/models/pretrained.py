@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
+from torch import nn
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
@@ -178,7 +179,7 @@ def count_positions(model: Any) -> float:
     """The number of positions in a model's table; infinity without one."""
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
-        is_table = isinstance(table, torch.nn.Embedding) and table is not model.get_input_embeddings()
+        is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
         if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:  # OPT's has 2 rows more
             return n_positions - (0 if table.padding_idx is None else table.padding_idx + 1)  # RoBERTa's: after padding
     is_computed = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's
@@ -226,13 +227,13 @@ def checkpoint_activations(model: Any) -> None:
     model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
 
 
-def disable_dropout(model: torch.nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Turn dropout off for good, also where a number in a module or its config decides on it."""
     # modules share configs, and the config of a multimodal model contains others
     configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
     for owner in (*model.modules(), *configs):
-        if isinstance(owner, (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d)):
+        if isinstance(owner, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
             is_number = type(value) in (int, float)  # not bool

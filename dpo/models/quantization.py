@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError, explaining_library, one_sentence
@@ -20,28 +21,28 @@ BLOCK = 64  # weights that share a scale
 SCALES = 256  # scales that share a scale of scales
 
 
-class Linear4bit(torch.nn.Linear):
+class Linear4bit(nn.Linear):
     """The weight is frozen; the bias stays a parameter."""
 
-    weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
-    scales: torch.Tensor  # one byte per block
-    scales_of_scales: torch.Tensor
-    offset: torch.Tensor  # the mean of the scales, subtracted before they are quantized
-    code: torch.Tensor  # the values that the bytes of `scales` stand for
+    weight: Tensor  # two weights per byte, (weights / 2, 1)
+    scales: Tensor  # one byte per block
+    scales_of_scales: Tensor
+    offset: Tensor  # the mean of the scales, subtracted before they are quantized
+    code: Tensor  # the values that the bytes of `scales` stand for
 
-    def __init__(self, weight: torch.Tensor, bias: torch.nn.Parameter | None = None) -> None:
-        super(torch.nn.Linear, self).__init__()
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
+        super(nn.Linear, self).__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         for name, tensor in _quantize(weight).items():
             self.register_buffer(name, tensor)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         dtype = find_compute_dtype(input.device.type, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return _Multiply.apply(input.to(dtype), bias, self)
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as multiplied with, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
@@ -53,16 +54,16 @@ class Linear4bit(torch.nn.Linear):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, layer: Linear4bit) -> Tensor:
         ctx.layer = layer  # not the dequantized weight, which would take its full size until the backward pass
-        return torch.nn.functional.linear(input, layer.dequantized(input.dtype), bias)
+        return nn.functional.linear(input, layer.dequantized(input.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient @ ctx.layer.dequantized(gradient.dtype), None, None
 
 
-def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _quantize(weight: Tensor) -> dict[str, Tensor]:
     """A `Linear4bit`'s buffers, also on the meta device."""
     from bitsandbytes.functional import create_dynamic_map
 
@@ -91,7 +92,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     return model.to(device)
 
 
-def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+def round_to_4bit(weight: Tensor, layer: nn.Module) -> Tensor:
     """A layer's weight rounded, in the dtype of `weight`."""
     is_transposed = isinstance(layer, Conv1D)  # GPT-2's, whose weight is (in_features, out_features)
     rounded = Linear4bit(weight.T if is_transposed else weight).dequantized(weight.dtype)
@@ -108,5 +109,5 @@ def layers_to_quantize(model: Any) -> list[str]:
     return [
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not head and layer.weight.numel() % BLOCK == 0
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head and layer.weight.numel() % BLOCK == 0
     ]

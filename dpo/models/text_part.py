@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -42,7 +43,7 @@ def name_in_class(model: Any, config: Any) -> None:
         raise _ambiguous(f"the class {model.checkpoint_class}", model)
 
 
-def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
+def rename_layers(model: Any, names: Mapping[str, Tensor], *, to_class: bool) -> dict[str, Tensor]:
     """Rename an adapter's weights to those in the checkpoint's class, or back."""
     layers = {}
     for weights in getattr(model, "names_in_class", {}).items():
@@ -55,7 +56,7 @@ def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bo
     return renamed
 
 
-def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
+def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, Tensor]:
     """Weights by their names in the files; InputError unless each has one place there."""
     shapes, own = {}, model.state_dict()
     with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
@@ -71,9 +72,7 @@ def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, tor
     raise _ambiguous(f"the files of model.name_or_path={name}", model)
 
 
-def complete_checkpoint(
-    model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+def complete_checkpoint(model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A checkpoint's tensors, in `dtype` if given, with a text model's in their places."""
     trained = name_in_files(model, name, cache_dir)
     stored = {key: tensor for path in _find_files(name, cache_dir) for key, tensor in load_file(path).items()}
@@ -81,9 +80,7 @@ def complete_checkpoint(
     return {k: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for k, tensor in complete.items()}
 
 
-def _match_names(
-    model: Any, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:
+def _match_names(model: Any, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
 
     The base model's weights share a prefix, those of its head perhaps another. A tied head may be missing.
