@@ -146,12 +146,6 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-@torch.no_grad()
-def _log_sum_squares(logits: Tensor) -> Tensor:
-    """log sum_v pi(v)^2 of each row, (N,) for (N, V)."""
-    return torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits)])
-
-
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
     rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
@@ -171,7 +165,9 @@ def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bo
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = scale_logits(model.config.get_text_config(), head(hidden))
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
-        return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
+        if not with_squares:
+            return (logps,)
+        return logps, torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())])
 
     n_logits = len(targets) * model.config.get_text_config().vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if hidden.is_cuda else "cpu"]))
