@@ -224,7 +224,7 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
         keys.append(np.concatenate((np.flatnonzero(prompt), columns)))
     sizes = [[len(columns) for columns in parts] for parts in (queries, keys)]
     starts = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in sizes)
-    return Segments(*starts, torch.from_numpy(np.concatenate(keys)), tuple(map(max, sizes)))
+    return Segments(*starts, columns=torch.from_numpy(np.concatenate(keys)), longest=tuple(map(max, sizes)))
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:

@@ -123,6 +123,6 @@ def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
 def _find_files(name: str, cache_dir: str | None) -> list[str]:
     """The safetensors files of a directory or Hub id."""
     if index := find_file(name, SAFE_WEIGHTS_INDEX_NAME, cache_dir):
-        return get_checkpoint_shard_files(str(Path(name).expanduser()), index, cache_dir=cache_dir)[0]
+        return get_checkpoint_shard_files(str(Path(name).expanduser()), index, cache_dir=cache_dir)[0] or []
     file = find_file(name, SAFE_WEIGHTS_NAME, cache_dir)
     return [file] if file else []
