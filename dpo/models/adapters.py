@@ -1,7 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685) in a model, and their files in PEFT's format.
-
-A model may hold two: `policy`, which is trained, and `reference`, which is frozen.
-"""
+"""LoRA adapters (arXiv 2106.09685), and their files in PEFT's format: `policy` is trained, `reference` is frozen."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 
 
 class AdaptedLayer(nn.Module):
-    """W x + alpha / r * B A dropout(x), of the adapter in use if there is one.
-
-    Unlike PEFT's layer, whose names it has, it keeps no float32 copy of the input, and takes fewer operations.
-    """
+    """W x + alpha / r * B A dropout(x), with fewer operations than PEFT's layer, and no float32 copy of the input."""
 
     lora_A: Any  # modules by adapter, as the next two
     lora_B: Any
@@ -169,7 +163,7 @@ def add_adapter(
     seed: int = 0,
     source: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model and add an adapter in float32, which is active and changes nothing yet.
+    """Freeze a model and add an active adapter in float32, which changes nothing yet.
 
     `targets` are names of layers, or their ends, or "auto". A policy's adapter is trained, with a reward model's scalar
     head. Raises InputError if a layer cannot be adapted; `source` says who named it.

@@ -34,10 +34,7 @@ def find_attention(config: Any) -> str:
 
 
 def choose_attention(wanted: str) -> str | None:
-    """What transformers is to make a model with.
-
-    For `sdpa` it is None, which is eager for a model that lacks SDPA, such as Gemma 2.
-    """
+    """None for `sdpa`, so that a model that lacks it, such as Gemma 2, gets eager attention."""
     AttentionInterface.register(VARLEN, attend_by_segments)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
     sdpa_attention.use_gqa_in_sdpa = _use_grouped_heads
@@ -125,7 +122,7 @@ def attend_in_bfloat16(
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """softmax(scale * query @ key.T + mask) @ value; the mask is (R or 1, 1, L, L), the output (R, H, L, D).
 
-    Products are in bfloat16, softmax and sums over queries in float32; nothing of the mask's size is saved.
+    Like torch's kernel, it saves nothing of the mask's size for the backward pass.
     """
     # H / K consecutive query heads share a key head
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))

@@ -92,8 +92,8 @@ def find_origin(
     """Find the model that a path names; InputError if it names none.
 
     It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
-    neither adapter nor run names it, or if it has moved; `run_plan` that of the run, if at hand. `trust_remote_code`
-    replaces the run's.
+    neither adapter nor run names it, or if it has moved. `run_plan` is the run's, whose trust `trust_remote_code`
+    replaces.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -138,9 +138,9 @@ def export(
 ) -> Path:
     """Write a directory for transformers, whole or not at all, and return its path.
 
-    `checkpoint`, `model` and `plan` are those of `find_origin`. An adapter stays one that names its base, unless
-    `merge` is given. With `verify`, files are compared with the checkpoint's checksums, if any. Raises InputError if
-    the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
+    `checkpoint`, `model` and `plan` are those of `find_origin`. An adapter stays one, unless `merge` is given; `verify`
+    compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or `out` is
+    not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -259,7 +259,6 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Give a model on the meta device its weights, mapped from their file if they do not change."""
     if adapter is None:
         state = read_archive(origin.weights.archive, model)
     else:
@@ -284,8 +283,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
 def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
     """Write the tokenizer as published, with another pad token if its own has no embedding.
 
-    A reward model always gets one: if no token can pad, a new one, for which the model `may_grow` or has an embedding
-    left.
+    A reward model always gets a pad token, a new one if no other token can pad.
     """
     name = origin.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):

@@ -106,10 +106,7 @@ def check_parts(plan: Plan) -> None:
 def model_loaders(
     plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference (None if it is no separate model) without adapters.
-
-    On ranks other than 0 they return models without weights.
-    """
+    """Functions that load policy and reference (None if it is no separate model), without weights on ranks but 0."""
     archive = check_model(plan).archive
     # a checkpoint with an adapter has no weights of the base
     policy_archive = resume_from if resume_from and plan.lora is None else archive
@@ -177,7 +174,7 @@ def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) 
 def _prepare(
     model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
 ) -> Any:
-    """Quantize, adapt and compile a model, or what a function loads; InputError if it does not fit.
+    """Quantize, adapt and compile a model, or what a function loads.
 
     `adapters` maps names to directories, which rank 0 reads for all, or to None for a new adapter; the first is active.
     """

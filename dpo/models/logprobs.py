@@ -121,10 +121,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets: (N,) for (N, V).
-
-    It is computed a few rows at a time, and again in the backward pass, so that no second tensor of (N, V) exists.
-    """
+    """`logits.log_softmax(-1)` at the targets, (N,) for (N, V), without a second tensor of (N, V)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
