@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,7 +134,6 @@ class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows."""
 
     windows: Mapping[str, int | None]  # how many tokens each kind of attention layer looks back, None for all
-    _: KW_ONLY
     max_length: int  # two responses of this length always fit into a row; rows are at most twice as long
     alignment: int = 1  # the length of a row is a multiple of it
     by_segments: bool = False  # one row, for `attend_by_segments`
