@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,6 @@ class ReferenceLogps:
         values = self.table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
 
-    def clear(self) -> None:
-        self.table.fill(np.nan)
-
     def state_dict(self) -> dict[str, Any]:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
@@ -72,22 +70,17 @@ class ReferenceLogps:
             os.fsync(file.fileno())
 
 
+@dataclass(eq=False)
 class Reference:
     """The frozen reference: a model, None once it was freed as all examples are cached, and its log-probabilities.
 
     The model may be the policy's own module, which is the reference only inside `in_use()`, by another adapter or none.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        digest: str | None,
-        logps: ReferenceLogps,
-        in_use: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.model: torch.nn.Module | None = model
-        self.digest = digest  # see `model_digest`; on rank 0 only
-        self.in_use, self.logps = in_use, logps
+    model: torch.nn.Module | None
+    digest: str | None  # see `model_digest`; on rank 0 only
+    logps: ReferenceLogps
+    in_use: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:
@@ -96,4 +89,4 @@ class Reference:
         release_gathered(self.model)
         for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
-        self.logps.clear()
+        self.logps.table.fill(np.nan)
