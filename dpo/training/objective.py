@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,25 +127,22 @@ class BatchContext(NamedTuple):
     rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
 
 
+@dataclass(eq=False)
 class Objective:
     """The loss of a policy, whose gradient an update follows."""
 
-    def __init__(
-        self,
-        policy: torch.nn.Module,
-        reference: Reference | None,
-        layout: Layout,
-        mesh: Mesh,
-        loss: Loss,
-        *,
-        autocast: torch.dtype | None = None,  # in which float32 weights are multiplied; None: their own
-        follow_every: int | None = None,  # updates after which the reference becomes a copy of the policy
-    ) -> None:
-        self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
-        self.average = 0.0  # of `Loss.running_statistic`, over updates with the same reference
-        self.models_are_equal = False  # policy and reference have the same weights
-        self.autocast, self.follow_every = autocast, follow_every
-        self.device = next(policy.parameters()).device
+    policy: torch.nn.Module
+    reference: Reference | None
+    layout: Layout
+    mesh: Mesh
+    loss: Loss
+    autocast: torch.dtype | None = None  # in which float32 weights are multiplied; None: their own
+    follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
+    average: float = 0.0  # of `Loss.running_statistic`, over updates with the same reference
+    models_are_equal: bool = False  # policy and reference have the same weights
+
+    def __post_init__(self) -> None:
+        self.device = next(self.policy.parameters()).device
 
     def state_dict(self) -> dict[str, Any]:
         # a resumed run could not tell: rounded to the reference's dtype, models that differ may be equal

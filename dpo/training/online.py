@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -40,12 +41,14 @@ FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; t
 POLICY, REFERENCE = 0, 1  # part of the number of an answer to a held-out prompt, and of the seed of its score
 
 
+@dataclass
 class Drawing:
     """Draws answers; methods raise Stopped within a few tokens if any process was asked to stop."""
 
-    def __init__(self, tokenizer: Any, objective: Objective, progress: Progress, stop: StopRequest) -> None:
-        self.tokenizer, self.objective, self.progress, self.stop = tokenizer, objective, progress, stop
-        self.mesh = objective.mesh
+    tokenizer: Any
+    objective: Objective
+    progress: Progress
+    stop: StopRequest
 
     def answer(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
         """Answer prompts of this process, while all others answer theirs."""
@@ -62,7 +65,7 @@ class Drawing:
         try:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 # in step, as each forward may gather shards from all processes
-                in_step = self.mesh.world_size > 1
+                in_step = self.objective.mesh.world_size > 1
                 return answer(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
         finally:
             hook.remove()
@@ -81,10 +84,11 @@ class Drawing:
 
         If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if the others go on.
         """
+        mesh = self.objective.mesh
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        own = by_length[self.mesh.data_rank :: self.mesh.data_size]
+        own = by_length[mesh.data_rank :: mesh.data_size]
         # all processes take part in every forward, so a process with one prompt less repeats the longest
-        repeated = by_length[-1:] * (math.ceil(len(prompts) / self.mesh.data_size) - len(own))
+        repeated = by_length[-1:] * (math.ceil(len(prompts) / mesh.data_size) - len(own))
         outcome: dict[int, Answer] | str = {}
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
@@ -104,7 +108,7 @@ class Drawing:
                 f"resume=auto continues, and sample_during_eval=false draws none"
             )
         answers: dict[int, Answer] = {}
-        for found in self.mesh.gather_all(outcome):
+        for found in mesh.gather_all(outcome):
             if isinstance(found, str):  # errors are exchanged like answers, so that all processes raise together
                 raise SamplingFailed(found)
             answers |= found
@@ -119,7 +123,7 @@ class OnlineBatches(Batches):
     ) -> None:
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
-        self.objective, self.mesh, self.stop = objective, mesh, stop
+        self.objective, self.mesh = objective, mesh
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
         once = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
         self.held_out = [data.test[index] for [(index, _)] in once]
