@@ -46,7 +46,7 @@ class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
     def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest) -> None:
-        self.plan, self.data, self.objective, self.mesh = batches.plan, batches.data, objective, objective.mesh
+        self.plan, self.data, self.objective = batches.plan, batches.data, objective
         self.progress, self.stop = progress, stop
         self.interval = Interval.of(self.plan, self.data.report.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
@@ -76,9 +76,7 @@ class Evaluator:
             return Reduced({}, {})
         objective = self.objective
         objective.policy.eval()
-        mismatched = [batch.mismatched for batch in self.batches if batch.mismatched is not None]
-        weights = [weight for batch in self.batches for weight in batch.weights]
-        metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched), weights=weights)
+        metrics = objective.evaluate(self.batches, self._iterate)
         for model in (objective.policy, objective.reference and objective.reference.model):
             release_gathered(model)
         return metrics
@@ -109,8 +107,8 @@ class Evaluator:
         by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
         asked = [*by_prompt.values()][:N_ASKED]
         batches = group(asked, self.plan.data.eval_batch_size)
-        greedy = self.sampling._replace(temperature=0)
-        answers = self._answer(self.objective.policy, batches, greedy, most=N_ANSWER_TOKENS)
+        greedy = self.sampling._replace(temperature=0, max_new_tokens=N_ANSWER_TOKENS)
+        answers = self._answer(self.objective.policy, batches, greedy)
         texts = (show_fed(example, self.data.test[example.id[0]], self.data.tokenizer) for example in asked)
         return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
 
@@ -122,15 +120,14 @@ class Evaluator:
             with reference.in_use():
                 yield reference.model
 
-    def _answer(
-        self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling, *, most: int | None = None
-    ) -> list[Answer]:
+    def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
         self.objective.policy.eval()
         answers: list[Answer] = []
         for examples in batches:
             prompts = [example.prompt for example in examples]
             limit = self._limit_new_tokens(max(map(len, prompts)))
-            settings = sampling._replace(max_new_tokens=min(limit, most or limit))
+            # 0: as many as fit
+            settings = sampling._replace(max_new_tokens=min(limit, sampling.max_new_tokens or limit))
             numbers, rows = range(len(answers), len(answers) + len(prompts)), self.plan.prompts_at_a_time
             answers += self.drawing.draw(model, prompts, numbers, settings, rows=rows, may_fail=True)
         return answers
@@ -143,6 +140,6 @@ class Evaluator:
         """Continue the prompts of this process's collated batch."""
         ids, mask = batch["prompt_input_ids"], batch["prompt_attention_mask"].bool()
         prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True)]
-        seed = (self.plan.run.seed, n_examples, self.mesh.data_rank)
+        seed = (self.plan.run.seed, n_examples, self.objective.mesh.data_rank)
         sampling = self.sampling._replace(max_new_tokens=self._limit_new_tokens(ids.shape[1]), seed=seed)
         return [answer.text for answer in self.drawing.answer(model, prompts, range(len(prompts)), sampling)]

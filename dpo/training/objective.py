@@ -304,12 +304,12 @@ class Objective:
     # --- many batches ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
+    def evaluate(self, batches: list[Batch], iterate: Callable[[list[Batch]], Iterable[Batch]]) -> Reduced:
         """Evaluate all examples as one batch; its statistic replaces the running average, which depends on the past."""
-        columns = self._score_all(batches)
+        columns = self._score_all(iterate(batches))
         scores = make_scores(columns)
         if self.loss.mismatched:
-            mismatched_scores = make_scores(self._score_all(mismatched))
+            mismatched_scores = make_scores(self._score_all(iterate([batch.mismatched for batch in batches])))
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
@@ -324,8 +324,8 @@ class Objective:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
-            all_weights = torch.tensor(weights, dtype=rewards.dtype)
-            metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], all_weights)
+            weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=rewards.dtype)
+            metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
 
     @torch.no_grad()
