@@ -136,7 +136,7 @@ class Trainer:
         reduced = objective.reduce(  # only here does the host wait for the device
             metrics,
             len(batch.examples),
-            context.rows_to_cache,
+            batch.cache_rows,
             # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
             grad_norm=grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
             n_ranks_to_stop=torch.full_like(grad_norm, float(bool(self.stop.signals))),

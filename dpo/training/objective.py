@@ -122,9 +122,8 @@ class BatchContext(NamedTuple):
     """Values on the device that the microbatches of a global batch of B examples share."""
 
     weights: torch.Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
-    reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
-    statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
+    reference: torch.Tensor | None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
+    statistic: torch.Tensor | None  # (B, k): `Scores.batch_statistic`
 
 
 @dataclass(eq=False)
@@ -219,8 +218,7 @@ class Objective:
             columns = self._score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
             reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
-        rows_to_cache = batch.cache_rows if self.loss.reference and reference is None else ()
-        return BatchContext(weights, reference, statistic, rows_to_cache)
+        return BatchContext(weights, reference, statistic)
 
     def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> torch.Tensor | None:
         """The loss's statistic of a global batch, (B, k), zeros for ties, which do not count; None if all are ties."""
@@ -276,12 +274,12 @@ class Objective:
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
-        self, metrics: MicrobatchMetrics, n_examples: int, rows_to_cache: Sequence[int] = (), **scalars: torch.Tensor
+        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: torch.Tensor
     ) -> Reduced:
         """`reduce_metrics`, and cache the reference's log-probabilities in these rows."""
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
-        if rows_to_cache:
-            self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
+        if self.loss.reference and cache_rows:
+            self.reference.logps.store(cache_rows, self._stack_reference(reduced.examples))
         return reduced
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -335,11 +333,10 @@ class Objective:
         return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
     def _score_all(self, batches: Iterable[Batch]) -> NamedTensors:
-        """Score all examples of the batches, in float64 on the host of every process; cache what is unknown."""
-        microbatch_columns, cache_rows, n_examples, needs_caching = [], [], 0, False
+        """Score all examples of the batches, in float64 on the host of every process."""
+        microbatch_columns, cache_rows, n_examples = [], [], 0
         for batch in batches:
             cached = self.cached_reference(batch)
-            needs_caching |= self.loss.reference and cached is None
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
                 columns = self.score(microbatch, cached, with_reference=self.loss.reference)
@@ -347,7 +344,7 @@ class Objective:
                 microbatch_columns.append((microbatch.indices + n_examples, in_float64))  # indices over all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
-        return self.reduce(microbatch_columns, n_examples, cache_rows if needs_caching else ()).examples
+        return self.reduce(microbatch_columns, n_examples, cache_rows).examples
 
     @torch.no_grad()
     def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
