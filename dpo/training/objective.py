@@ -213,9 +213,9 @@ class Objective:
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if batch.mismatched is not None:
-            statistic = self._find_statistic(self._score_all([batch.mismatched]), batch.weights)
+            statistic = self._find_statistic(self.score_all([batch.mismatched]), batch.weights)
         elif self.loss.batch_statistic is not None and not loss_finds_statistic:
-            columns = self._score_all([batch])
+            columns = self.score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
             reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
         return BatchContext(weights, reference, statistic)
@@ -301,13 +301,12 @@ class Objective:
 
     # --- many batches ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, batches: list[Batch], iterate: Callable[[list[Batch]], Iterable[Batch]]) -> Reduced:
         """Evaluate all examples as one batch; its statistic replaces the running average, which depends on the past."""
-        columns = self._score_all(iterate(batches))
+        columns = self.score_all(iterate(batches))
         scores = make_scores(columns)
         if self.loss.mismatched:
-            mismatched_scores = make_scores(self._score_all(iterate([batch.mismatched for batch in batches])))
+            mismatched_scores = make_scores(self.score_all(iterate([batch.mismatched for batch in batches])))
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
@@ -327,12 +326,7 @@ class Objective:
         return Reduced(metrics, {})
 
     @torch.no_grad()
-    def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
-        """Log-ratios of examples whose only response is `chosen`."""
-        columns = self._score_all(batches)
-        return (columns["chosen"] - columns["reference_chosen"]).tolist()
-
-    def _score_all(self, batches: Iterable[Batch]) -> NamedTensors:
+    def score_all(self, batches: Iterable[Batch]) -> NamedTensors:
         """Score all examples of the batches, in float64 on the host of every process."""
         microbatch_columns, cache_rows, n_examples = [], [], 0
         for batch in batches:

@@ -251,13 +251,13 @@ class OnlineBatches(Batches):
             encoded._replace(responses=(answer.tokens,), roles=("chosen",))
             for encoded, answer in zip(self._encoded, answers, strict=True)
         ]
-        log_ratios = self.objective.find_log_ratios(
+        columns = self.objective.score_all(
             Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
             for some in group(examples, self.plan.data.eval_batch_size)
         )
         for model in (self.objective.policy, self.objective.reference.model):
             release_gathered(model)
-        return log_ratios
+        return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
         # a reward model is on every process, a user's function on rank 0 alone
