@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,9 @@ from dpo.data.examples import (
     read_examples,
 )
 from dpo.data.preflight import TrainingData
-from dpo.data.table import Prompt
 from dpo.models.answers import Drawn
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Batch(NamedTuple):
@@ -46,14 +42,12 @@ class Batch(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
-def prefetch(
-    items: Iterable[Item], prepare: Callable[[Item], Result], *, workers: int, ahead: int = 2
-) -> Iterator[Result]:
+def prefetch(items: Iterable[Any], prepare: Callable[[Any], Any], *, workers: int, ahead: int = 2) -> Iterator[Any]:
     """Yield `prepare(item)` in order, made early in threads; an error is raised where its result is due."""
     if not workers:
         yield from map(prepare, items)
         return
-    waiting: deque[Future[Result]] = deque()
+    waiting = deque()
     # threads suffice, as tokenizers and tensor operations release Python's lock
     with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
         try:
@@ -74,12 +68,16 @@ class Batches:
     def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, rank: int = 0, size: int = 1) -> None:
         self.plan, self.data, self.layout, self.seed = plan, data, layout, plan.run.seed
         self.rank, self.size = rank, size
-        self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
+        self.states = {}  # objects whose states are saved in checkpoints, by name
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         train_rows, test_rows = np.split(np.cumsum(n_examples) - n_examples, [len(data.train.counts)])
-        self._first_rows = {"train": train_rows, "test": test_rows}  # of each prompt
+        # prompts, the first row of each, and microbatches per batch
+        self._splits = {
+            "train": (data.train, train_rows, plan.data.gradient_accumulation_steps),
+            "test": (data.test, test_rows, 1),
+        }
         self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
@@ -98,7 +96,7 @@ class Batches:
         """Held-out prompts with placeholder answers, in groups."""
         return []
 
-    def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
+    def _iterate_train(self, prepare: Callable[..., Any], counts: Sequence[int], *, skip: int) -> Iterator[Any]:
         """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
         plan = self.plan.data
         limits = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
@@ -111,12 +109,11 @@ class Batches:
         batches = iterate_once(counts, batch_size=plan.eval_batch_size, n_examples=plan.n_eval_examples, seed=self.seed)
         return prefetch(batches, partial(self._prepare, "test"), workers=plan.num_workers)
 
-    def read_prompts(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
-        return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
-
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
-        limits = {"max_length": self.plan.data.max_length, "max_prompt_length": self.plan.data.max_prompt_length}
-        return encode_examples(texts, self.data.encode, **limits)
+        plan = self.plan.data
+        return encode_examples(
+            texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
+        )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
@@ -125,8 +122,7 @@ class Batches:
         return microbatches
 
     def _prepare(self, split: str, example_ids: Sequence[tuple[int, int]]) -> Batch:
-        prompts, first_rows = {"train": self.data.train, "test": self.data.test}[split], self._first_rows[split]
-        n_microbatches = self.plan.data.gradient_accumulation_steps if split == "train" else 1
+        prompts, first_rows, n_microbatches = self._splits[split]
 
         def make(texts: Sequence[TextExample], cache_rows: Sequence[int]) -> Batch:
             examples = self.encode(texts)

@@ -156,7 +156,11 @@ class OnlineBatches(Batches):
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         """The prompts of each batch after the first `skip`; an epoch visits each prompt once."""
-        return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
+
+        def prepare(example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
+            return [self.data.train[index] for index, _ in example_ids]
+
+        return self._iterate_train(prepare, [1] * len(self.data.train), skip=skip)
 
     def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
         """Make the pairs of an update: `n_offline` from the data, others the best and worst of the policy's answers.
