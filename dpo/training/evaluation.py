@@ -122,7 +122,7 @@ class Evaluator:
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
         self.objective.policy.eval()
-        answers: list[Answer] = []
+        answers = []
         for examples in batches:
             prompts = [example.prompt for example in examples]
             limit = self._limit_new_tokens(max(map(len, prompts)))

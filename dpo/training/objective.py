@@ -186,7 +186,7 @@ class Objective:
         self, microbatch: Microbatch, cached_reference: torch.Tensor | None = None, *, with_reference: bool
     ) -> NamedTensors:
         """Score a microbatch with the policy and, unless cached, with the reference."""
-        reference: NamedTensors = {}
+        reference = {}
         if with_reference and cached_reference is not None:
             logps = cached_reference[microbatch.indices].unbind(1)
             reference = dict(zip(self.loss.reference_columns, logps, strict=True))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
-Item = TypeVar("Item")
 PATIENCE_SECS = 10  # of a process that cannot sample, for the others to fail too: more than a token takes
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
 OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
@@ -89,7 +88,7 @@ class Drawing:
         own = by_length[mesh.data_rank :: mesh.data_size]
         # all processes take part in every forward, so a process with one prompt less repeats the longest
         repeated = by_length[-1:] * (math.ceil(len(prompts) / mesh.data_size) - len(own))
-        outcome: dict[int, Answer] | str = {}
+        outcome = {}
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
                 parts = group(own + repeated, rows)
@@ -107,7 +106,7 @@ class Drawing:
                 f"samples could not be drawn by this process alone, for which the others would wait: {outcome}; "
                 f"resume=auto continues, and sample_during_eval=false draws none"
             )
-        answers: dict[int, Answer] = {}
+        answers = {}
         for found in mesh.gather_all(outcome):
             if isinstance(found, str):  # errors are exchanged like answers, so that all processes raise together
                 raise SamplingFailed(found)
@@ -143,7 +142,7 @@ class OnlineBatches(Batches):
             seed=(self.seed,),
             cache_implementation=plan.model.cache_implementation,
         )
-        self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
+        self._reference_answers = []  # to the held-out prompts, once they are drawn
 
     def state_dict(self) -> dict[str, str]:
         return {"scorer": self.scorer.digest}
@@ -162,12 +161,12 @@ class OnlineBatches(Batches):
 
         return self._iterate_train(prepare, [1] * len(self.data.train), skip=skip)
 
-    def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
+    def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
         """Make the pairs of an update: `n_offline` from the data, others the best and worst of the policy's answers.
 
         Raises ScorerFailed on every process.
         """
-        prompts, n_samples = item, self.online.n_samples
+        n_samples = self.online.n_samples
         # pairs, examples and answers are keyed by the prompt's index in the batch
         rng, offline = np.random.default_rng([self.seed, update, OFFLINE_STREAM]), {}
         for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
@@ -267,14 +266,14 @@ class OnlineBatches(Batches):
         # a reward model is on every process, a user's function on rank 0 alone
         parts = np.array_split(np.arange(len(answers)), self.mesh.world_size if self.scorer.in_parallel else 1)
         own = parts[self.mesh.rank] if self.mesh.rank < len(parts) else ()
-        outcome: list[float] | str = []
+        outcome = []
         try:
             if len(own):
                 with seeded_generators(*seed):  # so that a resumed run draws the same numbers
                     outcome = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
         except ScorerFailed as error:
             outcome = str(error)
-        scores: list[float] = []
+        scores = []
         for found in self.mesh.gather_all(outcome):
             if isinstance(found, str):  # errors are exchanged like scores, so that all processes raise together
                 raise ScorerFailed(found)
@@ -355,5 +354,5 @@ def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, flo
     return {f"online/{name}": value for name, value in metrics.items()}
 
 
-def group(items: Sequence[Item], size: int) -> list[list[Item]]:
+def group(items: Sequence[Any], size: int) -> list[list[Any]]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]

@@ -85,7 +85,7 @@ def make_policy(
     check_positions(policy, plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    return place(plan, policy, mesh, compute_dtype=DTYPES[plan.compute_dtype]), frozen_digest
+    return place(plan, policy, mesh, plan.compute_dtype), frozen_digest
 
 
 def make_reference(
@@ -105,17 +105,17 @@ def make_reference(
     if reference is None:
         return None
     model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
-    return Reference(place(plan, model, mesh, compute_dtype=DTYPES[plan.reference_dtype]), digest, logps)
+    return Reference(place(plan, model, mesh, plan.reference_dtype), digest, logps)
 
 
-def place(plan: Plan, model: Any, mesh: Mesh, *, compute_dtype: torch.dtype) -> Any:
+def place(plan: Plan, model: Any, mesh: Mesh, compute_dtype: str) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one."""
     if plan.trainer.multi_process:
         return distribute(
             model,
             mesh,
             block_name=plan.model.block_name,
-            compute_dtype=compute_dtype,
+            compute_dtype=DTYPES[compute_dtype],
             reduce_dtype=DTYPES[plan.fsdp.reduce_dtype],
             reshard_after_forward=plan.fsdp.reshard_after_forward,
             frozen_whole=plan.fsdp.frozen_weights == "whole",
