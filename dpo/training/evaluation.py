@@ -124,12 +124,11 @@ class Evaluator:
         self.objective.policy.eval()
         answers = []
         for examples in batches:
-            prompts = [example.prompt for example in examples]
-            limit = self._limit_new_tokens(max(map(len, prompts)))
+            limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
             # 0: as many as fit
             settings = sampling._replace(max_new_tokens=min(limit, sampling.max_new_tokens or limit))
-            numbers, rows = range(len(answers), len(answers) + len(prompts)), self.plan.prompts_at_a_time
-            answers += self.drawing.draw(model, prompts, numbers, settings, rows=rows, may_fail=True)
+            numbers, rows = range(len(answers), len(answers) + len(examples)), self.plan.prompts_at_a_time
+            answers += self.drawing.draw(model, examples, numbers, settings, rows=rows, may_fail=True)
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:

@@ -44,23 +44,20 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """The weighted mean of each metric; if all weights are 0, every example counts alike.
+        """The weighted mean of each metric; if all weights are 0, every example metric_weights alike.
 
         Given `examples`, a metric whose name ends in a role is a mean over those with such a response, if any.
         """
-        if not self.examples:
-            return {}
-        alike = [1.0] * len(next(iter(self.examples.values())))
-        all_weights = torch.tensor(weights if any(weights) else alike, dtype=torch.float64)  # (B,)
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
                 continue
-            metric_weights, role = all_weights, name.rpartition("/")[2]
+            values, role = values.double(), name.rpartition("/")[2]
+            metric_weights = torch.tensor(weights, dtype=torch.float64) if any(weights) else torch.ones_like(values)
             if examples and role in ROLES:
-                metric_weights = all_weights * torch.tensor([role in example.roles for example in examples])
+                metric_weights *= torch.tensor([role in example.roles for example in examples])
             if metric_weights.any():
-                counted = values.double().where(metric_weights > 0, 0)  # the loss of a tie may be infinite
+                counted = values.where(metric_weights > 0, 0)  # the loss of a tie may be infinite
                 means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
         return means
 

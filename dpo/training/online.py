@@ -72,28 +72,28 @@ class Drawing:
     def draw(
         self,
         model: Any,
-        prompts: Sequence[Tokens],
+        examples: Sequence[Example],
         numbers: Sequence[int],
         sampling: Sampling,
         *,
         rows: int,
         may_fail: bool = False,
     ) -> list[Answer]:
-        """Answer prompts on all processes together, `rows` at a time; every process gets all answers.
+        """Answer examples' prompts on all processes together, `rows` at a time; every process gets all answers.
 
         If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if the others go on.
         """
         mesh = self.objective.mesh
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt))
         own = by_length[mesh.data_rank :: mesh.data_size]
         # all processes take part in every forward, so a process with one prompt less repeats the longest
-        repeated = by_length[-1:] * (math.ceil(len(prompts) / mesh.data_size) - len(own))
+        repeated = by_length[-1:] * (math.ceil(len(examples) / mesh.data_size) - len(own))
         outcome = {}
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
                 parts = group(own + repeated, rows)
                 for part in self.progress.over(parts, total=len(parts), what="sample"):
-                    some, their_numbers = [prompts[i] for i in part], [numbers[i] for i in part]
+                    some, their_numbers = [examples[i].prompt for i in part], [numbers[i] for i in part]
                     outcome |= zip(part, self.answer(model, some, their_numbers, sampling), strict=True)
         except Exception as error:  # `generate`, and a model's own code, may raise anything
             if not may_fail:
@@ -111,7 +111,7 @@ class Drawing:
             if isinstance(found, str):  # errors are exchanged like answers, so that all processes raise together
                 raise SamplingFailed(found)
             answers |= found
-        return [answers[i] for i in range(len(prompts))]
+        return [answers[i] for i in range(len(examples))]
 
 
 class OnlineBatches(Batches):
@@ -180,7 +180,7 @@ class OnlineBatches(Batches):
 
         started = time.perf_counter()
         policy = self.objective.policy.eval()
-        answers = self.drawing.draw(policy, [asked[i].prompt for i in repeated], numbers, self.sampling, rows=rows)
+        answers = self.drawing.draw(policy, [asked[i] for i in repeated], numbers, self.sampling, rows=rows)
         sampled = time.perf_counter()
         answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
         scored = time.perf_counter()
@@ -243,9 +243,8 @@ class OnlineBatches(Batches):
         """Draw and score an answer of POLICY or REFERENCE to each held-out prompt."""
         # other numbers for the reference: with the policy's numbers, the win rate would compare correlated answers
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + who for prompt in self.held_out]
-        prompts = [encoded.prompt for encoded in self._encoded]
         rows = self.plan.prompts_at_a_time
-        answers = self.drawing.draw(model.eval(), prompts, numbers, self.sampling, rows=rows)
+        answers = self.drawing.draw(model.eval(), self._encoded, numbers, self.sampling, rows=rows)
         release_gathered(model)
         return self._score(self.held_out, answers, seed=(self.seed, who, HELD_OUT_STREAM))
 
