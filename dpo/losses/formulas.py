@@ -105,6 +105,11 @@ class Scores(NamedTuple):
         """log pi - log ref of chosen and rejected responses."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
+    def h(self) -> Tensor:
+        """The difference of the log-ratios."""
+        u_w, u_l = self.log_ratios()
+        return u_w - u_l
+
     def mean_log_ratios(self) -> tuple[Tensor, Tensor]:
         u_w, u_l = self.log_ratios()
         return u_w / self.chosen_lengths, u_l / self.rejected_lengths
@@ -139,8 +144,7 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
     chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
     logps = (chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected)
-    losses, _, _ = preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)
-    return Losses(losses)
+    return Losses(preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)[0])
 
 
 def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
@@ -157,14 +161,12 @@ def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
 
 def hinge(scores: Scores, *, beta: Positive) -> Losses:
     """SLiC's hinge loss (arXiv 2305.10425) on DPO's log-ratios, as in arXiv 2309.06657; the margin is 1 / beta."""
-    u_w, u_l = scores.log_ratios()
-    return Losses((1 - beta * (u_w - u_l)).relu())
+    return Losses((1 - beta * scores.h()).relu())
 
 
 def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
-    u_w, u_l = scores.log_ratios()
-    margin = beta * (u_w - u_l) - scores.offset
+    margin = beta * scores.h() - scores.offset
     losses = (1 - label_smoothing) * _minus_log_sigmoid(margin) - label_smoothing * _minus_log_sigmoid(-margin)
     return Losses(losses / (1 - 2 * label_smoothing))
 
@@ -173,8 +175,7 @@ def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Lo
     """EXO for pairs (arXiv 2402.00856, eq. 16)."""
     from torch.nn.functional import logsigmoid
 
-    u_w, u_l = scores.log_ratios()
-    margin = beta * (u_w - u_l)
+    margin = beta * scores.h()
     chosen_term = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-label_smoothing))
     rejected_term = (-margin).sigmoid() * (logsigmoid(-margin) - math.log(label_smoothing))
     return Losses(chosen_term + rejected_term)
@@ -184,8 +185,7 @@ def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
     """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential."""
     from torch.nn.functional import logsigmoid
 
-    u_w, u_l = scores.log_ratios()
-    margin = beta * (u_w - u_l)
+    margin = beta * scores.h()
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
     # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
     exponential = (logsigmoid(margin / tau) - margin).exp()
@@ -234,11 +234,15 @@ def nca(scores: Scores, *, beta: Positive) -> Losses:
     return Losses(raising_chosen + lowering_both)
 
 
+def _bco_terms(scores: Scores, beta: float) -> tuple[Tensor, Tensor]:
+    u_w, u_l = scores.log_ratios()
+    return _minus_log_sigmoid(beta * u_w - scores.average), _minus_log_sigmoid(scores.average - beta * u_l)
+
+
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio."""
-    u_w, u_l = scores.log_ratios()
-    chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
-    return Losses(_minus_log_sigmoid(chosen) + _minus_log_sigmoid(-rejected))
+    chosen, rejected = _bco_terms(scores, beta)
+    return Losses(chosen + rejected)
 
 
 def sppo(scores: Scores, *, beta: Positive) -> Losses:
@@ -255,10 +259,8 @@ def dpop(scores: Scores, *, beta: Positive, penalty: Weight) -> Losses:
 
 
 def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
-    """Cal-DPO (arXiv 2412.14516, algorithm 1)."""
-    u_w, u_l = scores.log_ratios()
-    calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
-    return Losses(_minus_log_sigmoid(u_w - u_l) + calibration)
+    """Cal-DPO (arXiv 2412.14516, algorithm 1), whose calibration is the loss of SPPO."""
+    return Losses(_minus_log_sigmoid(scores.h()) + sppo(scores, beta=beta).losses)
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
@@ -276,18 +278,16 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 
 def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction, **_: Any) -> Tensor:
     """The beta of a batch for beta-DPO, (B, 1) (arXiv 2407.08639, section 4)."""
-    u_w, u_l = scores.log_ratios()
-    gap = (u_w - u_l).detach().mean()  # the paper's M, in nats and without beta, as in the authors' code
+    h = scores.h().detach()
+    gap = h.mean()  # the paper's M, in nats and without beta, as in the authors' code
     average = momentum * scores.average + (1 - momentum) * gap
     batch_beta = beta * (1 + alpha * (gap - average))
-    return batch_beta.clamp(min=1e-3).expand(len(u_w), 1)  # a gap far below the average would make beta negative
+    return batch_beta.clamp(min=1e-3).expand(len(h), 1)  # a gap far below the average would make beta negative
 
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
     """beta-DPO (arXiv 2407.08639), without its filter."""
-    u_w, u_l = scores.log_ratios()
-    margin = scores.batch_statistic[:, 0] * (u_w - u_l) - scores.offset
-    return Losses(_minus_log_sigmoid(margin))
+    return Losses(_minus_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -354,9 +354,7 @@ def estimate_kl(scores: Scores, **_: Any) -> Tensor:
 
 def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losses:
     """BCO (arXiv 2404.04656), with the two terms of `bco` on different examples."""
-    u_w, u_l = scores.log_ratios()
-    chosen = _minus_log_sigmoid(beta * u_w - scores.average)
-    rejected = _minus_log_sigmoid(scores.average - beta * u_l)
+    chosen, rejected = _bco_terms(scores, beta)
     return Losses(chosen.where(scores.chosen_lengths > 0, rejected))
 
 
