@@ -22,7 +22,6 @@ TRAINS_ON = {
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
-AUC = ("rewards_eval/auc", +1)  # ranks checkpoints for losses of labels, on whose weights it does not depend
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ class Loss:
     @property
     def can_be_mixed(self) -> bool:
         """Whether `loss=mix` may contain it: it trains a policy on single pairs or targets."""
-        compares_examples, trains_policy = self.batch_statistic is not None, self.fn and not self.scalar_head
-        return bool(trains_policy) and self.trains_on in ("pairs", "targets") and not compares_examples
+        is_alone = self.fn is not None and self.batch_statistic is None
+        return is_alone and not self.scalar_head and self.trains_on in ("pairs", "targets")
 
     @property
     def needs_tails(self) -> bool:
@@ -148,9 +147,10 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     shared = {key: loss_config[key] for key in SHARED if key in loss_config}
     name = loss_config["name"]
     loss = replace(LOSSES[name], name=name, options=options, shared=PairOptions(**shared))
+    if isinstance(loss.per_token, str):
+        loss = replace(loss, per_token=bool(options.get(loss.per_token)))
     if loss.fn is not None:
-        of_option = isinstance(loss.per_token, str)
-        return replace(loss, per_token=bool(options.get(loss.per_token))) if of_option else loss
+        return loss
     parts = []
     for name, weight in options.get("weights", {}).items():
         if weight:
@@ -182,7 +182,8 @@ def list_options() -> dict[str, Any]:
     return types
 
 
-OF_LABELS: Any = {"trains_on": "labels", "best": AUC, "margin_only": False}
+# the AUC ranks checkpoints, as it does not depend on the losses' weights of labels
+OF_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo, takes_offset=True),
