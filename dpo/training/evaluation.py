@@ -60,11 +60,14 @@ class Evaluator:
     @cached_property
     def sampling(self) -> Sampling:
         """How samples are drawn, but for their length and seed."""
-        plan, model, tokenizer = self.plan.evaluation, self.objective.policy, self.data.tokenizer
-        prompts = [self.data.test[example.id[0]] for examples in self.sampled for example in examples]
-        wanted = {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k}
-        is_chat, cache = all(prompt.rendered for prompt in prompts), self.plan.model.cache_implementation
-        return choose_sampling(model, tokenizer, wanted, chat=is_chat, cache_implementation=cache)
+        plan = self.plan.evaluation
+        return choose_sampling(
+            self.objective.policy,
+            self.data.tokenizer,
+            {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k},
+            chat=all(self.data.test[example.id[0]].rendered for example in chain(*self.sampled)),
+            cache_implementation=self.plan.model.cache_implementation,
+        )
 
     def draws_samples(self, n_examples: int) -> bool:
         plan, sampled = self.plan.evaluation, self.interval.sampled
@@ -92,7 +95,7 @@ class Evaluator:
         with closing(self.sampled_models()) as models:
             by_model = [self._answer(model, self.sampled, sampling) for model in models]
         samples, tokenizer = [], self.data.tokenizer
-        for example, policy, *others in zip(chain.from_iterable(self.sampled), *by_model, strict=True):
+        for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
             fed = show_fed(example, prompt, tokenizer)
             reference, ended = (others[0].text, others[0].ended) if others else (None, None)
@@ -104,7 +107,7 @@ class Evaluator:
     def answers(self) -> dict[str, str]:
         """Answer the first N_ASKED held-out prompts, each token the most probable, or raise SamplingFailed."""
         # several examples may have one prompt
-        by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
+        by_prompt = {example.prompt: example for example in chain(*self.prompts)}
         asked = [*by_prompt.values()][:N_ASKED]
         batches = group(asked, self.plan.data.eval_batch_size)
         greedy = self.sampling._replace(temperature=0, max_new_tokens=N_ANSWER_TOKENS)

@@ -342,11 +342,9 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
     answers = [answer for one in drawn for answer in one.answers]
     metrics = {
-        "score": fmean(answer.score for answer in answers),
+        **{name: fmean(values) for name, values in _list_measures(answers).items()},
         "score_best": fmean(one.answers[one.best].score for one in drawn),
         "score_worst": fmean(one.answers[one.worst].score for one in drawn),
-        "length": fmean(len(answer.tokens) for answer in answers),
-        "eos": fmean(answer.ended for answer in answers),
         "ties": fmean(one.is_tie for one in drawn),
         **({"flipped": fmean(one.is_flipped for one in drawn)} if may_flip else {}),
     }
