@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
 from dpo.models.answers import Answer, Sampling, choose_sampling, show_fed, write_turns
-from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
@@ -77,12 +76,7 @@ class Evaluator:
     def metrics(self) -> Reduced:
         if not self.batches:
             return Reduced({}, {})
-        objective = self.objective
-        objective.policy.eval()
-        metrics = objective.evaluate(self.batches, self._iterate)
-        for model in (objective.policy, objective.reference and objective.reference.model):
-            release_gathered(model)
-        return metrics
+        return self.objective.evaluate(self.batches, self._iterate)
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
         for batch in self.progress.over(batches, total=len(batches), what="evaluate"):

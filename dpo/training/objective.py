@@ -300,11 +300,13 @@ class Objective:
 
     def evaluate(self, batches: list[Batch], iterate: Callable[[list[Batch]], Iterable[Batch]]) -> Reduced:
         """Evaluate all examples as one batch; its statistic replaces the running average, which depends on the past."""
+        self.policy.eval()
         columns = self.score_all(iterate(batches))
         scores = make_scores(columns)
         if self.loss.mismatched:
             mismatched_scores = make_scores(self.score_all(iterate([batch.mismatched for batch in batches])))
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
+        self.release()
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
         has_all_roles = all(has_response.any() for has_response in has_role.values())
@@ -321,6 +323,11 @@ class Objective:
             weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=rewards.dtype)
             metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
+
+    def release(self) -> None:
+        """Free the weights that forward passes without a backward pass leave gathered."""
+        for model in (self.policy, self.reference and self.reference.model):
+            release_gathered(model)
 
     @torch.no_grad()
     def score_all(self, batches: Iterable[Batch]) -> NamedTensors:

@@ -257,8 +257,7 @@ class OnlineBatches(Batches):
             Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
             for some in group(examples, self.plan.data.eval_batch_size)
         )
-        for model in (self.objective.policy, self.objective.reference.model):
-            release_gathered(model)
+        self.objective.release()
         return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
