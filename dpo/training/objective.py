@@ -394,19 +394,16 @@ def make_objective(
 ) -> Objective:
     """An objective whose layout both models support; `log` gets the reason if it is not the one asked for."""
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
-    # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
-    longest_example = max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length)
-    n_responses = max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size)
-    # a given reference of another class may not support the policy's layout
-    is_one_class = reference is None or type(reference.model) is type(policy)
     with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
         layout, fallback_reason = choose_layout(
-            plan.data.layout if is_one_class else "padded",
+            # a given reference of another class may not support the policy's layout
+            plan.data.layout if reference is None or type(reference.model) is type(policy) else "padded",
             policy,
             max_length=max_length,
             compute_dtype=autocast or DTYPES[plan.compute_dtype],
-            longest=longest_example,
-            n_responses=n_responses,
+            # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
+            longest=max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length),
+            n_responses=max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size),
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass

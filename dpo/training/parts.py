@@ -130,8 +130,13 @@ def place(plan: Plan, model: Any, mesh: Mesh, compute_dtype: str) -> Any:
 
 
 def make_checkpoints(plan: Plan, mesh: Mesh, evaluator: Evaluator, progress: Progress) -> Checkpoints:
-    run_dir, keep, n_evaluated = Path(plan.run.local_run_dir), evaluator.interval.keep, evaluator.n_examples
-    return Checkpoints(run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
+    return Checkpoints(
+        Path(plan.run.local_run_dir),
+        mesh,
+        keep=evaluator.interval.keep,
+        log=progress.line,
+        n_evaluated=evaluator.n_examples,
+    )
 
 
 def make_callbacks(plan: Plan, data: TrainingData, mesh: Mesh, policy: Any, progress: Progress) -> Callbacks:
