@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,7 +50,7 @@ PERIODS = 10  # equal parts of a run's updates
 LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
 
 
-def append(stream: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
     """Append in one write, to an empty or missing stream after the schema."""
     with stream.open("ab") as file:
         if file.tell() == 0:
@@ -182,7 +181,7 @@ def _make_pairs(table: pa.Table, found: pa.Table) -> list[Pair]:
     for pair in found.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()
         numbers = (pair[name] for name in ("margin_count", "margin_first", "margin_last", "relative_mean"))
-        drawn: dict[str, Any] = {}
+        drawn = {}
         if row["tie"] is not None:
             drawn["texts"] = {name: row[name] for name in ("prompt", "chosen", "rejected")}
             drawn["scores"] = row["score_chosen"], row["score_rejected"]

@@ -65,7 +65,7 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
         found = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
         found += [f"left out: {problem}" for problem in run.problems]
         warnings += [f"{run.name}: {text}" if several else text for text in found]
-    context: dict[str, Any] = {
+    context = {
         "several": several,
         "names": [run.name for run in runs],
         "warnings": warnings,

@@ -34,7 +34,7 @@ def number(value: Any) -> float:
 class Log:
     """Metrics of one split, a row per line; NaN where missing."""
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, lines: Sequence[Mapping] = ()) -> None:
         self.lines = lines
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]
@@ -67,14 +67,14 @@ class Run:
 
     path: Path
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, Any] = field(default_factory=dict)
-    preflight: dict[str, Any] = field(default_factory=dict)
+    config: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+    preflight: dict = field(default_factory=dict)
     train: Log = field(default_factory=Log)
     eval: Log = field(default_factory=Log)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
-    answers: list[dict[str, Any]] = field(default_factory=list)  # the policy's most probable, before and after training
+    samples: list[dict] = field(default_factory=list)
+    drawn: list[dict] = field(default_factory=list)  # prompts with scored answers, by the last updates
+    answers: list[dict] = field(default_factory=list)  # the policy's most probable, before and after training
     nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
     best: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
@@ -118,7 +118,7 @@ class Run:
     def now(self, name: str) -> float:
         return self.ends(name)[1]
 
-    def compared_samples(self) -> list[tuple[dict[str, Any], str, str | None]]:
+    def compared_samples(self) -> list[tuple[dict, str, str | None]]:
         """(sample, label, text) of the newest samples: the reference's text, or the policy's first to the prompt."""
         compared, earliest = [], self.samples[0]["examples"] if self.samples else 0
         first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
@@ -182,7 +182,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return runs
 
 
-def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict[str, Any]:
+def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict:
     """If it cannot be read, note why among the run's problems."""
     try:
         value = read(run.path / name)
@@ -205,7 +205,7 @@ def _read_lines(run: Run, name: str) -> list[str]:
     return (run.path / name).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
-def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
+def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict]:
     """Objects with these keys; other lines are a problem."""
     objects, n_unreadable = [], 0
     for line in _read_lines(run, name):
@@ -222,7 +222,7 @@ def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def describe_answers(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def describe_answers(record: Mapping) -> list[tuple[str, str, str]]:
     """(role, label, text) of the best answer, of others in order, and of the worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
     ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}

@@ -98,7 +98,7 @@ def compare_answers(run: Run) -> tuple[int, int]:
 
 def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
     """Mean changes since the evaluation before the first update, by side, and their rounding."""
-    changes: dict[str, float] = {}
+    changes = {}
     size = 1.0  # of the log-probability of a token
     for side in ("chosen", "rejected"):
         n_tokens = run.count(f"test.mean_{side}_tokens")

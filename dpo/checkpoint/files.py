@@ -81,12 +81,12 @@ def _explaining(directory: Path) -> AbstractContextManager[None]:
     return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 
 
-def describe_file(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict:
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}
 
 
-def hash_manifest(manifest: Mapping[str, Any]) -> str:
+def hash_manifest(manifest: Mapping) -> str:
     entries = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
@@ -147,7 +147,7 @@ def tidy(run_dir: Path) -> None:
             remove(leftover)
 
 
-def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict[str, Any]:
+def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict:
     """Verify every byte, or the files `only`; return the manifest, or raise DamagedCheckpoint."""
     try:
         manifest = _read_manifest(directory)
@@ -166,7 +166,7 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
     return manifest
 
 
-def _read_manifest(directory: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path) -> dict:
     path = directory / MANIFEST
     try:
         manifest = read_json(path)
@@ -183,7 +183,7 @@ def read_state(path: Path) -> Any:
     return read_file(path)["state"]
 
 
-def read_file(path: Path) -> Mapping[str, Any]:
+def read_file(path: Path) -> Mapping:
     """Its tensors are mapped: copy those that you keep, as the file may be deleted."""
     check_readable(path)
     try:

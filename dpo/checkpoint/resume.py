@@ -41,7 +41,7 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys w
 
 class ResumePoint(NamedTuple):
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Mapping
 
 
 class Run(NamedTuple):
@@ -185,14 +185,14 @@ def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
 # --- what must be unchanged ----------------------------------------------------------------------------------------
 
 
-def record_config(plan: Plan) -> dict[str, Any]:
+def record_config(plan: Plan) -> dict:
     """For a manifest: dotted keys, secrets redacted."""
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
-def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
+def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
-    changed: dict[Resume, list[str]] = defaultdict(list)
+    changed = defaultdict(list)
     for key, saved_value in manifest["config"].items():
         if key in REMOVED:
             print(f"{key}={saved_value} of {where} is ignored: it was removed after {REMOVED[key]}")
@@ -208,14 +208,14 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
 
 
-def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
+def record_inputs(data: TrainingData, model_config: Any) -> dict:
     """What `check_inputs` compares, for a manifest."""
     train, test = data.report.train, data.report.test
     model = find_model_facts(model_config)
     return {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "model": model}
 
 
-def find_model_facts(model_config: Any) -> dict[str, Any]:
+def find_model_facts(model_config: Any) -> dict:
     """The entries of a model's config that affect its outputs."""
 
     def is_without_effect(name: str) -> bool:

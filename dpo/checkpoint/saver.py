@@ -69,7 +69,7 @@ class RandomPart(Part):
         super().__init__("random", None)
         self.mesh = mesh
 
-    def gather(self) -> dict[str, Any]:
+    def gather(self) -> dict:
         generator, keys, *others = np.random.get_state()
         state = {  # without arrays, which `read_file` would refuse
             "python": random.getstate(),
@@ -110,14 +110,14 @@ class RunState:
         self.batch_counter += 1
         self.example_counter += n_examples
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "reference": self._frozen_digest,
             **{name: state.state_dict() for name, state in self._states.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         """Raises InputError if the frozen weights have changed."""
         if self._rank == 0 and state["reference"] != self._frozen_digest:
             raise InputError(
@@ -153,7 +153,7 @@ class Checkpoints:
         step_idx: int,
         metrics: Mapping | None,
         quality: float | None,
-        facts: Mapping[str, Any],
+        facts: Mapping,
         elsewhere: Path | None = None,
     ) -> None:
         """Save to `step-N`, LATEST and, if the best so far, BEST; or only `elsewhere`. Every process must call it."""
@@ -207,10 +207,10 @@ class Checkpoints:
             with explaining_library(explain):
                 part.restore(file)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         """BEST is kept if it is in this run's directory, which may be a new one."""
         if state["n_evaluated"] != self.n_evaluated:
             evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dpo.analysis.rules import collapsed
 from dpo.analysis.runs import read_run
@@ -56,7 +55,7 @@ class NonFiniteGuard(Callback):
             prompt_number, index = example.id
             prompt = self.context.data.train[prompt_number]
             texts = {role: unescape(text) for role, text in prompt.texts(index).items()}
-            record: dict[str, Any] = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
+            record = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
                 record |= {"chosen": chosen.text, "rejected": rejected.text}
@@ -80,10 +79,10 @@ class NonFiniteGuard(Callback):
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"skipped": self.skipped}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         self.skipped = state["skipped"]
 
 

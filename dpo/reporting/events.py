@@ -100,11 +100,11 @@ class Callback:
     def on_end(self) -> None:
         """The run is complete, was stopped, or aborted."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         """Tensors, numbers, texts, lists and dicts for a checkpoint."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         """{} if the checkpoint has none."""
 
 
@@ -125,7 +125,7 @@ class Callbacks:
         answers = [callback.allows(update) for callback in self.callbacks.values()]
         return all(answers)
 
-    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+    def state_dict(self) -> dict:
         """The states that are not empty; TypeError for what a checkpoint, which is read as data, cannot restore."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()
@@ -136,6 +136,6 @@ class Callbacks:
             raise TypeError(f"state_dict() must have only tensors, numbers, texts, lists and dicts: {error}") from error
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Mapping[str, Mapping]) -> None:
         for name, callback in self.callbacks.items():
             callback.load_state_dict(states.get(name, {}))

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpo.analysis.runs import describe_answers
 from dpo.models.answers import Drawn
@@ -57,7 +56,7 @@ class Appender(Callback):
         renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in moved.items())
         self.context.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         """Sizes of files, which are synced first."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
@@ -67,7 +66,7 @@ class Appender(Callback):
                     sizes[name] = file.seek(0, os.SEEK_END)
         return {"log_bytes": sizes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         self._sizes = state.get("log_bytes", {})
 
 
@@ -75,7 +74,7 @@ class FileLogger(Appender):
     """Logs metrics, samples and answers; in `env.json` parameter counts and the run's end."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
-    _drawn: Sequence[dict[str, Any]] = ()  # records of the last update's answers, for the next evaluation
+    _drawn: Sequence[dict] = ()  # records of the last update's answers, for the next evaluation
 
     def on_start(self) -> None:
         super().on_start()
@@ -107,10 +106,10 @@ class FileLogger(Appender):
         records = [{"examples": n_examples, "prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
         self._append_records("answers.jsonl", records)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         super().load_state_dict(state)
         self._drawn = state.get("drawn", ())
 
@@ -122,7 +121,7 @@ class FileLogger(Appender):
         line = {"split": split, "examples": examples, "updates": updates, **finite}
         self.append("metrics.jsonl", [json.dumps(line)])
 
-    def _append_records(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def _append_records(self, name: str, records: Sequence[Mapping]) -> None:
         self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
     def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str]]) -> None:
@@ -132,7 +131,7 @@ class FileLogger(Appender):
         self.append("samples.txt", [f"{bar} {heading} {bar}", *lines, ""])
 
 
-def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
+def _make_record(n_examples: int, drawn: Drawn) -> dict:
     answers = [
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers

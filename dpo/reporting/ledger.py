@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ class Ledger(Appender):
         values = {name: column.tolist() for name, column in table.items()}
         rows = []
         for i, example in enumerate(examples):
-            row: dict[str, Any] = {
+            row = {
                 "example": example.digest,
                 "dataset": example.dataset,
                 "update": update,

@@ -47,11 +47,11 @@ class TensorBoardLogger(Callback):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         self._writer.flush()
         return {"examples": self._n_examples}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         self._n_examples = state.get("examples", -1)
 
     def on_end(self) -> None:
@@ -95,7 +95,7 @@ class WandbLogger(Callback):
         self._upload("preflight.json")
 
     @staticmethod
-    def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
+    def _start(wandb: Any, settings: Mapping) -> Any:
         """Offline without a key or after an error."""
         # metadata would have the command line
         init = partial(wandb.init, **settings, settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True))
@@ -136,7 +136,7 @@ class WandbLogger(Callback):
                 table = self._table(columns=["step", "prompt", "sample"], data=rows)
                 self._log({f"{model}_samples": table}, n_examples)
 
-    def _log(self, values: Mapping[str, Any], n_examples: int) -> None:
+    def _log(self, values: Mapping, n_examples: int) -> None:
         self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
@@ -150,10 +150,10 @@ class WandbLogger(Callback):
             cause = f"{type(error).__name__}: {error}"
             print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         # a run that continues another run's checkpoint gets a W&B run of its own
         if state.get("run_dir") == str(self.context.run_dir.resolve()):
             self._run_id, self._best_quality = state["wandb_id"], state["best"]

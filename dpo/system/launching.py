@@ -206,9 +206,9 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
-    processes: list[Any] = []  # by rank
-    pipes: list[Any] = []  # on which each says how its work ended
-    stop_signals: list[int] = []
+    processes = []  # by rank
+    pipes = []  # on which each says how its work ended
+    stop_signals = []
 
     def forward(number: int) -> str:
         """On SIGTERM workers save and stop."""
@@ -244,7 +244,7 @@ def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port:
 def _wait(processes: list[Any], pipes: list[Any], stop_signals: list[int], timeout_secs: float) -> None:
     """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    ends: list[tuple[int, str]] = []  # status and message, in the order of their exits
+    ends = []  # status and message, in the order of their exits
     status, seconds_left = DONE, None
     while running and (exited := wait_for_any(running, seconds_left)):
         for rank in [running.pop(sentinel) for sentinel in exited]:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from types import ModuleType
@@ -52,7 +52,7 @@ def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], w
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
-    pending: deque[Future[Result]] = deque()
+    pending = deque()
     try:
         for item in items:
             pending.append(pool.submit(_work, item))

@@ -114,9 +114,7 @@ def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
 # --- facts about the run ---------------------------------------------------------------------------------------------
 
 
-def write_record(
-    run_dir: Path, config: dict[str, Any], *, processes: int = 1, former: tuple[str, float] | None = None
-) -> None:
+def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None) -> None:
     """Write `config.yaml` and `env.json`; `former` has the continued run's id, and the time of its checkpoint in
     seconds since 1970.
     """
@@ -157,7 +155,7 @@ def write_record(
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
 
 
-def read_record(run_dir: Path) -> dict[str, Any]:
+def read_record(run_dir: Path) -> dict:
     """The facts in `env.json`; empty unless `write_record` wrote them."""
     try:
         facts = read_json(run_dir / "env.json")
@@ -172,7 +170,7 @@ def add_to_record(run_dir: Path, **new_facts: Any) -> None:
         _write_facts(run_dir, {**facts, **new_facts})
 
 
-def _write_facts(run_dir: Path, facts: dict[str, Any]) -> None:
+def _write_facts(run_dir: Path, facts: dict) -> None:
     with replacing(run_dir / "env.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

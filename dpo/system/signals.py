@@ -73,7 +73,7 @@ def end_process(message: str, status: int) -> NoReturn:
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
     """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises KeyboardInterrupt."""
-    first_times: dict[int, float] = {}  # when each signal came first, by its number
+    first_times = {}  # when each signal came first, by its number
 
     def handle(number: int, _: object) -> None:
         now = time.monotonic()

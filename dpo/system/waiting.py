@@ -64,7 +64,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     if not is_shared():
         return make()
     rank, store = dist.get_rank(), default_store()
-    machines: list[str] = [""] * dist.get_world_size()  # by rank
+    machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
     makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
     call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
