@@ -13,7 +13,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.models.adapters import ParameterCount, count_parameters
+from dpo.models.adapters import count_parameters
 from dpo.models.answers import Drawn
 from dpo.settings.plan import Plan
 
@@ -56,9 +56,8 @@ class RunContext(NamedTuple):
     log: Callable[[str], None]  # prints a message, on rank 0
     policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
 
-    @property
-    def parameters(self) -> ParameterCount | None:
-        return None if self.policy is None else count_parameters(self.policy)
+    def count_parameters(self) -> dict:
+        return {} if self.policy is None else {"parameters": count_parameters(self.policy)._asdict()}
 
 
 class Callback:

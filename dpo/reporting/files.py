@@ -78,8 +78,7 @@ class FileLogger(Appender):
 
     def on_start(self) -> None:
         super().on_start()
-        if self.context.parameters is not None:
-            add_to_record(self.run_dir, parameters=self.context.parameters._asdict())
+        add_to_record(self.run_dir, **self.context.count_parameters())
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
@@ -97,9 +96,7 @@ class FileLogger(Appender):
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         self._append_records("samples.jsonl", [{"examples": n_examples, **sample._asdict()} for sample in samples])
         for sample in samples:
-            answers = [("policy", sample.policy)]
-            if sample.reference is not None:
-                answers.append(("reference", sample.reference))
+            answers = [("policy", sample.policy), ("reference", sample.reference)]
             self._append_text(f"after {count(n_examples, 'example')}", sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
@@ -118,16 +115,15 @@ class FileLogger(Appender):
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = {"split": split, "examples": examples, "updates": updates, **finite}
-        self.append("metrics.jsonl", [json.dumps(line)])
+        self._append_records("metrics.jsonl", [{"split": split, "examples": examples, "updates": updates, **finite}])
 
     def _append_records(self, name: str, records: Sequence[Mapping]) -> None:
         self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
-    def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str]]) -> None:
+    def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
         bar, lines = "=" * 30, [prompt.strip()]
         for name, text in answers:
-            lines += [f"--- {name} ---", text.strip()]
+            lines += [] if text is None else [f"--- {name} ---", text.strip()]
         self.append("samples.txt", [f"{bar} {heading} {bar}", *lines, ""])
 
 

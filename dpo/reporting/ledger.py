@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from dpo.analysis.ledger import PARQUET, STREAM, append, find_end, write_parquet
-from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
@@ -33,10 +30,10 @@ class Ledger(Appender):
         write_parquet(self.run_dir)
 
     def on_update(self, update: Update) -> None:
-        self._append("train", update.number, update.examples, update.table, update.drawn)
+        self._append("train", update.number, update, update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._append("eval", evaluation.n_updates, evaluation.examples, evaluation.table)
+        self._append("eval", evaluation.n_updates, evaluation)
 
     def on_end(self) -> None:
         write_parquet(self.run_dir)
@@ -45,17 +42,16 @@ class Ledger(Appender):
         self,
         split: str,
         update: int,
-        examples: Sequence[Example],
-        table: Mapping[str, torch.Tensor],
+        event: Update | Evaluation,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
         score = "rewards" if self.context.plan.loss.scalar_head else "logps"
-        values = {name: column.tolist() for name, column in table.items()}
+        values = {name: column.tolist() for name, column in event.table.items()}
         rows = []
-        for i, example in enumerate(examples):
+        for i, example in enumerate(event.examples):
             row = {
                 "example": example.digest,
                 "dataset": example.dataset,

@@ -25,10 +25,6 @@ SHOWN_METRICS = {  # of an update: label and significant digits
 }
 
 
-def _shows_bars() -> bool:
-    return sys.stdout.isatty()
-
-
 def _find_screen() -> Any:
     """Without the run's log, which has no place for bars."""
     return getattr(sys.stdout, "screen", sys.stdout)
@@ -39,7 +35,7 @@ class Progress(Callback):
 
     def __init__(self, *, interval: float, silent: bool, batch_size: int = 1) -> None:
         self.interval, self.silent, self.batch_size = interval, silent, batch_size
-        self.show_bar = not silent and _shows_bars()
+        self.show_bar = not silent and sys.stdout.isatty()
         self._bars: list[tqdm.tqdm] = []  # of tasks, each of which runs inside the one before it
         self._last_line_time = float("-inf")
 

@@ -78,12 +78,19 @@ class WandbLogger(Callback):
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        plan, parameters, keys = self.context.plan, self.context.parameters, self.context.plan.wandb
-        counts = {} if parameters is None else {"parameters": parameters._asdict()}
-        named = {"name": plan.run.exp_name, "project": keys.project, "entity": keys.entity, "group": keys.group}
-        # an empty list would replace the tags in WANDB_TAGS
-        labels = {"notes": keys.notes, "tags": list(keys.tags) or None, "config": plan.nested_values() | counts}
-        settings = redact(named | labels) | {"dir": str(self.context.run_dir), "id": self._run_id, "resume": "allow"}
+        plan, keys = self.context.plan, self.context.plan.wandb
+        settings = redact(
+            {
+                "name": plan.run.exp_name,
+                "project": keys.project,
+                "entity": keys.entity,
+                "group": keys.group,
+                "notes": keys.notes,
+                "tags": list(keys.tags) or None,  # an empty list would replace the tags in WANDB_TAGS
+                "config": plan.nested_values() | self.context.count_parameters(),
+            }
+        )
+        settings |= {"dir": str(self.context.run_dir), "id": self._run_id, "resume": "allow"}
         with explaining(
             (wandb.Error, ValueError),  # W&B raises them offline too
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
