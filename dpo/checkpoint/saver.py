@@ -144,7 +144,6 @@ class Checkpoints:
         self.best_at: int | None = None  # number of examples at BEST
         self.best = -math.inf  # quality of BEST; higher is better
         self.latest = math.nan  # quality of LATEST; NaN if it was not evaluated
-        self._n_meetings = 0
 
     def save(
         self,
@@ -180,19 +179,15 @@ class Checkpoints:
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
         """Each state is whole on rank 0 alone."""
         for part in parts:
-            self._wait_for_rank_0()  # it may still write the previous part
+            meet_rank_0("a checkpoint's part")  # it may still write the previous part
             state = part.gather()
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
 
-    def _wait_for_rank_0(self) -> None:
-        self._n_meetings += 1  # each meeting of the ranks needs a name of its own
-        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
-
     def finish(self) -> None:
         """Wait until rank 0 has written everything."""
-        self._wait_for_rank_0()
+        meet_rank_0("the end of the checkpoints")
         self.mesh.any(False)  # a barrier
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:

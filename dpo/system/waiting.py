@@ -45,18 +45,25 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 
 def meet_rank_0(place: str) -> None:
-    """Rank 0 does not wait; the name of a place is used once in a run."""
+    """Rank 0 does not wait."""
     after_rank_0(place, lambda: None)
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    key = f"rank 0 at {place}"
-    if is_shared() and dist.get_rank() != 0:
+    if not is_shared():
+        return act()
+    key, is_first = f"rank 0 at {_count_call(place)}", dist.get_rank() == 0
+    if not is_first:
         wait_for(key)
     result = act()
-    if is_shared() and dist.get_rank() == 0:
+    if is_first:
         default_store().set(key, "")  # lets the other ranks go on
     return result
+
+
+def _count_call(place: str) -> str:
+    """The place with a number, which is the same on every rank, as all ranks make all calls."""
+    return f"{place}, call {default_store().add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
 
 def once_per_machine(make: Callable[[], str]) -> str:
@@ -67,8 +74,8 @@ def once_per_machine(make: Callable[[], str]) -> str:
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
     makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
-    call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
-    keys = {maker: f"rank {maker}, for its machine, call {call}" for maker in makers}  # where makers put their results
+    place = _count_call("its machine's work")
+    keys = {maker: f"rank {maker} at {place}" for maker in makers}  # where makers put their results
     if rank in makers:
         store.set(keys[rank], make())
     results = {maker: wait_for(key) for maker, key in keys.items()}
@@ -85,12 +92,11 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
     """Return whether each other rank gets there in time, if this one waits at all."""
     if not is_shared():
         return True
-    rank, store = dist.get_rank(), default_store()
-    call = store.add(f"calls of {rank} at {place}", 1)
-    store.set(f"rank {rank} at {place}, call {call}", "")
+    place = _count_call(place)
+    default_store().set(f"rank {dist.get_rank()} at {place}", "")
     try:
         for other in range(dist.get_world_size()) if patience_secs else ():
-            wait_for(f"rank {other} at {place}, call {call}", patience_secs)
+            wait_for(f"rank {other} at {place}", patience_secs)
     except dist.DistError:
         return False
     return True
