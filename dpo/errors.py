@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-Errors = type[Exception] | tuple[type[Exception], ...]
 LONGEST = 300  # characters of a library's message
 
 
@@ -37,7 +37,7 @@ def one_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[None]:
+def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator[None]:
     """Replace `errors` by what `make` returns for their message."""
     try:
         yield

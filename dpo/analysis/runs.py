@@ -156,9 +156,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
     run.warnings = Counter(line.removeprefix(WARNS) for line in _read_lines(run, RUN_LOG) if line.startswith(WARNS))
     names = [entry.name for entry in run.path.iterdir()]
-    run.nonfinite = sorted(
-        int(name.removeprefix("nonfinite-")) for name in names if re.fullmatch(r"nonfinite-\d+", name)
-    )
+    run.nonfinite = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"nonfinite-(\d+)", name)))
     # the link may lead nowhere, or to a checkpoint that was deleted
     best = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
     run.best = int(best[1]) if best and best[0] in names else None

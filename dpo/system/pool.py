@@ -12,27 +12,25 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import tqdm
 
 from dpo.errors import RunError
 
 ITEMS_PER_CHUNK = 1000
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-WORKER: dict[str, Callable[..., Any]] = {}  # in a worker: its function
+WORKER = {}  # in a worker: its function
 
 
 def map_chunks(
-    function: Callable[[list[Item]], Result],
-    items: Iterable[Item],
+    function: Callable[[list], Any],
+    items: Iterable,
     n_items: int,
     description: str,
     per_worker: int | None,
     *,
     silent: bool = False,
-) -> Iterator[Result]:
+) -> Iterator:
     """Yield results for chunks of items, in order, with a progress bar on a terminal.
 
     There is a process for each `per_worker` items, at most one a core; None: this process does it all.
@@ -47,7 +45,7 @@ def map_chunks(
             bar.update(min(ITEMS_PER_CHUNK, n_items - bar.n))
 
 
-def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], workers: int) -> Iterator[Result]:
+def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iterator:
     """Read few items ahead; the processes are new, not forked."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
@@ -67,7 +65,7 @@ def _map_in_processes(function: Callable[[Any], Result], items: Iterable[Any], w
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(function: Callable[..., Any]) -> None:
+def _begin_worker(function: Callable) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the results
     WORKER["function"] = function
 

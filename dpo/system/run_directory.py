@@ -56,10 +56,9 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
-def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
+def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
     """Raise InputError if a run would overwrite more than what a run left that never began to train."""
-    run_dir = Path(path)
-    with _explaining_errors(path):
+    with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")
     if not read_record(run_dir):
@@ -69,16 +68,16 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
         names.remove(LOCK)  # of a run that was killed while it started
     if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(held)}), or other files of these names: choose "
+            f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: choose "
             f"another directory, move them away, or continue the run with resume=auto"
         )
 
 
-def lock_run_dir(path: str | Path) -> IO:
+def lock_run_dir(run_dir: Path) -> IO:
     """Create the directory if need be, and lock it while the returned file is open."""
-    with _explaining_errors(path):
-        Path(path).mkdir(parents=True, exist_ok=True)
-        file = (Path(path) / LOCK).open("a+", encoding="utf-8", errors="replace")
+    with _explaining_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -86,10 +85,10 @@ def lock_run_dir(path: str | Path) -> IO:
             file.seek(0)
             holder = file.read(200).strip()
         raise InputError(
-            f"local_run_dir={path} is locked by {holder}: stop that process first, or choose another directory"
+            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
         ) from error
     except OSError as error:  # some network file systems have no locks
-        print(f"warning: {path} cannot be locked ({error}): do not start a second run there")
+        print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     else:
         file.truncate(0)
         print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -106,9 +105,9 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
+def _explaining_errors(run_dir: Path) -> AbstractContextManager[None]:
     advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
-    return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))
+    return explaining(OSError, lambda why: InputError(f"local_run_dir={run_dir} cannot be written: {why}; {advice}"))
 
 
 # --- facts about the run ---------------------------------------------------------------------------------------------
