@@ -1,4 +1,4 @@
-"""The report's rules; a condition returns the numbers that it is about, or None if it does not hold."""
+"""The report's rules; a condition returns the numbers that it is about, or "" if it does not hold."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ ANY = FIXED | ONLINE
 FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # counts of the preflight
 
 
-def skipped_updates(run: Run) -> str | None:
+def skipped_updates(run: Run) -> str:
     is_skipped = ~np.isfinite(run.train["loss/train"] + run.train["grad_norm"])
     skipped = [*run.train.updates[is_skipped], *(run.nonfinite[-1:] if run.state == "aborted" else ())]
-    return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else None
+    return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 
 
-def collapsed(run: Run) -> str | None:
+def collapsed(run: Run) -> str:
     """Half of the last 16 losses are 5 times the first, which counts as at least 0.5, and margins do not grow."""
     is_finite = np.isfinite(run.train["loss/train"])
     losses, margins = (run.train[name][is_finite] for name in ("loss/train", "rewards_train/margins"))
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
     if len(losses) < 16 or run.objective.needs_squares:
-        return None
+        return ""
     first, first_margin, now = losses[0], margins[0], np.median(losses[-16:])
     if run.eval.has("loss/eval") and run.eval.examples[0] == 0:
         first, first_margin = run.eval["loss/eval"][0], run.eval["rewards_eval/margins"][0]
     grows = margins[-16:].mean() > first_margin  # false without pairs
     is_high = now > first + 4 * max(abs(first), 0.5)
-    return f"loss/train {figure(now)} now, {figure(first)} at the start" if is_high and not grows else None
+    return f"loss/train {figure(now)} now, {figure(first)} at the start" if is_high and not grows else ""
 
 
 def describe_changes(changes: Mapping[str, float]) -> str:
@@ -61,56 +61,56 @@ def describe_changes(changes: Mapping[str, float]) -> str:
     return f"change of held-out log-probabilities per token: {shown}"
 
 
-def chosen_falls(run: Run) -> str | None:
+def chosen_falls(run: Run) -> str:
     """Chosen responses that lost more than the margin grew, and a tenth of a nat a token, or half a nat."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or not run.objective.margin_only:
-        return None
+        return ""
     fall, margin = -changes["chosen"], changes["chosen"] - changes["rejected"]
-    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else None
+    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else ""
 
 
-def no_better_than_chance(run: Run) -> str | None:
+def no_better_than_chance(run: Run) -> str:
     accuracy = run.eval.last(EVAL_ACCURACY)
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
-        return None
+        return ""
     low, high = share_interval(accuracy, n_effective(run))
     pairs, interval = count(n_evaluated(run), "pair"), f"95 % interval {figure(low)} to {figure(high)}"
-    return f"{EVAL_ACCURACY} {figure(accuracy)} on {pairs}, {interval}" if high < 0.55 else None
+    return f"{EVAL_ACCURACY} {figure(accuracy)} on {pairs}, {interval}" if high < 0.55 else ""
 
 
-def overfitted(run: Run) -> str | None:
+def overfitted(run: Run) -> str:
     """A held-out loss that rose by a tenth, while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
     before, now = run.ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
-        return None
+        return ""
     best = int(losses.argmin())
     if losses[-1] - losses[best] <= max(0.1 * abs(losses[best]), 0.02):
-        return None
+        return ""
     held_out = f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at last"
     return f"{held_out}; loss/train {figure(before)} at first, {figure(now)} now"
 
 
-def best_is_earlier(run: Run) -> str | None:
+def best_is_earlier(run: Run) -> str:
     name, sign = (HELD_OUT_SCORE, +1) if run.eval.has(HELD_OUT_SCORE) else run.objective.best
     examples, values = run.eval.points(name)
     at_best = values[examples == run.best]  # two, if a resumed run evaluated again there
     if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
-        return None
+        return ""
     return f"{name} {figure(at_best[-1])} at {count(run.best or 0, 'example')}, {figure(values[-1])} at last"
 
 
-def without_effect(run: Run) -> str | None:
+def without_effect(run: Run) -> str:
     if run.state != "complete":
-        return None
+        return ""
     peak, largest = number(run.setting("lr")), float(np.max(run.train.points("lr")[1], initial=0))
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if 0 < largest < 0.999 * peak and not is_scaled:
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
     has_effect = compare_answers(run)[0] > 0 or max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE
-    return None if has_effect else describe_changes(changes)
+    return "" if has_effect else describe_changes(changes)
 
 
 def is_broken(text: str) -> bool:
@@ -119,73 +119,73 @@ def is_broken(text: str) -> bool:
     return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
 
 
-def broken_samples(run: Run) -> str | None:
+def broken_samples(run: Run) -> str:
     """A tenth of the samples, and twice as many as of those that they are compared with; or all."""
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
     n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
     if not n_policy or n_policy < (len(samples) if 2 * n_other > n_policy else 0.1 * len(samples)):
-        return None
+        return ""
     return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
 
-def sample_lengths(run: Run) -> str | None:
+def sample_lengths(run: Run) -> str:
     """Samples that are longer, or shorter, than others to the same prompts, by half and by more than chance."""
     n_words = [(len(s["policy"].split()), len((other or "").split())) for s, _, other in run.compared_samples()]
     n_words = np.array([pair for pair in n_words if min(pair) > 0], dtype=float).reshape(-1, 2)
     if not len(n_words):
-        return None
+        return ""
     (after, before), longer = n_words.mean(axis=0), np.sign(n_words[:, 0] - n_words[:, 1]).sum()
     by_chance = 2 * math.sqrt(len(n_words))  # two standard errors of a sign test
     if max(after, before) < max(1.5 * min(after, before), min(after, before) + 5) or abs(longer) < by_chance:
-        return None
+        return ""
     return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
 
 
-def faulty_examples(run: Run) -> str | None:
+def faulty_examples(run: Run) -> str:
     examples = run.count("train.examples")
     counts = {name: n for name in FAULTS if (n := run.count(f"train.{name}")) >= 0.01 * examples > 0}
-    return ", ".join(f"{name} {n:,.0f} ({percent(n / examples)})" for name, n in counts.items()) or None
+    return ", ".join(f"{name} {n:,.0f} ({percent(n / examples)})" for name, n in counts.items())
 
 
-def length_in_data(run: Run) -> str | None:
+def length_in_data(run: Run) -> str:
     share = run.count("train.chosen_longer")
-    return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else None
+    return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else ""
 
 
-def uneven_labels(run: Run) -> str | None:
+def uneven_labels(run: Run) -> str:
     desirable, undesirable = (
         number(run.setting(f"loss.{side}_weight")) * run.count(f"train.{side}") for side in ("desirable", "undesirable")
     )
     if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
-        return None
+        return ""
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
-def answers_worse(run: Run) -> str | None:
+def answers_worse(run: Run) -> str:
     n, rate = n_evaluated(run, "prompts"), run.eval.last("online_eval/win_rate")
     if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
-        return None
+        return ""
     return f"online_eval/win_rate {figure(rate)} on {count(n, 'held-out prompt')}"
 
 
-def scores_with_length(run: Run) -> str | None:
+def scores_with_length(run: Run) -> str:
     lengths, scores = run.ends("online/length"), run.ends("online/score")
     if not (lengths[1] >= 1.5 * lengths[0] and scores[1] > scores[0]):
-        return None
+        return ""
     before, after = (f"{figure(n)} tokens, score {figure(x)}" for n, x in zip(lengths, scores, strict=True))
     return f"{before} at first; {after} now"
 
 
-def is_outside(run: Run, name: str, *, low: float = -math.inf, high: float = math.inf) -> str | None:
+def is_outside(run: Run, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
     value = run.now(name)
-    return f"{name} {figure(value)}" if value < low or value > high else None
+    return f"{name} {figure(value)}" if value < low or value > high else ""
 
 
 class Rule(NamedTuple):
     level: str  # WARNING or NOTE
     title: str
-    condition: Callable[[Run], str | None]  # returns the numbers that it is about
+    condition: Callable[[Run], str]  # returns the numbers that it is about
     advice: str
     kinds: frozenset[str] = ANY  # of data
 
@@ -235,5 +235,4 @@ RULES = (  # in the order of the page
 def find_all(run: Run) -> list[tuple[Rule, str]]:
     """Warnings come first."""
     kind = "online" if run.online else run.objective.trains_on
-    values = ((rule, rule.condition(run)) for rule in RULES if kind in rule.kinds)
-    return [(rule, value) for rule, value in values if value is not None]
+    return [(rule, value) for rule in RULES if kind in rule.kinds and (value := rule.condition(run))]

@@ -92,8 +92,7 @@ class CollapseWarner(Callback):
     _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        numbers = None if self._has_warned else collapsed(read_run(self.context.run_dir))
-        if numbers is not None:
+        if not self._has_warned and (numbers := collapsed(read_run(self.context.run_dir))):
             self._has_warned = True
             advice = "it seldom recovers: stop, and start again with a tenth of lr, more warmup_steps or a larger batch"
             self.context.log(f"warning: the run has collapsed: {numbers}; {advice}")
