@@ -95,12 +95,13 @@ class RandomPart(Part):
 class RunState:
     """The part `trainer`; of frozen weights (of the reference or an adapted base) only a digest is saved."""
 
+    example_counter = 0  # examples trained on
+    batch_counter = 0  # updates applied or skipped
+    evaluated_at: int | None = None  # example_counter at the last evaluation
+    samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
+    saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
+
     def __init__(self, reference: Any, base_digest: str | None, *, rank: int, **states: Any) -> None:
-        self.example_counter = 0  # examples trained on
-        self.batch_counter = 0  # updates applied or skipped
-        self.evaluated_at: int | None = None  # example_counter at the last evaluation
-        self.samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
-        self.saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
         self._rank, self._states, self._frozen_digest = rank, dict(states), base_digest
         if reference:
             self._frozen_digest = reference.digest
@@ -136,14 +137,14 @@ class RunState:
 class Checkpoints:
     """BEST is the best of evaluations of the same `n_evaluated` examples."""
 
+    best_at: int | None = None  # number of examples at BEST
+    best = -math.inf  # quality of BEST; higher is better
+
     def __init__(
         self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None], n_evaluated: int = 0
     ) -> None:
         self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
         self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
-        self.best_at: int | None = None  # number of examples at BEST
-        self.best = -math.inf  # quality of BEST; higher is better
-        self.latest = math.nan  # quality of LATEST; NaN if it was not evaluated
 
     def save(
         self,
@@ -157,11 +158,9 @@ class Checkpoints:
     ) -> None:
         """Save to `step-N`, LATEST and, if the best so far, BEST; or only `elsewhere`. Every process must call it."""
         links = [] if elsewhere else ["LATEST"]
-        if not elsewhere:
-            self.latest = math.nan if quality is None else quality
-            if self.latest > self.best:  # false for NaN
-                self.best, self.best_at = self.latest, step_idx
-                links.append("BEST")
+        if links and quality is not None and quality > self.best:  # false for NaN
+            self.best, self.best_at = quality, step_idx
+            links.append("BEST")
         states = self._gather(parts)  # a generator: each part is gathered when taken from it
         if self.mesh.rank != 0:
             for _ in states:  # take part in the collectives

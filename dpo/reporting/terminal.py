@@ -33,11 +33,12 @@ def _find_screen() -> Any:
 class Progress(Callback):
     """A bar on a terminal, or lines in a log: for updates at most every `interval` seconds."""
 
+    _last_line_time = float("-inf")
+
     def __init__(self, *, interval: float, silent: bool, batch_size: int = 1) -> None:
         self.interval, self.silent, self.batch_size = interval, silent, batch_size
         self.show_bar = not silent and sys.stdout.isatty()
         self._bars: list[tqdm.tqdm] = []  # of tasks, each of which runs inside the one before it
-        self._last_line_time = float("-inf")
 
     @classmethod
     def of(cls, plan: Plan, *, silent: bool) -> Progress:

@@ -186,9 +186,8 @@ class RunLog:
     they are kept, as a refused run leaves no directory.
     """
 
-    def __init__(self) -> None:
-        self._kept, self._unfinished = "", ""
-        self._path: Path | None = None  # of the log, once it is open
+    _kept = _unfinished = ""
+    _path: Path | None = None  # of the log, once it is open
 
     def begin(self, kept: str = "") -> None:
         """Record from now on; `kept` was printed before."""
