@@ -31,7 +31,7 @@ class NonFiniteGuard(Callback):
         grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
         if math.isfinite(grad_norm) and losses.isfinite().all():
             return True
-        folder = self.context.run_dir / f"nonfinite-{update.number}"
+        folder = self.run_dir / f"nonfinite-{update.number}"
         if self.context.rank == 0:
             self._write(folder, update)
         self.skipped += 1
@@ -39,16 +39,16 @@ class NonFiniteGuard(Callback):
             f"update {update.number} has loss {losses.mean():.4g} and gradient norm {grad_norm:.4g}; its examples are "
             f"in {folder}"
         )
-        if self.context.plan.training.nan_policy == "raise":
+        if self.plan.training.nan_policy == "raise":
             raise NonFinite(f"{problem}; the update was not applied; nan_policy=skip would skip it and continue")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{problem}; {MAX_SKIPPED} updates were skipped before")
-        self.context.log(f"warning: {problem}; the update was skipped")
+        self.log(f"warning: {problem}; the update was skipped")
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
         """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
-        trains_on, lines = self.context.plan.loss.trains_on, []
+        trains_on, lines = self.plan.loss.trains_on, []
         columns = {name: column.tolist() for name, column in update.table.items()}
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
@@ -92,7 +92,7 @@ class CollapseWarner(Callback):
     _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if not self._has_warned and (numbers := collapsed(read_run(self.context.run_dir))):
+        if not self._has_warned and (numbers := collapsed(read_run(self.run_dir))):
             self._has_warned = True
             advice = "it seldom recovers: stop, and start again with a tenth of lr, more warmup_steps or a larger batch"
-            self.context.log(f"warning: the run has collapsed: {numbers}; {advice}")
+            self.log(f"warning: the run has collapsed: {numbers}; {advice}")

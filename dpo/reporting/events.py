@@ -67,7 +67,7 @@ class Callback:
     derived: tuple[str, ...] = ()  # files made from `files`
 
     def __init__(self, context: RunContext) -> None:
-        self.context = context
+        self.context, self.plan, self.run_dir, self.log = context, context.plan, context.run_dir, context.log
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from dpo.analysis.runs import describe_answers
 from dpo.models.answers import Drawn
 from dpo.numbers import count
-from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
+from dpo.reporting.events import Callback, Evaluation, Sample, Update
 from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, now
 
@@ -22,10 +22,7 @@ class Appender(Callback):
     A file that is shorter, or that the checkpoint does not know, is renamed; its complete records go into a new one.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.run_dir = context.run_dir
-        self._sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
+    _sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
 
     def append(self, name: str, lines: Iterable[str]) -> None:
         with (self.run_dir / name).open("ab") as file:
@@ -54,7 +51,7 @@ class Appender(Callback):
             with moved[path.name].open("rb") as old_file:
                 path.write_bytes(old_file.read(end))
         renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in moved.items())
-        self.context.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
+        self.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
 
     def state_dict(self) -> dict:
         """Sizes of files, which are synced first."""
@@ -82,7 +79,7 @@ class FileLogger(Appender):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        n_recorded = self.context.plan.evaluation.n_eval_model_samples
+        n_recorded = self.plan.evaluation.n_eval_model_samples
         self._drawn = [_make_record(update.n_examples, drawn) for drawn in list(update.drawn.values())[:n_recorded]]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

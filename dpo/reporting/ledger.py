@@ -47,8 +47,8 @@ class Ledger(Appender):
     ) -> None:
         """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
-        updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
-        score = "rewards" if self.context.plan.loss.scalar_head else "logps"
+        updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
+        score = "rewards" if self.plan.loss.scalar_head else "logps"
         values = {name: column.tolist() for name, column in event.table.items()}
         rows = []
         for i, example in enumerate(event.examples):

@@ -22,11 +22,10 @@ class ReportWriter(Callback):
         return super().is_wanted(context) and context.plan.run.report
 
     def on_end(self) -> None:
-        run_dir = self.context.run_dir
-        page = run_dir / REPORT
+        page = self.run_dir / REPORT
         try:
             subprocess.run(
-                [sys.executable, "-m", "dpo.analysis.page", str(run_dir.absolute()), str(page.parent.absolute())],
+                [sys.executable, "-m", "dpo.analysis.page", str(self.run_dir.absolute()), str(page.parent.absolute())],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -35,7 +34,7 @@ class ReportWriter(Callback):
                 timeout=LONGEST_SECS,
                 check=True,
             )
-            self.context.log(f"report: {page}")
+            self.log(f"report: {page}")
         except subprocess.SubprocessError:
-            command = f"python -m scripts.report {run_dir}"
-            self.context.log(f"warning: the report was not written; {command} writes it, or says why not")
+            command = f"python -m scripts.report {self.run_dir}"
+            self.log(f"warning: the report was not written; {command} writes it, or says why not")

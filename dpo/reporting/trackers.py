@@ -32,7 +32,7 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self.context.run_dir / "tensorboard"
+        folder = self.run_dir / "tensorboard"
         # TensorBoard hides older events from this step on: the checkpoint, from which they come again, knows none
         self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
 
@@ -78,19 +78,19 @@ class WandbLogger(Callback):
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
-        plan, keys = self.context.plan, self.context.plan.wandb
+        keys = self.plan.wandb
         settings = redact(
             {
-                "name": plan.run.exp_name,
+                "name": self.plan.run.exp_name,
                 "project": keys.project,
                 "entity": keys.entity,
                 "group": keys.group,
                 "notes": keys.notes,
                 "tags": list(keys.tags) or None,  # an empty list would replace the tags in WANDB_TAGS
-                "config": plan.nested_values() | self.context.count_parameters(),
+                "config": self.plan.nested_values() | self.context.count_parameters(),
             }
         )
-        settings |= {"dir": str(self.context.run_dir), "id": self._run_id, "resume": "allow"}
+        settings |= {"dir": str(self.run_dir), "id": self._run_id, "resume": "allow"}
         with explaining(
             (wandb.Error, ValueError),  # W&B raises them offline too
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
@@ -120,13 +120,13 @@ class WandbLogger(Callback):
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
-        if now - self._last_train_time >= self.context.plan.run.minimum_log_interval_secs:
+        if now - self._last_train_time >= self.plan.run.minimum_log_interval_secs:
             self._last_train_time = now
             self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
-        metric, sign = self.context.plan.best
+        metric, sign = self.plan.best
         quality, prefixes = sign * evaluation.metrics.get(metric, math.nan), ["last"]
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
             self._best_quality = quality
@@ -158,11 +158,11 @@ class WandbLogger(Callback):
             print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict:
-        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}
+        return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping) -> None:
         # a run that continues another run's checkpoint gets a W&B run of its own
-        if state.get("run_dir") == str(self.context.run_dir.resolve()):
+        if state.get("run_dir") == str(self.run_dir.resolve()):
             self._run_id, self._best_quality = state["wandb_id"], state["best"]
 
     def on_abort(self, reason: str) -> None:
@@ -175,8 +175,8 @@ class WandbLogger(Callback):
 
     def _upload(self, name: str) -> None:
         """If the file exists and `wandb.artifacts` is true."""
-        folder = self.context.run_dir
-        if self.context.plan.wandb.artifacts and (folder / name).is_file():
+        folder = self.run_dir
+        if self.plan.wandb.artifacts and (folder / name).is_file():
             # escaped, as W&B takes both paths for glob patterns
             save = partial(self.run.save, escape(str(folder / name)), base_path=escape(str(folder)), policy="now")
             self._unless_disabled(save)
