@@ -168,18 +168,16 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
         status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
         message = f"rank {rank} {what}:\n{traceback.format_exc()}"
     if dist.is_initialized():
+        store = waiting.default_store()
         with suppress(dist.DistError):  # rank 0 may have taken the store with it
-            waiting.default_store().set(waiting.FAILURE, "")  # ranks that wait for this one give up
+            store.set(waiting.FAILURE, "")  # ranks that wait for this one give up
             if status == LOST_CONTACT:
-                message += _name_silent_ranks(rank, world_size)
+                message += _name_silent_ranks(store, rank, world_size)
     return status, message
 
 
-def _name_silent_ranks(rank: int, world_size: int) -> str:
+def _name_silent_ranks(store: dist.Store, rank: int, world_size: int) -> str:
     """Say which ranks, after a while, have not lost contact: one of these is why the others have."""
-    from dpo.system.waiting import default_store
-
-    store = default_store()
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
     others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
