@@ -10,11 +10,11 @@ LONGEST = 300  # characters of a library's message
 
 
 class InputError(ValueError):
-    """Bad input from a user, in a sentence with value and fix; exit status 2. Others but RunError are bugs of ours."""
+    """Bad input, in a sentence with value and fix; exit status 2. Others but RunError are bugs of ours."""
 
 
 class RunError(RuntimeError):
-    """A failure that is not a bug, with its cause and fix; exit status 1."""
+    """A failure that is no bug, with cause and fix; exit status 1."""
 
 
 class NonFinite(RunError):

@@ -1,5 +1,3 @@
-"""Numbers as text."""
-
 from __future__ import annotations
 
 import math

@@ -83,13 +83,13 @@ def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Over windows of about a fifteenth of all values, at least 5, cut at both ends."""
+    """Windows are about a fifteenth of all values, at least 5, and cut at both ends."""
     window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
-    """Make a PNG without pyplot, so that no window opens and no global state changes."""
+    """Without pyplot no window opens, and no global state changes."""
     with matplotlib.style.context(STYLE):
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")

@@ -1,5 +1,5 @@
-"""A ledger, with a row per example and visit (docs/metrics.md): an Arrow stream, which can be read after a kill and
-truncated, and `ledger.parquet`, which is made from it.
+"""A ledger has a row per example and visit (docs/metrics.md), in an Arrow stream that can be read after a kill and
+truncated, and in `ledger.parquet`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def read_ledger(run_dir: Path) -> pa.Table:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """The end of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
+    """Of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
     return 0
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the rows of each complete append, and the byte where it ends; first no rows, and the end of the schema."""
+    """The rows of each complete append, and the byte where it ends; first no rows, and the end of the schema."""
     check_readable(stream)
     with stream.open("rb") as file:
         with explaining_library(lambda why: InputError(f"{stream} cannot be read as a ledger: {one_sentence(why)}")):

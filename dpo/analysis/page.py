@@ -1,5 +1,4 @@
-"""The report, one file whose texts are escaped and that runs no code, as samples and settings come from models and
-users.
+"""The report, one file whose texts are escaped and that runs no code, as samples and settings come from others.
 
 A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `scripts.report`.
 """
@@ -40,9 +39,7 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
-    """Raises InputError for a path that is no run, and if `out` cannot be written or has another file of the page's
-    name.
-    """
+    """Raises InputError for what is no run, and if `out` cannot be written or has another file of the page's name."""
     contents, page = read_runs(runs, ended=ended), out / REPORT.name
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
 
 
 def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
-    """The page of a run, or of several compared, as HTML."""
+    """Of a run, or of several compared."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     several, warnings = len(runs) > 1, []
@@ -99,7 +96,6 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
 
 
 def list_results(run: Run) -> dict[str, tuple[str, str]]:
-    """The numbers that readers look for first, each with a detail."""
     results = {}
     for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
@@ -119,7 +115,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
 
 
 def list_cards(run: Run) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Prompts with (role, label, text) of each answer: what the last update drew, and the newest samples."""
+    """(prompt, answers), each answer as (role, label, text): what the last update drew, and the newest samples."""
     cards = []
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     for record in newest[:MOST_DRAWN]:

@@ -42,7 +42,7 @@ def skipped_updates(run: Run) -> str:
 
 
 def collapsed(run: Run) -> str:
-    """Half of the last 16 losses are 5 times the first, which counts as at least 0.5, and margins do not grow."""
+    """Half of the last 16 losses are 5 times the first (at least 0.5), and margins do not grow."""
     is_finite = np.isfinite(run.train["loss/train"])
     losses, margins = (run.train[name][is_finite] for name in ("loss/train", "rewards_train/margins"))
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
@@ -80,7 +80,6 @@ def no_better_than_chance(run: Run) -> str:
 
 
 def overfitted(run: Run) -> str:
-    """A held-out loss that rose by a tenth, while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
     before, now = run.ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
@@ -233,6 +232,5 @@ RULES = (  # in the order of the page
 
 
 def find_all(run: Run) -> list[tuple[Rule, str]]:
-    """Warnings come first."""
     kind = "online" if run.online else run.objective.trains_on
     return [(rule, value) for rule in RULES if kind in rule.kinds and (value := rule.condition(run))]

@@ -1,6 +1,4 @@
-"""A run as read from its directory, without torch; parts that cannot be read are left out, and listed in
-`Run.problems`.
-"""
+"""A run as read from its directory; what cannot be read is left out, and listed in `Run.problems`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ class Run:
 
     @property
     def progress(self) -> str:
-        """`6 of 8 updates`, the second as the preflight counted them."""
+        """`6 of 8 updates`."""
         total = self.count("updates")
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 

@@ -59,7 +59,6 @@ def describe_result(run: Run) -> str:
 
 
 def describe_change(run: Run) -> str:
-    """How answers and likelihoods changed; "" if unknown."""
     n_differ, n_answers = compare_answers(run)
     changes, rounding = find_changes_per_token(run)
     facts = []

@@ -92,7 +92,7 @@ def hash_manifest(manifest: Mapping) -> str:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a directory's entries, to the disk."""
+    """Also for a directory's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +101,7 @@ def sync(path: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make a link (LATEST, BEST) to a sibling directory, atomically."""
+    """A link (LATEST, BEST) to a sibling directory, atomically."""
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync(link.parent)
@@ -125,7 +125,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove all but the `keep` newest, BEST and LATEST."""
+    """All but the `keep` newest, BEST and LATEST go."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:

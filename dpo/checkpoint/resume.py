@@ -1,5 +1,3 @@
-"""Resuming a run: its directory, its checkpoint, and what must be unchanged."""
-
 from __future__ import annotations
 
 import json
@@ -226,7 +224,6 @@ def find_model_facts(model_config: Any) -> dict:
 
 
 def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    """Raise InputError if data, tokenizer or model have changed."""
     if resume_point is None:
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)

@@ -1,5 +1,3 @@
-"""What a checkpoint consists of, saved and restored while a run trains."""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +22,7 @@ COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "
 
 
 class Part:
-    """The whole state of `source`, in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
+    """A state in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
     def __init__(self, name: str, source: Any) -> None:
         self.name, self.source = name, source

@@ -1,5 +1,3 @@
-"""Guard against NaN, and a warning about collapse."""
-
 from __future__ import annotations
 
 import json

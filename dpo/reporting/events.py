@@ -115,7 +115,6 @@ class Callbacks:
         self.callbacks = {**given, **wanted}
 
     def emit(self, event: str, *details: Any) -> None:
-        """Call `on_EVENT(*details)` of each callback."""
         for callback in self.callbacks.values():
             getattr(callback, f"on_{event}")(*details)
 

@@ -29,7 +29,7 @@ class Appender(Callback):
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
-        """Position after the last complete record, a line, in the first `size` bytes."""
+        """After the last complete record, a line, in the first `size` bytes."""
         with path.open("rb") as file:
             return file.read(size).rfind(b"\n") + 1
 

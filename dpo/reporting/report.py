@@ -1,5 +1,3 @@
-"""Report of a run (`report=true`), written by a separate process."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Callbacks, by the names of their states in checkpoints."""
-
 from __future__ import annotations
 
 from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard

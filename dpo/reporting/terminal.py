@@ -1,5 +1,3 @@
-"""Progress of a run: a bar, or lines in a log file."""
-
 from __future__ import annotations
 
 import io
@@ -79,7 +77,6 @@ class Progress(Callback):
         self.line("\n".join([f"evaluation after {n_examples}:", *lines]))
 
     def line(self, text: str) -> None:
-        """Print a line above the bar."""
         if not self.silent:
             above_bar = tqdm.tqdm.external_write_mode(file=_find_screen()) if self.show_bar else nullcontext()
             with above_bar:
@@ -87,7 +84,7 @@ class Progress(Callback):
                 print(f"{text}\n", end="", flush=True)
 
     def close(self) -> None:
-        """Close all bars, so that further output appears below them."""
+        """Further output appears below the bars."""
         while self._bars:
             self._bars.pop().close()
 

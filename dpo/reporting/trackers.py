@@ -1,4 +1,4 @@
-"""TensorBoard, and Weights & Biases, which only this file imports."""
+"""The only file that imports wandb."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
-    """Writes metrics against examples to the run's directory `tensorboard`."""
-
     _n_examples = -1  # at the last event
 
     @classmethod

@@ -1,5 +1,3 @@
-"""Numerical settings of torch."""
-
 from __future__ import annotations
 
 import os
@@ -29,7 +27,6 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 
 def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of autocast, or `dtype` without autocast."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype  # also on the meta device, which has no autocast

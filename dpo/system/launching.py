@@ -102,7 +102,6 @@ def find_rank_env() -> RankEnv | None:
 
 
 def get_open_port() -> int:
-    """A free TCP port of this machine."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,5 +1,3 @@
-"""Files: checked, parsed, renamed, replaced."""
-
 from __future__ import annotations
 
 import glob

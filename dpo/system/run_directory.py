@@ -51,7 +51,6 @@ def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
-    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, which is not created."""
     # to the microsecond, so that the jobs of a quick sweep get different directories
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
@@ -190,7 +189,7 @@ class RunLog:
     _path: Path | None = None  # of the log, once it is open
 
     def begin(self, kept: str = "") -> None:
-        """Record from now on; `kept` was printed before."""
+        """`kept` was printed before."""
         self.close()
         self._kept, self._unfinished = kept, ""
         sys.stdout, sys.stderr = RecordedStream(sys.stdout, self), RecordedStream(sys.stderr, self)
@@ -200,7 +199,6 @@ class RunLog:
         self.add("")
 
     def close(self) -> None:
-        """Leave the streams as they were."""
         self._path = None
         sys.stdout, sys.stderr = getattr(sys.stdout, "screen", sys.stdout), getattr(sys.stderr, "screen", sys.stderr)
 
