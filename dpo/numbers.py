@@ -16,8 +16,8 @@ def figure(value: float, digits: int = 3) -> str:
     return text if "e" in text else text.replace("-", "\N{MINUS SIGN}")  # 1e-05 keeps its hyphen
 
 
-def signed(value: float, digits: int = 3) -> str:
-    return f"+{figure(value, digits)}" if value >= 0 else figure(value, digits)
+def signed(value: float) -> str:
+    return f"+{figure(value)}" if value >= 0 else figure(value)
 
 
 def percent(share: float) -> str:

@@ -64,7 +64,7 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
         warnings += [f"{run.name}: {text}" if several else text for text in found]
     context = {
         "several": several,
-        "names": [run.name for run in runs],
+        "names": [run.name for run in runs] if several else (),
         "warnings": warnings,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],
         "cards": [] if several else list_cards(runs[0]),
@@ -116,10 +116,8 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
 
 def list_cards(run: Run) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """(prompt, answers), each answer as (role, label, text): what the last update drew, and the newest samples."""
-    cards = []
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-    for record in newest[:MOST_DRAWN]:
-        cards.append((record.get("turns") or record["prompt"], describe_answers(record)))
+    cards = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]
     for sample, label, other in run.compared_samples()[:MOST_SAMPLES]:
         texts = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
         if other is not None:

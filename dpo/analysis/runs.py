@@ -37,9 +37,6 @@ class Log:
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]
 
-    def __len__(self) -> int:
-        return len(self.lines)
-
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._columns:
             self._columns[name] = np.array([number(line.get(name)) for line in self.lines])

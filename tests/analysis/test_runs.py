@@ -40,11 +40,11 @@ def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_prob
     whole = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(whole + '{"split": "train", "exam')
     run = read_run(folder)
-    assert (len(run.train), run.problems) == (2, [])
+    assert (len(run.train.lines), run.problems) == (2, [])
 
     (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n[1]\n{"split": 3}\n' + whole.encode())
     run = read_run(folder)
-    assert len(run.train) == 2
+    assert len(run.train.lines) == 2
     assert run.problems == ["metrics.jsonl: 3 lines cannot be read"]
 
 
