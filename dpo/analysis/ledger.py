@@ -19,30 +19,30 @@ from dpo.system.plain_files import check_readable, replacing
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
 SCHEMA = pa.schema(  # what an example does not have is null
     {
-        "example": pa.string(),
-        "dataset": pa.string(),
-        "update": pa.int64(),
-        "epoch": pa.int64(),
-        "split": pa.string(),
-        "policy_chosen": pa.float64(),  # exact for float32, the usual dtype of log-probabilities
-        "policy_rejected": pa.float64(),
-        "reference_chosen": pa.float64(),
-        "reference_rejected": pa.float64(),
-        "chosen_tokens": pa.int64(),
-        "rejected_tokens": pa.int64(),
-        "truncated": pa.bool_(),
-        "loss": pa.float64(),
-        "margin": pa.float64(),
-        "weight": pa.float64(),
-        "offset": pa.float64(),
+        "example": "string",
+        "dataset": "string",
+        "update": "int64",
+        "epoch": "int64",
+        "split": "string",
+        "policy_chosen": "float64",  # exact for float32, the usual dtype of log-probabilities
+        "policy_rejected": "float64",
+        "reference_chosen": "float64",
+        "reference_rejected": "float64",
+        "chosen_tokens": "int64",
+        "rejected_tokens": "int64",
+        "truncated": "bool",
+        "loss": "float64",
+        "margin": "float64",
+        "weight": "float64",
+        "offset": "float64",
         # of a drawn pair
-        "tie": pa.bool_(),
-        "prompt": pa.large_string(),  # all rows together may exceed 2 GB
-        "chosen": pa.large_string(),
-        "rejected": pa.large_string(),
+        "tie": "bool",
+        "prompt": "large_string",  # all rows together may exceed 2 GB
+        "chosen": "large_string",
+        "rejected": "large_string",
         "others": pa.list_(pa.large_string()),
-        "score_chosen": pa.float64(),
-        "score_rejected": pa.float64(),
+        "score_chosen": "float64",
+        "score_rejected": "float64",
         "score_others": pa.list_(pa.float64()),
     }
 )
