@@ -233,8 +233,9 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     keys = former.keys() | model.keys()
     if former.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys
         keys = (former.keys() & model.keys()) - {VERSION_KEY}
-    for key in sorted(key for key in keys if model.get(key) != former.get(key)):
-        changed.append(f"{key}={model.get(key)} (was {former.get(key)}) in the model's config.json")
+    for key in sorted(keys):
+        if model.get(key) != former.get(key):
+            changed.append(f"{key}={model.get(key)} (was {former.get(key)}) in the model's config.json")
     if changed:
         where = resume_point.path
         raise InputError(
