@@ -60,7 +60,7 @@ class Line(NamedTuple):
     evaluations: tuple[np.ndarray, np.ndarray]
 
 
-def draw_all(runs: Sequence[Run]) -> list[tuple[str, bytes]]:
+def draw_all(runs: Sequence[Run]) -> list[tuple]:
     """(title, PNG) of each chart for which a run has values."""
     return [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(runs)]
 

@@ -53,7 +53,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
     return page
 
 
-def render(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]]) -> str:
+def render(runs: Sequence[Run], pictures: Sequence[tuple]) -> str:
     """Of a run, or of several compared."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -114,7 +114,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     return results
 
 
-def list_cards(run: Run) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def list_cards(run: Run) -> list[tuple]:
     """(prompt, answers), each answer as (role, label, text): what the last update drew, and the newest samples."""
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     cards = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]

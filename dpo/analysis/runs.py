@@ -67,10 +67,10 @@ class Run:
     preflight: dict = field(default_factory=dict)
     train: Log = field(default_factory=Log)
     eval: Log = field(default_factory=Log)
-    samples: list[dict] = field(default_factory=list)
-    drawn: list[dict] = field(default_factory=list)  # prompts with scored answers, by the last updates
-    answers: list[dict] = field(default_factory=list)  # the policy's most probable, before and after training
-    nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
+    samples: Sequence[dict] = ()
+    drawn: Sequence[dict] = ()  # prompts with scored answers, by the last updates
+    answers: Sequence[dict] = ()  # the policy's most probable, before and after training
+    nonfinite: Sequence[int] = ()  # updates with NaN or infinity, whose examples were saved
     best: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
     problems: list[str] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Run:
     def now(self, name: str) -> float:
         return self.ends(name)[1]
 
-    def compared_samples(self) -> list[tuple[dict, str, str | None]]:
+    def compared_samples(self) -> list[tuple]:
         """(sample, label, text) of the newest samples: the reference's text, or the policy's first to the prompt."""
         compared, earliest = [], self.samples[0]["examples"] if self.samples else 0
         first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
@@ -215,7 +215,7 @@ def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict]:
     return objects
 
 
-def describe_answers(record: Mapping) -> list[tuple[str, str, str]]:
+def describe_answers(record: Mapping) -> list[tuple]:
     """(role, label, text) of the best answer, of others in order, and of the worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
     ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
