@@ -76,7 +76,7 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
 
 
-def _explaining(directory: Path) -> AbstractContextManager[None]:
+def _explaining(directory: Path) -> AbstractContextManager:
     said = f"checkpoint {directory} could not be written"
     return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 

@@ -138,9 +138,7 @@ class Checkpoints:
     best_at: int | None = None  # number of examples at BEST
     best = -math.inf  # quality of BEST; higher is better
 
-    def __init__(
-        self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None], n_evaluated: int = 0
-    ) -> None:
+    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0) -> None:
         self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
         self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 

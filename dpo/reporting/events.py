@@ -53,7 +53,7 @@ class RunContext(NamedTuple):
     run_dir: Path
     rank: int
     data: TrainingData
-    log: Callable[[str], None]  # prints a message, on rank 0
+    log: Callable  # prints a message, on rank 0
     policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
 
     def count_parameters(self) -> dict:

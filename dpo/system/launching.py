@@ -38,7 +38,7 @@ PATIENCE = {BAD_INPUT: 1, FAILED: 1, ASKED: 60, LOST_CONTACT: 60, DONE: math.inf
 
 
 def launch(
-    worker: Callable[..., None],
+    worker: Callable,
     world_size: int,
     *args: Any,
     process_group: bool,
@@ -134,7 +134,7 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
-def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
+def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Return exit status and message, "" for a worker that is done."""
     with importing():
         import torch
@@ -200,7 +200,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 # --- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def _spawn(function: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
+def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank

@@ -104,7 +104,7 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def _explaining_errors(run_dir: Path) -> AbstractContextManager[None]:
+def _explaining_errors(run_dir: Path) -> AbstractContextManager:
     advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={run_dir} cannot be written: {why}; {advice}"))
 
