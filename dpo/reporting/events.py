@@ -6,7 +6,6 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ class Update(NamedTuple):
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # metrics of each example and the reference's log-probabilities, (B,) each
     metrics: Mapping[str, float]  # means over the examples, and grad_norm; in `on_update` also lr, speed and others
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
+    drawn: Mapping[int, Drawn] = {}  # the policy's answers, by index in `examples`
 
 
 class Sample(NamedTuple):
@@ -45,7 +44,7 @@ class Evaluation(NamedTuple):
     n_examples: int
     metrics: Mapping[str, float]
     examples: Sequence[Example] = ()
-    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # as in `Update`
+    table: Mapping[str, torch.Tensor] = {}  # as in `Update`
 
 
 class RunContext(NamedTuple):

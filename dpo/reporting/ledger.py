@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from dpo.analysis.ledger import PARQUET, STREAM, append, find_end, write_parquet
 from dpo.models.answers import Drawn
@@ -43,7 +42,7 @@ class Ledger(Appender):
         split: str,
         update: int,
         event: Update | Evaluation,
-        drawn: Mapping[int, Drawn] = MappingProxyType({}),
+        drawn: Mapping[int, Drawn] = {},
     ) -> None:
         """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
