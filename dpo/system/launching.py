@@ -17,15 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.system.host import importing, keep_freed_memory, print_whatever_happens, return_freed_memory
 from dpo.system.redaction import redact
 from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
 GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
@@ -113,7 +110,7 @@ def init_distributed(
     port: int = 12355,
     backend: str = "nccl",
     timeout: timedelta | None = None,
-    store: dist.Store | None = None,
+    store: Any = None,
     local_rank: int | None = None,
 ) -> None:
     """Join the default process group.
@@ -175,7 +172,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     return status, message
 
 
-def _name_silent_ranks(store: dist.Store, rank: int, world_size: int) -> str:
+def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
     """Say which ranks, after a while, have not lost contact: one of these is why the others have."""
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
