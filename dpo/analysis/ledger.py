@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -102,8 +102,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             yield pa.Table.from_batches([batch]), file.tell()
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
 
     example: str
@@ -117,8 +116,7 @@ class Pair:
     scores: tuple[float, float] | None = None  # of chosen and rejected, for drawn pairs
 
 
-@dataclass(frozen=True)
-class LedgerSummary:
+class LedgerSummary(NamedTuple):
     rows: int
     examples: int
     truncated: int  # number of truncated examples
