@@ -140,12 +140,12 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
     # margins grow while training, so each is compared with the margins of its period and split
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # (visits,)
-    margins, last_update = margins[rows], int(updates.max(initial=1))
+    margins, last_update = margins[rows], updates.max(initial=1)
     periods = np.ceil(updates[rows] * min(PERIODS, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
         within = periods == period
-        scale = max(float(np.median(abs(margins[within]))), rounding)
+        scale = max(np.median(abs(margins[within])), rounding)
         relative_margins[within] = margins[within] / scale if scale > 0 else 0.0
 
     visits = table.select(["example", "split"]).take(rows)

@@ -100,7 +100,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
-            best = int((sign * values).argmax())
+            best = (sign * values).argmax()
             results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
     results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
     speeds = run.train["examples_per_second"]

@@ -84,7 +84,7 @@ def overfitted(run: Run) -> str:
     before, now = run.ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
         return ""
-    best = int(losses.argmin())
+    best = losses.argmin()
     if losses[-1] - losses[best] <= max(0.1 * abs(losses[best]), 0.02):
         return ""
     held_out = f"loss/eval {figure(losses[best])} at {count(examples[best], 'example')}, {figure(losses[-1])} at last"
@@ -103,7 +103,7 @@ def best_is_earlier(run: Run) -> str:
 def without_effect(run: Run) -> str:
     if run.state != "complete":
         return ""
-    peak, largest = number(run.setting("lr")), float(np.max(run.train.points("lr")[1], initial=0))
+    peak, largest = number(run.setting("lr")), np.max(run.train.points("lr")[1], initial=0)
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if 0 < largest < 0.999 * peak and not is_scaled:
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"

@@ -53,7 +53,7 @@ class Log:
     def last(self, name: str) -> float:
         """NaN if there is none."""
         _, values = self.points(name)
-        return float(values[-1]) if len(values) else math.nan
+        return values[-1] if len(values) else math.nan
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Run:
         """Means over the first and last tenth of the updates, at least ten; NaN without any."""
         _, values = self.train.points(name)
         tenth = max(10, len(values) // 10)
-        return (float(values[:tenth].mean()), float(values[-tenth:].mean())) if len(values) else (math.nan, math.nan)
+        return (values[:tenth].mean(), values[-tenth:].mean()) if len(values) else (math.nan, math.nan)
 
     def now(self, name: str) -> float:
         return self.ends(name)[1]

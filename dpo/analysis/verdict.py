@@ -103,8 +103,8 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
         n_tokens = run.count(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
         if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
-            size = max(size, abs(float(logps[-1])) / n_tokens)
-            changes[side] = float(logps[-1] - logps[0]) / n_tokens
+            size = max(size, abs(logps[-1]) / n_tokens)
+            changes[side] = (logps[-1] - logps[0]) / n_tokens
     dtypes = (run.setting("model.autocast"), run.setting("model.policy_dtype"))
     return changes, size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
 
