@@ -133,8 +133,9 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
-    nested = OmegaConf.to_container(config, resolve=False)
-    values = {key: value for key, value in dotted(nested) if value != {} or key in keys.OPEN_MAPPINGS}
+    nested: Any = OmegaConf.to_container(config, resolve=False)
+    known = {*keys.KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
+    values = {key: value for key, value in dotted(nested) if value != {} or key in known}
     for key, value in values.items():
         if "${" in str(value):
             with suppress(OmegaConfBaseException):

@@ -42,6 +42,7 @@ REFUSED = [
     ("loss=dpo", "loss.beta is not set: give loss.beta=VALUE, a number above 0"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
     ("lr=nan", "lr=nan must be a number above 0"),
+    ("lr={}", "lr={} must be a number above 0"),
     ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     # --- datasets
