@@ -166,7 +166,7 @@ def test_a_line_says_what_is_done_before_the_first_update(make_trainer, capsys):
     assert [answer["examples"] for answer in answers] == [0] * 4 + [4] * 4
 
 
-def test_get_batch_metrics_gives_the_loss_and_rewards_of_the_references_batch(make_trainer, data):
+def test_the_references_methods_take_the_references_batch(make_trainer, data):
     trainer = make_trainer(*DPO)
     trainer.policy.lm_head.weight.data *= 1.3  # no longer the reference
     options = {"batch_size": 4, "max_length": 64, "max_prompt_length": 32, "n_epochs": 1, "silent": True}
@@ -178,6 +178,14 @@ def test_get_batch_metrics_gives_the_loss_and_rewards_of_the_references_batch(ma
     torch.testing.assert_close(metrics["loss/train"], expected, rtol=1e-4, atol=1e-5)
     assert loss.item() == pytest.approx(metrics["loss/train"].mean().item(), rel=1e-6)
     assert not any(value.requires_grad for value in metrics.values())
+
+    logps = trainer.concatenated_forward(trainer.policy, batch)
+    torch.testing.assert_close(
+        torch.stack(logps), torch.stack([metrics["logps_train/chosen"], metrics["logps_train/rejected"]])
+    )
+    of_policy, of_reference = trainer.get_batch_samples(batch)
+    assert (len(of_policy), len(of_reference)) == (4, 4)
+    assert all(of_policy + of_reference)
 
 
 # --- the reference -------------------------------------------------------------------------------------------------

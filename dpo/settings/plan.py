@@ -134,7 +134,7 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
     nested: Any = OmegaConf.to_container(config, resolve=False)
-    known = {*keys.KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
+    known = {*KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
     values = {key: value for key, value in dotted(nested) if value != {} or key in known}
     for key, value in values.items():
         if "${" in str(value):

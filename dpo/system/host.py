@@ -37,8 +37,9 @@ def print_whatever_happens() -> None:
     """Make printing never fail: on a full disk, into a closed stream, of characters that cannot be encoded."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
-            # the system gives the lowest free descriptor, which is the closed stream's
-            opened = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
+            # the system gives the lowest free descriptor, which is the closed stream's and stays open when the
+            # object is replaced below
+            opened = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8", closefd=False)
             os.set_inheritable(opened.fileno(), True)
             setattr(sys, name, opened)
     for name in ("stdout", "stderr"):

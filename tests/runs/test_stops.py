@@ -137,6 +137,17 @@ def test_output_that_cannot_be_written_ends_no_run(more, command, tmp_path):
     assert len(find_checkpoints(tmp_path / "run")) > 0
 
 
+def close_streams() -> None:
+    for number in (0, 1, 2):
+        os.close(number)
+
+
+@pytest.mark.slow
+def test_a_run_of_several_processes_trains_without_streams(command, tmp_path):
+    assert start_interpreter("train.py", *command("run", *SHARDED), prepare=close_streams).wait(100) == 0
+    assert len(find_checkpoints(tmp_path / "run")) > 0
+
+
 def test_a_bad_command_line_has_its_status_without_streams():
-    closed = start_interpreter("train.py", "loss=none_such", prepare=lambda: [os.close(n) for n in (0, 1, 2)])
+    closed = start_interpreter("train.py", "loss=none_such", prepare=close_streams)
     assert closed.wait(60) == 2
