@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
@@ -70,11 +71,11 @@ class Trainer:
         self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
 
     @property
-    def policy(self) -> torch.nn.Module:
+    def policy(self) -> nn.Module:
         return self.objective.policy
 
     @property
-    def reference_model(self) -> torch.nn.Module | None:
+    def reference_model(self) -> nn.Module | None:
         """The separate reference model; None without one, or once it was freed as all examples are cached."""
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
@@ -157,7 +158,7 @@ class Trainer:
         logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
         return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
-    def clip_gradient(self) -> torch.Tensor:
+    def clip_gradient(self) -> Tensor:
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
@@ -319,14 +320,14 @@ class BasicTrainer(Trainer):
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says
 
-    def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
+    def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(model, self._make_microbatch(batch))
         return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss of this process's batch, and its detached metrics, (B,) each."""
         split = "train" if train else "eval"
         losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
@@ -59,7 +60,7 @@ def tokenize_batch_element(
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
     """Recover the examples of a padded batch; a prompt ends before the first scored token."""
-    rows = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    rows = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in batch.items()}
     roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in rows)
     examples = []
     for row in range(len(rows["chosen_input_ids"])):
@@ -79,7 +80,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
     return examples
 
 
-def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
+def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, Tensor]:
     """Pad prompts on the left, for generation, to ids and masks of shape (prompts, tokens)."""
     rows = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
     return get_collate_fn(tokenizer)(rows)
@@ -104,7 +105,7 @@ def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBat
     return collate
 
 
-def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
+def concatenated_inputs(batch: PaddedBatch) -> dict[str, Tensor]:
     """Return `concatenated_input_ids`, `_attention_mask` and `_labels`, each (2 * rows, tokens), chosen first."""
     length = max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
@@ -116,7 +117,7 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
+def pad_to_length(tensor: Tensor, length: int, pad_value: int | float, dim: int = -1) -> Tensor:
     """Pad at the end of `dim`, unless the tensor is long enough."""
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]

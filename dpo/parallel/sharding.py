@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -80,7 +81,7 @@ def distribute(
 
 
 @torch.compiler.disable
-def _cast_inputs(dtype: torch.dtype, unit: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does."""
     return recursively_apply(
         lambda x: x.to(dtype), (args, kwargs), test_type=lambda x: torch.is_tensor(x) and x.is_floating_point()
@@ -92,7 +93,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
-def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
+def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     """The modules of class `block_name`, or of the classes that the model declares unsplittable."""
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
@@ -104,7 +105,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _receive_tensors(
-    modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
+    modules: Mapping[str, nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
@@ -117,15 +118,15 @@ def _receive_tensors(
                     full_name = f"{module_name}.{name}" if module_name else name  # the model itself has the name ""
                     shape, dtype = specs[full_name]
                     replacement = broadcast(tensor, shape, dtype, mesh)
-                    if isinstance(tensor, torch.nn.Parameter):
+                    if isinstance(tensor, nn.Parameter):
                         if not tensor.requires_grad:
                             replacement = replacement.to(frozen_dtype)
-                        replacement = torch.nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+                        replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                     replacements[tensor] = replacement
                 tensors[name] = replacements[tensor]
 
 
-def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+def broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """Rank 0's `tensor`, on this process's device; other ranks may pass None."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
@@ -136,7 +137,7 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     return data
 
 
-def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool) -> None:
+def accumulate(model: nn.Module, *, last: bool, reduce_once: bool) -> None:
     """Declare whether the next backward pass is the `last` of an update.
 
     Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.
@@ -189,7 +190,7 @@ def gathered_weights(model: Any) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
 
 
-def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
+def get_block_class_from_model(model: nn.Module, block_class_name: str) -> type[nn.Module]:
     """The class of this name among the model's modules; InputError if there is none."""
     for module in model.modules():
         if type(module).__name__ == block_class_name and module is not model:
@@ -203,11 +204,11 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 # --- states: gathered, sharded and updated ---------------------------------------------------------------------------
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch.Tensor], mesh: Mesh) -> bool:
+def hold_the_same(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
     """Return whether two models hold equal weights, in the dtype of the other weights."""
     weights, other_weights = list(weights), list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
@@ -220,7 +221,7 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
     return not mesh.any(not are_equal)
 
 
-def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
     """This process's part of a tensor, gathered as far as `other` is."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -231,13 +232,13 @@ def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor.redistribute(placements=placements).to_local()
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_state(state: Any) -> Any:
     """A state dict with every sharded tensor gathered, one at a time, on rank 0's CPU; None on the other ranks."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         gathered = full_tensor(state).detach()
         return gathered.cpu() if is_rank_0() else None
     if isinstance(state, Mapping):
@@ -246,29 +247,29 @@ def full_state(state: Any) -> Any:
 
 
 @torch.no_grad()
-def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip a gradient by its global norm over all shards; return the norm before clipping."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
         # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
         if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    norm = full_tensor(torch.nn.utils.get_total_norm(parameter.grad for parameter in parameters))
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = full_tensor(nn.utils.get_total_norm(parameter.grad for parameter in parameters))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def optimized(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+def optimized(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """What an optimizer updates: this process's shards, each with its parameter as `whole`, and other parameters."""
     for parameter in parameters:
         tensor = parameter
         if isinstance(parameter, DTensor):
-            tensor = torch.nn.Parameter(parameter.detach().to_local())
+            tensor = nn.Parameter(parameter.detach().to_local())
             tensor.whole = parameter
         yield tensor
 
 
-def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
+def whole_parameter(tensor: Tensor) -> Tensor:
     """The parameter that an optimizer's tensor is a shard of, or the tensor itself."""
     return getattr(tensor, "whole", tensor)
 
@@ -282,7 +283,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _list_optimized(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def _list_optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 

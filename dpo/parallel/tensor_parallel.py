@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -28,12 +29,12 @@ class _Copy(torch.autograd.Function):
     """Megatron's f: processes compute different features, so gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         ctx.mesh = mesh
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _sum(grad, ctx.mesh), None, None
 
 
@@ -41,11 +42,11 @@ class _Add(torch.autograd.Function):
     """Megatron's g: the sum over processes; each has the sum's whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         return _sum(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
@@ -53,28 +54,28 @@ class _Join(torch.autograd.Function):
     """All processes' slices, joined; each process has the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         ctx.own_slice = _own_slice(width, mesh)
         longest = ctx.own_slice.stop - ctx.own_slice.start
         # the last slices may be shorter or empty, and the collective takes slices of equal size
-        x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        x = nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
         slices = COLLECTIVES.wait_tensor(gathered).chunk(mesh.size())
         return torch.cat(slices, dim=-1)[..., :width].contiguous()  # padding is at the end
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[..., ctx.own_slice], None, None
 
 
 COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
 
 
-def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+def SLICED(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
     return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
-def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
 
@@ -190,7 +191,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
-        if style.cut == "in" and isinstance(module, torch.nn.Dropout):
+        if style.cut == "in" and isinstance(module, nn.Dropout):
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
             module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
 
@@ -217,13 +218,13 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     module.forward = local_forward
 
 
-def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
+def _drop_own_features(dropout: Any, x: Tensor, *, width: int, mesh: DeviceMesh) -> Tensor:
     """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
-    kept = torch.nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
+    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
     return x * kept[..., _own_slice(width, mesh)]
 
 
-def _slice(parameter: torch.nn.Parameter, name: str, cut: str | None, mesh: DeviceMesh) -> torch.nn.Parameter:
+def _slice(parameter: nn.Parameter, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
     """This process's slice of a module's parameter `name`, or a replica."""
     is_whole = cut is None or (cut == "in" and name == "bias")
     placement = Replicate() if is_whole else Shard(1 if cut == "in" else 0)
@@ -233,10 +234,10 @@ def _slice(parameter: torch.nn.Parameter, name: str, cut: str | None, mesh: Devi
     sliced = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return torch.nn.Parameter(sliced, requires_grad=parameter.requires_grad)
+    return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
+def _local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
     """A DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
@@ -250,7 +251,7 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
     return parameter.local
 
 
-def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
+def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor) -> None:
     parameter, grad = owner(), local.grad
     local.grad = None
     if parameter.grad is not None:
@@ -260,7 +261,7 @@ def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.T
     parameter.grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
-def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
+def _make_sliced_lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable:
     """A forward that embeds the tokens of this process's rows, and gives 0 for other tokens."""
     lookup, n_rows = module.forward, module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start
@@ -268,7 +269,7 @@ def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callabl
         local_padding_idx = module.padding_idx - first_row
         module.padding_idx = local_padding_idx if 0 <= local_padding_idx < n_rows else None
 
-    def forward(token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(token_ids: Tensor) -> Tensor:
         is_here = (token_ids >= first_row) & (token_ids < first_row + n_rows)
         return lookup((token_ids - first_row).where(is_here, 0)) * is_here.unsqueeze(-1)  # (..., features)
 

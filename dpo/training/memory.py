@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -103,7 +104,7 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
     return held
 
 
-def _count(tensors: Iterable[torch.Tensor], itemsize: int | None = None) -> int:
+def _count(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
     return sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
 
 
@@ -163,7 +164,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     held = {tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
     kept = set()  # storages, so that views count once
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0 or tensor.shape[-1] != vocabulary:  # `count_logits` counts logits
             kept.add(tensor.untyped_storage())
         return tensor
@@ -173,7 +174,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     return sum(storage.nbytes() for storage in kept - held)
 
 
-PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.bmm, torch.baddbmm, torch.addmm, torch.einsum}
+PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, torch.bmm, torch.baddbmm, torch.addmm, torch.einsum}
 
 
 class _OnMeta(TorchFunctionMode):
@@ -192,14 +193,14 @@ class _OnMeta(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self.autocast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return value.to(self.autocast) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class _FusedAttention(torch.autograd.Function):
     """Keeps what fused kernels keep; it has no backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Tensor:
         rows, heads, length, _ = query.shape
         out = value.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         ctx.save_for_backward(query, key, value, mask, out)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
@@ -29,9 +30,9 @@ from dpo.training.reference import Reference, read_logps
 REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
-MicrobatchMetrics = list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
 # values of B examples, (B,) each, by the names of `Scores`; a column for each role of `BETWEEN` in place of `between`
-NamedTensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, Tensor]
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ NamedTensors = dict[str, torch.Tensor]
 class Reduced(NamedTuple):
     """The metrics of a global batch, on the host."""
 
-    examples: dict[str, torch.Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
+    examples: dict[str, Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
@@ -72,7 +73,7 @@ class Reduced(NamedTuple):
         return {"online/kl": (policy - reference)[:, indices].mean().item()}
 
 
-def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: torch.Tensor) -> Reduced:
+def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: Tensor) -> Reduced:
     """Gather metrics of all processes, and sum scalars, by one collective and one copy, for which the host waits."""
     names = list(metrics[0][1])
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
@@ -101,7 +102,7 @@ def make_scores(columns: NamedTensors, **more: Any) -> Scores:
     return Scores(**fields, **more)
 
 
-def find_shares_ranked_right(rewards: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def find_shares_ranked_right(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
     """For each labelled example, the share by weight of opposite labels that it is ranked right against, (B,).
 
     Their weighted mean is the area under the ROC curve.
@@ -118,16 +119,16 @@ def find_shares_ranked_right(rewards: torch.Tensor, is_chosen: torch.Tensor, wei
 class BatchContext(NamedTuple):
     """Values on the device that the microbatches of a global batch of B examples share."""
 
-    weights: torch.Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
-    reference: torch.Tensor | None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
-    statistic: torch.Tensor | None  # (B, k): `Scores.batch_statistic`
+    weights: Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
+    reference: Tensor | None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
+    statistic: Tensor | None  # (B, k): `Scores.batch_statistic`
 
 
 @dataclass(eq=False)
 class Objective:
     """The loss of a policy, whose gradient an update follows."""
 
-    policy: torch.nn.Module
+    policy: nn.Module
     reference: Reference | None
     layout: Layout
     mesh: Mesh
@@ -149,7 +150,7 @@ class Objective:
 
     # --- scores ------------------------------------------------------------------------------------------------------
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
+    def forward(self, model: nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
         """A model's log-probabilities, summed over the tokens of each response of a microbatch on the device."""
         with_squares = self.loss.needs_squares and not prefix  # of the policy alone
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
@@ -180,7 +181,7 @@ class Objective:
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
 
     def score(
-        self, microbatch: Microbatch, cached_reference: torch.Tensor | None = None, *, with_reference: bool
+        self, microbatch: Microbatch, cached_reference: Tensor | None = None, *, with_reference: bool
     ) -> NamedTensors:
         """Score a microbatch with the policy and, unless cached, with the reference."""
         reference = {}
@@ -217,7 +218,7 @@ class Objective:
             reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
         return BatchContext(weights, reference, statistic)
 
-    def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> torch.Tensor | None:
+    def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> Tensor | None:
         """The loss's statistic of a global batch, (B, k), zeros for ties, which do not count; None if all are ties."""
         if not any(weights):
             return None
@@ -230,7 +231,7 @@ class Objective:
 
     def losses(
         self, microbatch: Microbatch, context: BatchContext | None = None, *, split: str, loss: Loss | None = None
-    ) -> tuple[torch.Tensor, NamedTensors]:
+    ) -> tuple[Tensor, NamedTensors]:
         """Losses of a microbatch on the device, (B,), by the run's loss or another, and detached metrics."""
         loss = loss or self.loss
         columns = self.score(microbatch, context and context.reference, with_reference=loss.reference)
@@ -245,7 +246,7 @@ class Objective:
         output = loss(make_scores(columns, average=self.average, batch_statistic=statistic))
         return output.losses, self._metrics(columns, output, split=split)
 
-    def weigh(self, losses: torch.Tensor, microbatch: Microbatch, context: BatchContext) -> torch.Tensor:
+    def weigh(self, losses: Tensor, microbatch: Microbatch, context: BatchContext) -> Tensor:
         """A microbatch's part of the weighted mean over the global batch."""
         weights = context.weights[microbatch.indices]  # (B,)
         weighted = losses.where(weights > 0, 0) * weights  # the loss of a tie may be infinite
@@ -271,7 +272,7 @@ class Objective:
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
-        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: torch.Tensor
+        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
     ) -> Reduced:
         """`reduce_metrics`, and cache the reference's log-probabilities in these rows."""
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
@@ -375,15 +376,15 @@ class Objective:
             torch.cuda.empty_cache()
         return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
 
-    def cached_reference(self, batch: Batch) -> torch.Tensor | None:
+    def cached_reference(self, batch: Batch) -> Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
         cached = self.reference.logps.find(batch.cache_rows) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
 
-    def _stack_reference(self, columns: NamedTensors) -> torch.Tensor:
+    def _stack_reference(self, columns: NamedTensors) -> Tensor:
         return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
-    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, values: Tensor) -> Tensor:
         if self.device.type != "cuda":
             return values
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.sharding import gather_like, local_tensor, release_gathered
@@ -39,12 +40,12 @@ class ReferenceLogps:
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
         self.table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
-    def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
+    def store(self, rows: Sequence[int], logps: Tensor) -> None:
         """Add values, (B, columns) on the host; those that are not finite stay unknown."""
         values = logps.double().numpy()
         self.table[rows] = np.where(np.isfinite(values), values, np.nan)
 
-    def find(self, rows: Sequence[int]) -> torch.Tensor | None:
+    def find(self, rows: Sequence[int]) -> Tensor | None:
         """Values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
         values = self.table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
@@ -77,13 +78,13 @@ class Reference:
     The model may be the policy's own module, which is the reference only inside `in_use()`, by another adapter or none.
     """
 
-    model: torch.nn.Module | None
+    model: nn.Module | None
     digest: str | None  # see `model_digest`; on rank 0 only
     logps: ReferenceLogps
     in_use: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @torch.no_grad()
-    def follow(self, policy: torch.nn.Module) -> None:
+    def follow(self, policy: nn.Module) -> None:
         """Copy the policy's weights, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
