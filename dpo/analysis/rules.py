@@ -112,6 +112,12 @@ def without_effect(run: Run) -> str:
     return "" if has_effect else describe_changes(changes)
 
 
+def clipped(run: Run) -> str:
+    limit, norms = number(run.setting("max_grad_norm")), run.train.points("grad_norm")[1]
+    share = (norms > limit).mean() if len(norms) >= FEWEST_UPDATES else 0.0
+    return f"grad_norm above {figure(limit)} in {percent(share)} of the updates" if share >= 0.9 else ""
+
+
 def is_broken(text: str) -> bool:
     """Empty, or repeating itself: English compresses to half its size, a repeated sentence to a fifth."""
     content = text.strip().encode("utf-8", "replace")
@@ -217,6 +223,8 @@ RULES = (  # in the order of the page
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
     Rule(NOTE, "An earlier checkpoint is better", best_is_earlier,
          "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck."),
+    Rule(NOTE, "Nearly all gradients are clipped", clipped,
+         "All have the same norm then: if this is not meant, raise max_grad_norm."),
     Rule(NOTE, "Length predicts the preference in the data", length_in_data,
          "A policy can rank such pairs right by learning a length: compare the lengths of its samples.", PAIRS),
     Rule(NOTE, "Some examples contradict each other or are faulty", faulty_examples,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.records import CONFIG, PREFLIGHT, evaluation, rewards, sample, update
 
@@ -100,6 +101,8 @@ FAULTS = (  # title of the rule, a run that has this fault alone, and the number
     ("An earlier checkpoint is better",
      changed(HEALTHY, best=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200 examples, 0.75 at last"),
+    ("Nearly all gradients are clipped", changed(HEALTHY, **train(grad_norm=lambda k: 99.0 if k > 5 else 1.0)),
+     "grad_norm above 10 in 95 % of the updates"),
     ("Length predicts the preference in the data", changed(HEALTHY, **counts("train", chosen_longer=0.85)),
      "chosen is longer in 85 % of the training pairs"),
     ("Some examples contradict each other or are faulty",
@@ -156,6 +159,41 @@ SOUND = {
 @pytest.mark.parametrize("run", SOUND.values(), ids=SOUND)
 def test_no_rule_finds_a_fault_where_there_is_none(run):
     assert find_all(run) == []
+
+
+def with_accuracy(rng: np.random.Generator, accuracy: float) -> Run:
+    return changed(HEALTHY, **held_out(evaluate(0.6, rng.binomial(256, accuracy) / 256)))
+
+
+def with_lengths(rng: np.random.Generator, factor: float) -> Run:
+    """Samples of 60 words on average, times the factor, beside those of the reference."""
+    policy, reference = (["a b c d e f " * n for n in rng.geometric(0.1, 32)] for _ in range(2))
+    return changed(HEALTHY, **sampled([text * int(factor) for text in policy], reference))
+
+
+def with_win_rate(rng: np.random.Generator, rate: float) -> Run:
+    """Half of the held-out comparisons tie."""
+    wins = np.where(rng.random(256) < 0.5, 0.5, rng.random(256) < rate)
+    return changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": wins.mean()}]))
+
+
+@pytest.mark.parametrize(
+    ("title", "draw", "without", "fault"),
+    [
+        ("Held-out pairs are ranked no better than by chance", with_accuracy, 0.56, 0.47),
+        ("Samples have changed in length", with_lengths, 1, 3),
+        ("The answers are worse than the reference's", with_win_rate, 0.5, 0.25),
+    ],
+)
+def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(title, draw, without, fault):
+    """At most 5 % false alarms, and a power of half; the seeds are fixed."""
+    [condition] = [rule.condition for rule in RULES if rule.title == title]
+
+    def rate(value: float) -> float:
+        return np.mean([bool(condition(draw(np.random.default_rng(seed), value))) for seed in range(100)])
+
+    assert rate(without) <= 0.05
+    assert rate(fault) >= 0.5
 
 
 def test_a_text_without_words_or_with_the_same_ones_is_broken():
