@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import socket
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dpo.data.collation import pad_to_length  # noqa: F401
-from dpo.errors import InputError
 from dpo.models.pretrained import disable_dropout  # noqa: F401
 from dpo.parallel.sharding import get_block_class_from_model  # noqa: F401
 from dpo.system.launching import get_open_port, init_distributed  # noqa: F401
-from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir, get_local_run_dir  # noqa: F401
 
 
@@ -27,21 +22,6 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
     """`print`, on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(*args, **kwargs)
-
-
-def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, by default PATH, unless it exists there; return where it is."""
-    host, colon, path = remote_path.partition(":")
-    if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
-        raise InputError(f"remote_path={remote_path} must be HOST:PATH")
-    if host == socket.gethostname():
-        return path
-    local = Path(local_path or path)
-    if not local.exists():
-        local.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(local) as temporary:
-            subprocess.run(["scp", "--", remote_path, str(temporary)], check=True)
-    return str(local)
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

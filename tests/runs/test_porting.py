@@ -6,8 +6,6 @@ import copy
 import importlib
 import os
 import re
-import socket
-import subprocess
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from dpo.settings.plan import flatten
 from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
-from utils import get_remote_file
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 
@@ -52,7 +49,7 @@ def test_every_name_of_the_page_is_there():
         holder = importlib.import_module(where) if where else BasicTrainer
         assert [name for name in called if not callable(getattr(holder, name, None))] == []
     assert {"get_collate_fn", "strings_match_up_to_spaces"} <= set(names["preference_datasets"])
-    assert (names["train"], "get_remote_file" in names["utils"]) == (["worker_main"], True)
+    assert (names["train"], "get_local_run_dir" in names["utils"]) == (["worker_main"], True)
 
 
 REFERENCE = """
@@ -103,31 +100,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos():
     assert (ids[mask == 0] == tokenizer.eos_token_id).all()
 
 
-# --- files of another machine --------------------------------------------------------------------------------------
-
-
-def test_a_file_of_another_machine_is_copied_once_or_not_at_all_and_no_shell_sees_its_name(tmp_path, monkeypatch):
-    program = tmp_path / "bin" / "scp"
-    program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\n[ "$1" = -- ] || exit 9\nprintf half > "$3"\ncp "{tmp_path}/remote/${{2#*:}}" "$3"\n'
-    )
-    program.chmod(0o755)
-    (tmp_path / "remote").mkdir()
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    name, target = "$(touch proof)", tmp_path / "deep" / "weights"
-    for content in ("first", "second"):
-        (tmp_path / "remote" / name).write_text(content)
-        assert get_remote_file(f"far:{name}", str(target)) == str(target)
-        assert target.read_text() == "first"
-    assert get_remote_file(f"{socket.gethostname()}:/here") == "/here"
-    with pytest.raises(subprocess.CalledProcessError):
-        get_remote_file("far:none", str(tmp_path / "deep" / "none"))
-    with pytest.raises(InputError, match="must be HOST:PATH"):
-        get_remote_file("-oProxyCommand=x:y")
-    assert os.listdir(tmp_path / "deep") == ["weights"]
-    assert not (tmp_path / "proof").exists()
+# --- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
