@@ -45,7 +45,7 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """The weighted mean of each metric; if all weights are 0, every example metric_weights alike.
+        """The weighted mean of each metric; if all weights are 0, every example counts alike.
 
         Given `examples`, a metric whose name ends in a role is a mean over those with such a response, if any.
         """
