@@ -155,17 +155,17 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         check_inputs(run.resume_point, data, model_config)
 
     is_complete = from_rank_0(run is not None and run.is_finished(data.report.updates))
-    if run and not is_complete:
-        run.record(plan)
-        data.report.write(run.directory / "preflight.json")
-        RUN_LOG.open(run.directory)
     if not is_complete:
+        if run:
+            run.record(plan)
+            data.report.write(run.directory / "preflight.json")
+            RUN_LOG.open(run.directory)
         train(rank, plan, data, models, resume_from)
-    elif rank == 0:
+    elif run:
         print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
     export_last(plan, rank)
-    if rank == 0 and not is_complete:
-        print_result(Path(plan.run.local_run_dir))
+    if run and not is_complete:
+        print_result(run.directory)
 
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
