@@ -24,7 +24,7 @@ STAGES = {
 }
 
 
-def main() -> int:
+def main() -> None:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
     for name, stage in STAGES.items():
         start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
@@ -39,8 +39,7 @@ def main() -> int:
         print(f"courteous answers to held-out prompts after {n_examples} examples of DPO: {share:.1%}")
     page = write_report([DEMO / "dpo"], DEMO / "report")
     print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
