@@ -100,9 +100,9 @@ def make_reference(
     if plan.reference in ("base", "adapter"):
         adapter = REFERENCE if plan.reference == "adapter" else None
         return Reference(policy, frozen_digest, logps, switch(policy, adapter))
-    if reference is None and plan.reference == "model":
-        raise InputError(f"loss={plan.loss.name} needs a reference model")
     if reference is None:
+        if plan.reference == "model":
+            raise InputError(f"loss={plan.loss.name} needs a reference model")
         return None
     model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
     return Reference(place(plan, model, mesh, plan.reference_dtype), digest, logps)

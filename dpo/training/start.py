@@ -45,7 +45,7 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
     """Notes on the model, the samples, and the disk that the run needs."""
     policy = evaluator.objective.policy
-    notes = [*remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)]
+    notes = remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
