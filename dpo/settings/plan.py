@@ -27,11 +27,6 @@ class ParallelDims(NamedTuple):
     shard_size: int = 1  # processes that share one copy of weights, gradients and optimizer state
     tensor_size: int = 1  # processes that share each layer
 
-    @classmethod
-    def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
-        """Without `shard_size`, all processes share one copy."""
-        return cls(world_size, shard_size or max(1, world_size // tensor_size), tensor_size)
-
     @property
     def data_size(self) -> int:
         """Number of processes that see different examples."""
@@ -156,6 +151,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
         wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
         world_size = rank_env.world_size if rank_env else wanted
     tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
+    shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
@@ -173,7 +169,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     reference_dtype = values["model.reference_dtype"] if reference == "model" else None
     return Plan(
         trainer=trainer,
-        dims=ParallelDims.of(world_size, shard_size=values["fsdp_shard_size"], tensor_size=tensor_size),
+        dims=ParallelDims(world_size, shard_size, tensor_size),
         compute_dtype=compute_dtype,
         reference_dtype=reference_dtype or compute_dtype,
         loss=loss,

@@ -79,6 +79,13 @@ TINY = (
 )
 
 
+def make_mesh(
+    rank: int, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1, **options: float
+) -> Mesh:
+    """Without `shard_size`, all processes share one copy of the weights."""
+    return Mesh(rank, ParallelDims(world_size, shard_size or world_size // tensor_size, tensor_size), **options)
+
+
 # --- the numbers of one process ------------------------------------------------------------------------------------
 
 
@@ -148,7 +155,7 @@ def compare_with_one_process(
 
 
 def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
-    mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
+    mesh = make_mesh(rank, world_size, **sizes)
     for family in families:
         compare_with_one_process(family, mesh)
     compare_with_one_process("llama", mesh, recomputes=True)
@@ -162,7 +169,7 @@ def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh):
 
 
 def compare_adapted(rank: int, world_size: int, sizes: dict, families: list[str], frozen_whole: bool) -> None:
-    mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
+    mesh = make_mesh(rank, world_size, **sizes)
     for family in families:
         compare_with_one_process(family, mesh, adapted, frozen_whole=frozen_whole, recomputes=family == families[0])
         if mesh.data_size == 1:  # other processes' examples have other masks, and other layouts too
@@ -188,7 +195,7 @@ def loss_of(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
 
 
 def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), list_examples(rows=4)
+    mesh, examples = make_mesh(rank, world_size, **sizes), list_examples(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama", dtype=torch.float64)
@@ -219,7 +226,7 @@ def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
 
 
 def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
-    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), list_examples(rows=4)
+    mesh, examples = make_mesh(rank, world_size, **sizes), list_examples(rows=4)
     for family in families:
         policy, whole, sharded = (
             distribute(
@@ -257,7 +264,7 @@ def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_po
 
 
 def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
-    mesh = Mesh(rank, ParallelDims.of(world_size, **sizes), timeout_secs=77)
+    mesh = make_mesh(rank, world_size, timeout_secs=77, **sizes)
     groups = [dist.group.WORLD, *mesh.device_mesh.get_all_groups()]
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     assert timeouts == {77}  # of collectives in any group
@@ -290,7 +297,7 @@ def distribute_a_larger_model(rank: int, world_size: int) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
     before = resident_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    distribute(model, Mesh(rank, ParallelDims.of(world_size)), block_name=None, compute_dtype=torch.float32)
+    distribute(model, make_mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
     peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
     wanted = ((0.3, -0.3), (0.9, 0.8))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
     assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"

@@ -125,7 +125,9 @@ def test_aliases_lead_to_keys_and_are_no_keys():
 def test_an_experiment_is_complete(name, tmp_path):
     config = compose(f"experiment={name} model.archive={tmp_path}")  # the run of SFT
     processes = 8 if name.endswith("8gpu") else 4
-    dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
+    if config.trainer != "FSDPTrainer":
+        processes = 1
+    dims = ParallelDims(processes, shard_size=processes)
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
     assert (find_problems(plan), find_warnings(plan)) == ([], [])
     assert config.exp_name == name

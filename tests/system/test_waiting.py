@@ -67,7 +67,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
         return describe_file(path)
 
     files.describe_file = describe_slowly
-    mesh = Mesh(rank, ParallelDims.of(world_size))
+    mesh = Mesh(rank, ParallelDims(world_size, shard_size=world_size))
     checkpoints = saver.Checkpoints(run_dir, mesh, keep=None, log=print)
     parts = [saver.Part(name, Ones()) for name in ("policy", "optimizer", "scheduler", "trainer")]
     started = time.monotonic()
