@@ -181,7 +181,7 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
     from dpo.training.stop import StopRequest
     from trainers import Trainer
 
-    progress = Progress.of(plan, silent=rank != 0)
+    progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     with explain_out_of_memory(plan, data):
         plan = parts.place_frozen_weights(plan, mesh, progress)

@@ -29,19 +29,15 @@ def _find_screen() -> Any:
 
 
 class Progress(Callback):
-    """A bar on a terminal, or lines in a log: for updates at most every `interval` seconds."""
+    """A bar on a terminal, or lines in a log: for updates at most every `minimum_log_interval_secs`."""
 
     _last_line_time = float("-inf")
 
-    def __init__(self, *, interval: float, silent: bool, batch_size: int = 1) -> None:
-        self.interval, self.silent, self.batch_size = interval, silent, batch_size
+    def __init__(self, plan: Plan, *, silent: bool) -> None:
+        self.interval, self.batch_size = plan.run.minimum_log_interval_secs, plan.data.batch_size
+        self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
         self._bars: list[tqdm.tqdm] = []  # of tasks, each of which runs inside the one before it
-
-    @classmethod
-    def of(cls, plan: Plan, *, silent: bool) -> Progress:
-        interval, batch_size = plan.run.minimum_log_interval_secs, plan.data.batch_size
-        return cls(interval=interval, silent=silent, batch_size=batch_size)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
         """`done` of the `total` updates were made before; `items` has only the others."""

@@ -35,7 +35,7 @@ from dpo.training.stop import StopRequest
 
 def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, rank: int) -> tuple[Any, ...]:
     """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
-    progress = Progress.of(plan, silent=rank != 0)
+    progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     plan = place_frozen_weights(plan, mesh, progress)
     policy, digest = make_policy(plan, policy, data, mesh)

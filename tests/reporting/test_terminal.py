@@ -12,6 +12,7 @@ from dpo.numbers import compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress
+from dpo.settings.plan import make_plan
 
 DPO = {
     "loss/train": 0.689123456,
@@ -36,8 +37,13 @@ class Terminal(io.StringIO):
         return True
 
 
+def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1) -> Progress:
+    plan = make_plan({"minimum_log_interval_secs": interval, "batch_size": batch_size})
+    return Progress(plan, silent=silent)
+
+
 def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, batch_size=32)
+    progress = make_progress(interval=0.0, batch_size=32)
     for update in progress.updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
         progress.on_update(Update(update, 0, [], {}, DPO))
@@ -48,7 +54,7 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
 
 
 def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, batch_size=4)
+    progress = make_progress(interval=0.0, batch_size=4)
     for _ in progress.updates([1], total=10, done=8):
         clock.now += 5.0
         metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
@@ -58,7 +64,7 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
 
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
-    progress = Progress(interval=1.0, silent=False, batch_size=4)
+    progress = make_progress(interval=1.0, batch_size=4)
     for update in progress.updates([1, 2, 3, 4, 5], total=5, done=0):
         clock.now += 0.4
         progress.on_update(Update(update, 0, [], {}, DPO))
@@ -71,7 +77,7 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
 
 
 def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, capsys):
-    progress = Progress(interval=1.0, silent=False)
+    progress = make_progress(interval=1.0)
     for _ in progress.over([1, 2], total=2, what="sample"):
         for token in range(60):
             progress.part(token, 60, "token")
@@ -92,7 +98,7 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: (150, 40))
-    progress = Progress(interval=1000.0, silent=False, batch_size=32)
+    progress = make_progress(interval=1000.0, batch_size=32)
     for update in progress.updates([1, 2], total=64, done=0):
         for _ in progress.over([1, 2], total=2, what="sample"):
             clock.now += 1.0
@@ -112,12 +118,12 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
 def test_a_line_is_one_write_into_which_a_thread_that_saves_cannot_print(monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=list, isatty=bool))
-    Progress(interval=0, silent=False).line("evaluation:\n  loss/eval 0.5")
+    make_progress(interval=0).line("evaluation:\n  loss/eval 0.5")
     assert [text for text in written if text] == ["evaluation:\n  loss/eval 0.5\n"]
 
 
 def test_ranks_other_than_0_are_silent(capsys):
-    progress = Progress(interval=0.0, silent=True)
+    progress = make_progress(interval=0.0, silent=True)
     for item in progress.updates([4], total=1, done=0):
         assert list(progress.over([item], total=1, what="evaluate")) == [4]
         progress.on_update(Update(1, 0, [], {}, DPO))
