@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from dpo.losses import LOSSES, list_options
 from dpo.losses.formulas import Fraction, Positive, Weight
-from dpo.system.run_directory import get_cache_dir, get_local_dir, get_local_run_dir
+from dpo.system.run_directory import get_local_dir, get_local_run_dir
 
 
 class Resume(Enum):
@@ -97,8 +98,8 @@ class RunPlan:
 
     @property
     def cache_dir(self) -> str | None:
-        """The directory of downloads; None: the libraries' default."""
-        return get_cache_dir(self.local_dirs)
+        """The directory of downloads; None: the libraries' default, which the environment sets."""
+        return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else self.local_dir
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,6 @@ def get_local_dir(prefixes: Sequence[str]) -> str:
     return os.path.join(prefix, getpass.getuser())
 
 
-def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
-    """The cache of models and datasets; None is the libraries' default, which the environment may set."""
-    return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else get_local_dir(local_dirs)
-
-
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     # to the microsecond, so that the jobs of a quick sweep get different directories
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
