@@ -99,8 +99,8 @@ class RunState:
     samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
     saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
 
-    def __init__(self, reference: Any, base_digest: str | None, *, rank: int, **states: Any) -> None:
-        self._rank, self._states, self._frozen_digest = rank, dict(states), base_digest
+    def __init__(self, reference: Any, base_digest: str | None, **states: Any) -> None:
+        self._states, self._frozen_digest = states, base_digest
         if reference:
             self._frozen_digest = reference.digest
             self._states["reference_logps"] = reference.logps
@@ -118,7 +118,7 @@ class RunState:
 
     def load_state_dict(self, state: Mapping) -> None:
         """Raises InputError if the frozen weights have changed."""
-        if self._rank == 0 and state["reference"] != self._frozen_digest:
+        if is_rank_0() and state["reference"] != self._frozen_digest:
             raise InputError(
                 "the reference or base model has changed since the checkpoint: restore the files that "
                 "model.name_or_path or model.archive names, or start a new run"
