@@ -15,7 +15,7 @@ from dpo.losses.formulas import bradley_terry
 from dpo.settings.keys import load_defaults
 from dpo.training.objective import make_scores
 
-DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}
+DEFAULTS = {name: load_defaults(loss=name)["loss"] for name in LOSSES}
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2

@@ -131,7 +131,7 @@ def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     columns = [{name: _as_text(value) for name, value in dotted(run.config)} for run in runs]
     compared = columns
     if len(runs) == 1:
-        defaults = dotted(load_defaults(runs[0].objective.name))
+        defaults = dotted(load_defaults(loss=runs[0].objective.name))
         compared = [*columns, {name: _as_text(value) for name, value in defaults}]
     return [
         (name, [column.get(name, ABSENT) for column in columns])

@@ -353,10 +353,9 @@ def find_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
 
 
-def load_defaults(loss: str | None = None, **others: Any) -> dict[str, Any]:
+def load_defaults(**options: Any) -> dict[str, Any]:
     """Load the defaults; an option of GROUPS that is None or unknown counts as `none`, an unknown loss as MISSING."""
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
-    options = {"loss": loss, **others}
     for group in GROUPS:
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
         file = files.get(str(options.get(group)), files.get("none"))

@@ -83,7 +83,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     trainer.train()
     assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
     assert trainer.config.local_run_dir == str(run_dir)
-    composed = set(flatten(OmegaConf.create(load_defaults("dpo"))))
+    composed = set(flatten(OmegaConf.create(load_defaults(loss="dpo"))))
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}
 
 

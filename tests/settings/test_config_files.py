@@ -84,8 +84,8 @@ def test_files_are_read_as_hydra_reads_them():
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
-    mix = copy.deepcopy(load_defaults("mix")["loss"])
-    parts = [copy.deepcopy(load_defaults(name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
+    mix = copy.deepcopy(load_defaults(loss="mix")["loss"])
+    parts = [copy.deepcopy(load_defaults(loss=name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
     assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
     # without updates before, there is no running average; and not all parts take an offset
     assert mix.keys() == set().union(*parts) - {"momentum", "offset_by_margin"} | {"name"}
