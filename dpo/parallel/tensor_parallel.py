@@ -131,10 +131,10 @@ def find_plan(model: Any) -> dict[str, Style]:
     style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
-    unknown = sorted(set(style_names.values()) - STYLES.keys())
-    if unknown or not own_plan:
-        problem = f"uses {', '.join(unknown)}, which is not supported here" if unknown else "is empty"
-        raise _refusal(model, problem)
+    if not own_plan:
+        raise _refusal(model, "is empty")
+    if unknown := sorted(set(style_names.values()) - STYLES.keys()):
+        raise _refusal(model, f"uses {', '.join(unknown)}, which is not supported here")
     plan = {}
     for pattern, style_name in style_names.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
