@@ -189,12 +189,8 @@ class Checkpoints:
         """Every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
-
-            def explain(error: Exception, file: Path = file) -> DamagedCheckpoint:
-                reason = f"{type(error).__name__} {one_sentence(error)}"
-                return DamagedCheckpoint(f"{file} does not hold the state of a run: {reason}")
-
-            with explaining_library(explain):
+            wrong = f"{file} does not hold the state of a run"
+            with explaining_library(lambda why, wrong=wrong: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}")):
                 part.restore(file)
 
     def state_dict(self) -> dict:
