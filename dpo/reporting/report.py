@@ -23,7 +23,7 @@ class ReportWriter(Callback):
         page = self.run_dir / REPORT
         try:
             subprocess.run(
-                [sys.executable, "-m", "dpo.analysis.page", str(self.run_dir.absolute()), str(page.parent.absolute())],
+                [sys.executable, "-m", "dpo.analysis.page", self.run_dir.absolute(), page.parent.absolute()],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
