@@ -339,10 +339,3 @@ def choose_device_map(gpus: int) -> str | dict[str, int] | None:
     if gpus == 0:
         return None
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU
-
-
-def keep_outputs_where_they_are(model: Any) -> None:
-    """Let accelerate not move the logits of all tokens back to the first GPU of a model that is spread over several."""
-    from accelerate.hooks import remove_hook_from_module
-
-    remove_hook_from_module(model)  # the parts keep theirs

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
@@ -17,7 +18,7 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loa
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import distribute, keep_outputs_where_they_are
+from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import CALLBACKS
@@ -125,7 +126,8 @@ def place(plan: Plan, model: Any, mesh: Mesh, compute_dtype: str) -> Any:
         n_slices = plan.run.tensor_parallel_size or len(gpus)
         return split_over_devices(model, gpus[:n_slices] if gpus else ["cpu"] * n_slices)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        keep_outputs_where_they_are(model)
+        # accelerate would move the logits of all tokens back to the first GPU; the model's parts keep their hooks
+        remove_hook_from_module(model)
     return model
 
 
