@@ -209,7 +209,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def hold_the_same(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Return whether two models hold equal weights, in the dtype of the other weights."""
+    """Whether two models hold equal weights, in the dtype of the other weights."""
     weights, other_weights = list(weights), list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
         return False

@@ -60,7 +60,7 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """A receiver of events, made before a checkpoint is loaded; `on_start` comes after the loading, and opens files."""
+    """A receiver of events, made before a checkpoint is loaded."""
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
     derived: tuple[str, ...] = ()  # files made from `files`
@@ -74,7 +74,7 @@ class Callback:
         return context.rank == 0
 
     def on_start(self) -> None:
-        """On a resume, `load_state_dict` came before."""
+        """Opens files; on a resume, `load_state_dict` came before."""
 
     def allows(self, update: Update) -> bool:
         """Whether to apply an update; all ranks must agree."""

@@ -303,7 +303,7 @@ def read_key(annotation: Any) -> Key:
 
 
 def is_within(value: float, bounds: str) -> bool:
-    """Return whether a number is within bounds such as `> 0` or `[0, 1)`; without any, it must be finite."""
+    """Whether a number is within bounds such as `> 0` or `[0, 1)`; without any, it must be finite."""
     if "," in bounds:
         low, high = map(float, bounds[1:-1].split(","))
         return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")

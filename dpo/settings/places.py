@@ -99,7 +99,7 @@ class Source:
 
     @property
     def has_no_splits(self) -> bool:
-        """Return whether one file or saved dataset holds all records."""
+        """Whether one file or saved dataset holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
 
 

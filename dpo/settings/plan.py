@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Return whether the base, rounded by `fsdp_frozen_weights=whole`, still equals a second model as reference."""
+        """Whether the base, rounded by `fsdp_frozen_weights=whole`, still equals a second model as reference."""
         dtypes = (self.model.policy_dtype, self.reference_dtype)
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 

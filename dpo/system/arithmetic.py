@@ -12,7 +12,6 @@ GRAPHS = 32
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    """torch.compile is slow to import."""
     torch.backends.cuda.matmul.allow_tf32 = True
     # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, which most microbatches have
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -21,7 +20,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # we read no tensor before it is written
     if compiles:
-        from torch._dynamo import config
+        from torch._dynamo import config  # slow to import
 
         config.recompile_limit = max(GRAPHS, config.recompile_limit)
 

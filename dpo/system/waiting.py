@@ -89,7 +89,7 @@ def identify_machine() -> str:
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Return whether each other rank gets there in time, if this one waits at all."""
+    """Whether each other rank gets there in time, if this one waits at all."""
     if not is_shared():
         return True
     place = _count_call(place)
