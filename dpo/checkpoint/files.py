@@ -22,7 +22,7 @@ from dpo.errors import InputError, RunError, explaining
 from dpo.system.plain_files import check_readable, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-\d+")
 TEMPORARY, FORMER = "dpo-tmp", "dpo-former"  # endings of hidden names of ours
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form

@@ -79,9 +79,9 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 def exit_on(problems: list[str]) -> None:
     """Print problems, if any, and exit with status 2."""
-    if problems and is_rank_0():
-        print("\n".join(["bad configuration:", *(f"  - {redact(problem)}" for problem in problems)]), file=sys.stderr)
     if problems:
+        if is_rank_0():
+            print("bad configuration:", *(f"  - {redact(problem)}" for problem in problems), sep="\n", file=sys.stderr)
         sys.exit(2)
 
 
