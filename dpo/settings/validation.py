@@ -22,7 +22,7 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
     """The conditions under which a plan is refused, and what is then said."""
     run, data, training, loss, several = p.run, p.data, p.training, p.loss, p.trainer.multi_process
     processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
-    weights = {name: weight for name, weight in loss.options.get("weights", {}).items() if name != "sft"}
+    computed = {loss.name, *(part.name for _, part in loss.parts)}  # names of losses
     # fmt: off
     conflicts = [
         # --- processes
@@ -64,12 +64,12 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
          "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
         (loss.trains_on == "labels" and not any(loss.options.get(f"{name}desirable_weight", 1) for name in ("", "un")),
          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave nothing to train on: set one of them above 0"),
-        (loss.name == "mix" and not any(weights.values()),
+        (computed - {"sft"} == {"mix"},
          "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
         (loss.options.get("reference_free") and loss.shared.f_divergence != "reverse_kl",
          f"loss.f_divergence={loss.shared.f_divergence} is a divergence from the reference: set "
          "loss.reference_free=false"),
-        ("exo" in (loss.name, *(part.name for _, part in loss.parts)) and not loss.options.get("label_smoothing"),
+        ("exo" in computed and not loss.options.get("label_smoothing"),
          "loss=exo divides by loss.label_smoothing=0: set it above 0"),
         (loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
          f"loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
