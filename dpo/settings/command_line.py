@@ -44,11 +44,6 @@ class CommandLine(NamedTuple):
         return not {*MULTIRUN}.isdisjoint(self.options)
 
     @property
-    def arguments(self) -> list[str]:
-        """Arguments for Hydra."""
-        return [*self.options, *self.overrides, *self.search_path]
-
-    @property
     def search_path(self) -> list[str]:
         """The override by which Hydra finds a user's config files."""
         if self.config_dir is None:
@@ -74,7 +69,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     except InputError as error:
         problems = [str(error)]
     exit_on(problems)
-    return line.arguments, plan
+    return [*line.options, *line.overrides, *line.search_path], plan
 
 
 def exit_on(problems: list[str]) -> None:

@@ -15,8 +15,9 @@ RUNS = "exp_name=x model.name_or_path=gpt2"  # what every command needs
 
 
 def compose(command: str) -> DictConfig:
+    line = parse(shlex.split(command))
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return hydra.compose("config", parse(shlex.split(command)).arguments)
+        return hydra.compose("config", [*line.overrides, *line.search_path])
 
 
 def find_refusals(command: str) -> list[str]:
