@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dpo.settings.plan import ParallelDims
+from dpo.system.waiting import is_shared
 
 
 class Mesh:
@@ -63,7 +64,7 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(value: Any) -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_shared():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0)
