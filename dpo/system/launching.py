@@ -48,8 +48,7 @@ def launch(
     called here; otherwise `world_size` workers are spawned and meet at `port` (None: a free one). Raises InputError,
     Stopped, or RunError if a worker did not finish.
     """
-    rank_env = find_rank_env()
-    if rank_env is not None:
+    if rank_env := find_rank_env():
         status, message = _run_in_group(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
             # rank 0 may have the same error; the launcher ends this process once rank 0 has reported it
