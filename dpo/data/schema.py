@@ -46,7 +46,6 @@ class Record(NamedTuple):
     messages: Messages | None = None  # from which a chat template rendered the prompt
     cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
     row: int | None = None  # its number in its source, from 1
-    first: int = 0  # where its responses begin among those of its prompt
 
     @property
     def best(self) -> int:
@@ -114,8 +113,7 @@ class PreferenceData(dict[str, Entry]):
 
     def add_record(self, record: Record) -> None:
         entry = self.add(record.prompt, record.responses, record.pairs, record.target)
-        first = len(entry["responses"]) - len(record.responses)
-        entry.setdefault("records", []).append(record._replace(first=first))
+        entry.setdefault("records", []).append(record)
 
     def hold_out(self) -> PreferenceData:
         """Take out a random tenth of the prompts, at least one, as a test split."""

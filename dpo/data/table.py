@@ -88,18 +88,22 @@ def iterate_prompts(
             if trains_on == "targets" and (has_lists or entry["pairs"]):  # the target comes from the last record
                 last = records[-1]
                 cuts = last.cuts[last.best : last.best + 1]
-                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts, first=0)]
-            made = [(record, each) for record in records for each in record.list_examples(trains_on, list_pairs)]
+                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts)]
+            made, responses, cuts = [], [], []
+            for record in records:
+                for example in record.list_examples(trains_on, list_pairs):
+                    made.append((record, {role: len(responses) + i for role, i in example.items()}))
+                responses += record.responses
+                cuts += record.cuts or [[]] * len(record.responses)
             if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
                 continue
-            cuts = [cut for record in records for cut in record.cuts or [[]] * len(record.responses)]
             of_examples = {
                 f"{key}s": [getattr(record, key) for record, _ in made] for key in ("weight", "margin", "row")
             }
             yield Prompt(
                 text,
-                [response for record in records for response in record.responses],
-                [{role: record.first + i for role, i in example.items()} for record, example in made],
+                responses,
+                [example for _, example in made],
                 data.truncation_mode,
                 data.rendered,
                 index_in_split=index,
