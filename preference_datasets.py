@@ -30,7 +30,7 @@ from dpo.data.sources import HUB_IDS, identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
-from dpo.settings.places import Source, store_rows
+from dpo.settings.places import BUILT_IN, Source, store_rows
 from dpo.settings.plan import Plan
 from dpo.system.pool import map_chunks
 
@@ -163,7 +163,6 @@ def get_se(
 
 
 LOADERS: dict[str, Callable[..., PreferenceData]] = {"hh": get_hh, "shp": get_shp, "se": get_se}
-BUILT_IN = (*LOADERS, "demo")  # these need no entry in dataset_sources
 
 
 def get_dataset(

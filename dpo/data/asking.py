@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dpo.data.schema import ASSISTANT, Messages, check_unicode
-from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.data.tokenization import ESCAPE, escape_control
 from dpo.errors import InputError, one_sentence
 
 HUMAN = "\n\nHuman:"
-DATASETS_IN_HH_FORMAT = frozenset((*HUB_IDS, "demo"))
 CHAT, HH, RAW = "chat", "hh", "raw"
 MEANINGS = {
     CHAT: "the tokenizer's chat template",

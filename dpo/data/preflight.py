@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT, HH, RAW, is_dialogue
+from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, naming, write_problems
@@ -38,6 +38,7 @@ from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
 from dpo.system.run_directory import PROBLEMS
@@ -477,5 +478,5 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
         )
     if bool(train.desirable) != bool(train.undesirable):
         yield "all labels of the train split are alike, and a loss of labels learns from both kinds: add the other"
-    if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
+    if not {*plan.data.datasets} <= {*BUILT_IN}:  # nobody can change what published splits share
         yield from data.report.test.find_leaks()

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
-from dpo.data.asking import DATASETS_IN_HH_FORMAT, HH, MEANINGS
+from dpo.data.asking import HH, MEANINGS
 from dpo.data.sources import HUB_IDS
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining, one_sentence
@@ -35,7 +35,7 @@ from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
 from dpo.models.weights import Weights, locate_weights, read_archive
 from dpo.settings.keys import KEYS, Resume
-from dpo.settings.places import HUB_ID, Source
+from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json, replacing
@@ -378,7 +378,7 @@ def find_prompt_format(origin: Origin) -> str | None:
     if origin.run_dir is not None:
         recorded = (_read_record(origin, "preflight.json").get("train") or {}).get("prompt_formats", {})
         names = origin.plan.data.datasets
-        forms = {HH if name in DATASETS_IN_HH_FORMAT else recorded.get(name) for name in names}
+        forms = {HH if name in BUILT_IN else recorded.get(name) for name in names}
         form = forms.pop() if len(forms) == 1 else None
     else:
         card = Path(origin.weights.adapter or origin.plan.model.name_or_path, "README.md")
