@@ -33,8 +33,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
     """Rows of a `datasets.Dataset`, decoded when read: classes by name, images and sounds as they are."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.column_names = dataset.with_format("arrow"), dataset.column_names
-        self.features = dataset.features.to_dict()
+        self.dataset, self.features = dataset.with_format("arrow"), dataset.features.to_dict()
 
     def __len__(self) -> int:
         return len(self.dataset)
