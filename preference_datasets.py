@@ -179,15 +179,16 @@ def get_dataset(
     `dataset_sources[name]` says where a dataset is, or has its rows. Without splits, a tenth of the prompts are the
     test split, which comes with the train split as `held_out`. Tokenizer and options are those of `get_custom`.
     """
-    configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
-    if name == "demo" and configured_source is None:
+    configured = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
+    place = configured.get(name) or HUB_IDS.get(name)
+    if place is None and name == "demo":
         return get_demo(split)
-    if configured_source is None and name not in HUB_IDS:
+    if place is None:
         raise InputError(
             f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data give "
             f"dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
         )
-    source = Source.parse(name, configured_source or HUB_IDS[name])
+    source = Source.parse(name, place)
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
