@@ -260,9 +260,11 @@ def get_batch_iterator(
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    options = {"silent": silent, "cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
     trains_on = "targets" if sft_mode else "pairs"
-    datasets = ((name, get_dataset(name, split, trains_on=trains_on, **options)) for name in names)
+    datasets = (
+        (name, get_dataset(name, split, silent, cache_dir, dataset_sources, tokenizer, trains_on=trains_on))
+        for name in names
+    )
     prompts = list(iterate_prompts(datasets, trains_on))
     counts = [len(prompt.examples) for prompt in prompts]
     if sum(counts) < batch_size:
