@@ -148,8 +148,10 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
         prefix = f"bad_records-{exp_name.replace('/', '_')}-"
         with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
             where = f"; {file.name} names all of them"
-        facts = {"dataset": error.name, "problem": BAD}
-        write_problems(Path(file.name), ({**facts, "record": n, "reason": reason} for n, reason in error.found))
+        write_problems(
+            Path(file.name),
+            ({"dataset": error.name, "problem": BAD, "record": n, "reason": reason} for n, reason in error.found),
+        )
     return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
 
 
