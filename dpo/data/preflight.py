@@ -387,7 +387,8 @@ def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
         raise InputError(
             f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true"
         )
-    if plan.loss.needs_margins and not data.has_margins:
+    records = (record for entry in data.values() for record in entry.get("records", ()))
+    if plan.loss.needs_margins and all(record.margin is None for record in records):
         raise InputError(
             f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
             f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"

@@ -95,10 +95,6 @@ class PreferenceData(dict[str, Entry]):
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
         self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
-    @property
-    def has_margins(self) -> bool:
-        return any(record.margin is not None for entry in self.values() for record in entry.get("records", ()))
-
     def add(
         self, prompt: str, responses: Sequence[str], pairs: Sequence[tuple[int, int]], sft_target: str | None
     ) -> Entry:
