@@ -67,9 +67,7 @@ class Record(NamedTuple):
             return [dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}]
         if trains_on == "labels":
             labelled = [] if self.label is None else [{"chosen" if self.label else "rejected": 0}]
-            return labelled + [
-                {role: i} for pair in pairs for role, i in zip(("chosen", "rejected"), pair, strict=True)
-            ]
+            return labelled + [each for better, worse in pairs for each in ({"chosen": better}, {"rejected": worse})]
         if ranked and list_pairs == "best_worst":
             ranked = [self.best, scores.index(min(scores))]
         of_list = [(better, worse) for better, worse in combinations(ranked, 2) if scores[better] > scores[worse]]
