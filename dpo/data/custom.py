@@ -193,10 +193,10 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
         raise InputError("the prompt is empty: give it a value")
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
-    if as_chat and isinstance(prompt, str):
-        prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
-        # a response loses the one space that separates it from its prompt
-        responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
+        if as_chat:
+            prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
+            # a response loses the one space that separates it from its prompt
+            responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
     if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
         raise InputError("a response must end with a message of the assistant: correct it")
     if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
