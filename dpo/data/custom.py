@@ -75,8 +75,8 @@ def get_custom(
     if bad and (bad_records == "refuse" or not data):
         raise BadRecordsError(name, bad)
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
-    if reader.has_template and not reader.holds_chats:
-        prompt, entry = next(iter(data.items()), ("", {"responses": []}))
+    if data and reader.has_template and not reader.holds_chats:
+        prompt, entry = next(iter(data.items()))
         seen = f"{unescape(prompt)[-SHOWN:]!r} + {unescape(''.join(entry['responses'][:1]))[:SHOWN]!r}"
         renders = "the chat template renders texts"
         did = renders if reader.is_rendered else "texts are used as they are, without the chat template"
