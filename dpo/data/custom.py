@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from dpo.data.asking import is_dialogue, share_header, split_turns
@@ -45,7 +44,7 @@ def get_custom(
     rows: Sequence[Row],
     origin: str,
     tokenizer: Any,
-    columns: Mapping[str, str | None] = MappingProxyType({}),
+    columns: Mapping[str, str | None] = {},
     *,
     name: str = "mine",
     trains_on: str = "pairs",
