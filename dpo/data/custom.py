@@ -109,10 +109,8 @@ class _Reader:
         is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
         self.is_apart = is_hh and bool(records) and is_dialogue(records[0].prompt)
 
-    def read(
-        self, chunk: Sequence[tuple[int, Row]]
-    ) -> tuple[list[Record], list[tuple[int, str]], list[tuple[str, str]]]:
-        """Return records, bad ones, and what the template changes."""
+    def read(self, chunk: Sequence[tuple[int, Row]]) -> tuple[list, list, list]:
+        """Return records, numbers and reasons of bad ones, and `ChatTemplate.changes`."""
         records, bad, template = [], [], ChatTemplate(self.tokenizer)
         for number, row in chunk:
             try:
