@@ -80,9 +80,9 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
     return examples
 
 
-def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, Tensor]:
+def collate_prompts(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Tensor]:
     """Pad prompts on the left, for generation, to ids and masks of shape (prompts, tokens)."""
-    rows = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
+    rows = [{"prompt_input_ids": ids, "prompt_attention_mask": [1] * len(ids)} for ids in prompts]
     return get_collate_fn(tokenizer)(rows)
 
 

@@ -102,7 +102,7 @@ def answer(
 
     `in_step`: several processes hold shards of the model, so each continues until all have finished.
     """
-    batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
+    batch = collate_prompts(prompts, tokenizer)
     device = next(model.parameters()).device
     ids = batch["prompt_input_ids"].to(device)
     n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
