@@ -46,8 +46,8 @@ WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
 class Columns(NamedTuple):
     used: dict[str, str]  # the column of each field
     unused: list[str]
-    verdict: str | None = None  # the column that says which of two responses is better
-    sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
+    verdict: str | None  # the column that says which of two responses is better
+    sides: Mapping[str, str]  # the columns of these responses, by letter or digit
 
     def describe(self, n_ties: int) -> str:
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]

@@ -81,7 +81,7 @@ class Tokens(NamedTuple):
 
     prompt: list[int]
     responses: list[Ids]
-    crosses: bool = False  # a token would cross a limit, so the parts are tokenized apart
+    crosses: bool  # a token would cross a limit, so the parts are tokenized apart
 
 
 class TextEncoder:
