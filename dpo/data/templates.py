@@ -123,7 +123,9 @@ class ChatTemplate:
         cuts = []
         scored_end = start  # where the last scored turn ends
         last = len(chat) - 1
-        for i in (i for i in range(first, last + 1) if chat[i]["role"] == "assistant"):
+        for i in range(first, len(chat)):
+            if chat[i]["role"] != "assistant":
+                continue
             begin = start if i == first else self._find_begin(chat[:i], tools, dialogue)
             turn = dialogue if i == last else apply_template(self.tokenizer, chat[: i + 1], tools=tools)
             if begin is None or begin < scored_end or not dialogue.startswith(turn):
