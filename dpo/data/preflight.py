@@ -270,7 +270,6 @@ class TrainingData:
 
     @classmethod
     def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
-        """In an online run each prompt counts as one training example."""
         facts = read_facts(table)
         train, test = (SplitReport(**facts[split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
