@@ -19,8 +19,6 @@ from dpo.data.tokenization import TextEncoder, refuse_eos, unescape
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
-DIGEST_BYTES = 16
-
 ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among its prompt's examples)
 TextExample = tuple[Prompt, int]  # a prompt, and the index of one of its examples; of a prompt without any, 0
 
@@ -77,7 +75,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=16)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)  # with lengths, so that ("ab", "c") is not ("a", "bc")
