@@ -256,7 +256,7 @@ def get_batch_iterator(
 ) -> Iterator[PaddedBatch]:
     """Yield tokenized batches in the order of `iterate_examples`, as the reference code does.
 
-    Partial batches are dropped, and with `n_examples` alone the data is repeated. Trainers do not use it.
+    With `n_examples` alone the data is repeated. Trainers do not use it.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
