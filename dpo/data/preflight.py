@@ -408,10 +408,12 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> 
                 kept[prompt.index_in_split].append(index)
         for prompt in batch:
             if indices := kept[prompt.index_in_split]:
-                of_examples = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
-                yield prompt._replace(
-                    **{name: values and [values[i] for i in indices] for name, values in of_examples.items()}
-                )
+                of_examples = {
+                    name: [values[i] for i in indices]
+                    for name in ("examples", "weights", "margins", "rows")
+                    if (values := getattr(prompt, name))
+                }
+                yield prompt._replace(**of_examples)
 
 
 def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
