@@ -222,8 +222,8 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
             elif len(fields) < len(header) or any(fields[len(header) :]):
                 yield InputError(
                     f"the record on line {begin} of {file} has {len(fields)} fields, and the first line names "
-                    f"{len(header)}: put fields with {separator!r} or newlines in quotes, and let the first line, with "
-                    f"no title above it, name the columns"
+                    f"{len(header)}: put fields with {separator!r} or newlines in quotes, and no title above the "
+                    f"names of the columns"
                 )
             else:
                 yield {name: field for name, field in zip(header, fields, strict=False) if name}

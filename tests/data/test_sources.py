@@ -163,7 +163,7 @@ NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it a
         ({"train.csv": "a,b\n1,2\n\n1,2,3\n"}, "the record on line 4 of {dir}/train.csv has 3 fields, and the first"),
         (
             {"train.csv": "My table,,\n" + TABLE},
-            "names 1: put fields with ',' or newlines in quotes, and let the first",
+            "names 1: put fields with ',' or newlines in quotes, and no title above the",
         ),
         ({"train.csv": 'a,b\n1,"2\n3"\n4,"5\n6,7\n'}, "unexpected end of data, in the record that begins on line 4:"),
         ({"train.csv": 'a;b\n1;"2" 3\n4;5\n'}, "expected after '\"', in the record that begins on line 2: quote"),
