@@ -213,8 +213,10 @@ def check_columns(plan: Plan) -> None:
     """Raise InputError if local data lacks columns that the loss needs."""
     trains_on = "prompts" if plan.online else plan.loss.trains_on
     for name, value in plan.data.dataset_sources.items():
-        source = Source.parse(name, value) if value and name in plan.data.datasets and name not in LOADERS else None
-        if source is None or source.local is None:
+        if not value or name in LOADERS or name not in plan.data.datasets:
+            continue
+        source = Source.parse(name, value)
+        if source.local is None:
             continue
         options = {"name": name, "origin": source.path, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
         try:
