@@ -107,7 +107,7 @@ def attend_in_bfloat16(
 
     The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
     """
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
     is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
