@@ -364,9 +364,10 @@ class AdapterPart(ModelPart):
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]
         named = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
-        if (renamed := rename_layers(self.source, named, to_class=True)).keys() != named.keys():
-            named, config["target_modules"] = renamed, _list_layers(renamed)
-        tensors = {PREFIX + key: tensor.contiguous() for key, tensor in named.items()}
+        renamed = rename_layers(self.source, named, to_class=True)
+        if renamed.keys() != named.keys():
+            config["target_modules"] = _list_layers(renamed)
+        tensors = {PREFIX + key: tensor.contiguous() for key, tensor in renamed.items()}
         return {
             CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(),
             WEIGHTS: save(tensors, metadata={"format": "pt"}),
