@@ -99,10 +99,6 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 class AdaptedLayer(nn.Module):
     """W x + alpha / r * B A dropout(x), with fewer operations than PEFT's layer, and no float32 copy of the input."""
 
-    lora_A: Any  # modules by adapter, as the next two
-    lora_B: Any
-    lora_dropout: Any
-
     def __init__(self, base_layer: Any) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -110,7 +106,9 @@ class AdaptedLayer(nn.Module):
             self.in_features, self.out_features = base_layer.weight.shape
         else:
             self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-        self.lora_A, self.lora_B, self.lora_dropout = (nn.ModuleDict() for _ in range(3))
+        self.lora_A: Any = nn.ModuleDict()  # modules by adapter, as the next two
+        self.lora_B: Any = nn.ModuleDict()
+        self.lora_dropout: Any = nn.ModuleDict()
         self.scaling: dict[str, float] = {}  # alpha / r by adapter
         self.in_use: str | None = None
 
