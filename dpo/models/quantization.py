@@ -73,8 +73,13 @@ def _quantize(weight: Tensor) -> dict[str, Tensor]:
     # so a run that is resumed with more processes would get another base.
     offset = scales.double().mean().float()
     quantized_scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
-    scale_buffers = {"scales": quantized_scales, "scales_of_scales": scales_of_scales, "offset": offset, "code": code}
-    return {"weight": packed, **scale_buffers}
+    return {
+        "weight": packed,
+        "scales": quantized_scales,
+        "scales_of_scales": scales_of_scales,
+        "offset": offset,
+        "code": code,
+    }
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
