@@ -76,7 +76,7 @@ def complete_checkpoint(model: Any, name: str, cache_dir: str | None, dtype: tor
     """A checkpoint's tensors, in `dtype` if given, with a text model's in their places."""
     trained = name_in_files(model, name, cache_dir)
     stored = {key: tensor for path in _find_files(name, cache_dir) for key, tensor in load_file(path).items()}
-    complete = stored | {key: trained[key] for key in stored.keys() & trained.keys()}
+    complete = stored | trained
     return {k: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for k, tensor in complete.items()}
 
 
