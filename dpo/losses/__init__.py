@@ -109,8 +109,6 @@ class Loss:
         else:
             output = self.fn(transformed, **self.options)
         output = output._replace(rewards=self._find_rewards(transformed))
-        if self.trains_on != "pairs":
-            return output
         losses = output.losses
         if self.needs_squares:
             losses = losses * formulas.find_wpo_weights(scores)
