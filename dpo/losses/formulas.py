@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -122,8 +121,8 @@ class Losses(NamedTuple):
     """Output of a loss; tensors are (B,), and all but the losses are detached."""
 
     losses: Tensor
-    rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role; set by `dpo.losses.Loss`
-    metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
+    rewards: Mapping[str, Tensor] = {}  # by role; set by `dpo.losses.Loss`
+    metrics: Mapping[str, Tensor] = {}  # further metrics, logged as NAME/train and NAME/eval
     accuracies: Tensor | None = None  # None: 1 if the chosen reward is above the rejected one, else 0
 
 
