@@ -1,7 +1,4 @@
-"""The table of losses, and what each of them needs.
-
-Imports no torch, so that a config is checked quickly.
-"""
+"""The table of losses, and what each of them needs."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_type_hints
 
-import dpo.losses.formulas as formulas
+from dpo.losses import formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
 
 # kinds of training examples, and the roles of their responses. A labelled example has one response, whose role is its
@@ -172,7 +169,7 @@ def _list_parameters(loss: Loss) -> dict[str, Any]:
 
 
 def list_options() -> dict[str, Any]:
-    """Every option that a loss may have, with its type and bounds, which are the same in all losses."""
+    """Every option that a loss may have, with its type and bounds."""
     types = get_type_hints(PairOptions, include_extras=True)
     for loss in LOSSES.values():
         for name, annotation in _list_parameters(loss).items():
