@@ -152,7 +152,6 @@ def export(
     as_adapter = has_adapter and not merge
     if as_adapter and (origin.policy is None or dtype is not None):
         raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, give --merge")
-    base_of_adapter = _find_base_for_peft(origin) if as_adapter else ""
     if verify:
         for file in {origin.policy, origin.weights.archive if merge else None}:
             # the reference implementation writes no manifest
@@ -162,7 +161,7 @@ def export(
     with explaining(failures, lambda why: RunError(f"{said}: {why}")), replacing(out) as folder:
         folder.mkdir(parents=True)
         if as_adapter:
-            _write_adapter(folder, origin, base_of_adapter)
+            _write_adapter(folder, origin)
         else:
             _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
         for path in folder.iterdir():
@@ -210,9 +209,9 @@ def _find_base_for_peft(origin: Origin) -> str:
     return resolve_name(origin.plan.model.name_or_path)
 
 
-def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
+def _write_adapter(folder: Path, origin: Origin) -> None:
     directory = origin.weights.adapter
-    config = read_json(directory / CONFIG) | {"base_model_name_or_path": base}
+    config = read_json(directory / CONFIG) | {"base_model_name_or_path": _find_base_for_peft(origin)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
     base_config = load_config(find_source(origin.plan)).get_text_config()
