@@ -56,8 +56,8 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
         config = transformers.AutoConfig.from_pretrained(name, **source.options, **labels)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
-            f"model {name!r} is quantized (its config.json has a quantization_config), so it cannot be trained: give "
-            f"the model that it was made from"
+            f"model {name!r} is quantized (its config.json has a quantization_config): give the model that it was made "
+            f"from"
         )
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")

@@ -110,7 +110,7 @@ def _match_names(model: Any, weights: Mapping[str, Tensor], shapes: Mapping[str,
 def _ambiguous(place: str, model: Any) -> InputError:
     return InputError(
         f"in {place}, which has more parts than text, the weights of the text part ({type(model).__name__}) cannot be "
-        f"told from the others, so that no export could hold all parts: give a model for text alone"
+        f"told from the others: give a model for text alone"
     )
 
 
