@@ -57,15 +57,13 @@ def preference_loss(
     (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036, without `label_smoothing`.
     `reference_free` treats the reference as uniform in the loss, but not in the rewards.
     """
-    from torch.nn.functional import logsigmoid
-
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
         h = h - (reference_chosen_logps - reference_rejected_logps)
     if ipo:
         losses = (h - 1 / (2 * beta)) ** 2
     else:
-        losses = -logsigmoid(beta * h) * (1 - label_smoothing) - logsigmoid(-beta * h) * label_smoothing
+        losses = -_log_sigmoid(beta * h) * (1 - label_smoothing) - _log_sigmoid(-beta * h) * label_smoothing
     chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
     rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
     return losses, chosen_rewards, rejected_rewards
@@ -130,10 +128,10 @@ class Losses(NamedTuple):
 # --- their log-ratios log pi - log ref, and h = u_w - u_l
 
 
-def _minus_log_sigmoid(x: Tensor) -> Tensor:
+def _log_sigmoid(x: Tensor) -> Tensor:
     from torch.nn.functional import logsigmoid
 
-    return -logsigmoid(x)
+    return logsigmoid(x)
 
 
 def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
@@ -149,7 +147,7 @@ def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, refer
 def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = scores.mean_log_ratios()
-    return Losses(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset))
+    return Losses(-_log_sigmoid(beta * (u_w - u_l) - scores.offset))
 
 
 def ipo(scores: Scores, *, beta: Positive, average: bool = False) -> Losses:
@@ -166,42 +164,38 @@ def hinge(scores: Scores, *, beta: Positive) -> Losses:
 def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """Robust DPO (arXiv 2403.00409): unbiased if the fraction `label_smoothing` of the pairs is flipped."""
     margin = beta * scores.h() - scores.offset
-    losses = (1 - label_smoothing) * _minus_log_sigmoid(margin) - label_smoothing * _minus_log_sigmoid(-margin)
+    losses = -(1 - label_smoothing) * _log_sigmoid(margin) + label_smoothing * _log_sigmoid(-margin)
     return Losses(losses / (1 - 2 * label_smoothing))
 
 
 def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
     """EXO for pairs (arXiv 2402.00856, eq. 16)."""
-    from torch.nn.functional import logsigmoid
-
     margin = beta * scores.h()
-    chosen_term = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-label_smoothing))
-    rejected_term = (-margin).sigmoid() * (logsigmoid(-margin) - math.log(label_smoothing))
+    chosen_term = margin.sigmoid() * (_log_sigmoid(margin) - math.log1p(-label_smoothing))
+    rejected_term = (-margin).sigmoid() * (_log_sigmoid(-margin) - math.log(label_smoothing))
     return Losses(chosen_term + rejected_term)
 
 
 def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
     """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential."""
-    from torch.nn.functional import logsigmoid
-
     margin = beta * scores.h()
-    logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
+    logistic = (-margin / tau).sigmoid() * -_log_sigmoid(margin)
     # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
-    exponential = (logsigmoid(margin / tau) - margin).exp()
+    exponential = (_log_sigmoid(margin / tau) - margin).exp()
     return Losses(logistic + exponential)
 
 
 def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6)."""
     chosen, rejected = scores.mean_logps()
-    return Losses(_minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset))
+    return Losses(-_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset))
 
 
 def orpo(scores: Scores, *, beta: Positive) -> Losses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7); beta is the paper's lambda, and odds are of means over tokens."""
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    return Losses(-chosen + beta * _minus_log_sigmoid(log_odds_ratio))
+    return Losses(-chosen - beta * _log_sigmoid(log_odds_ratio))
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -228,14 +222,14 @@ def apo_down(scores: Scores, *, beta: Positive) -> Losses:
 def nca(scores: Scores, *, beta: Positive) -> Losses:
     """NCA for pairs (arXiv 2402.05369, section 4.1)."""
     u_w, u_l = scores.log_ratios()
-    raising_chosen = _minus_log_sigmoid(beta * u_w)
-    lowering_both = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
+    raising_chosen = -_log_sigmoid(beta * u_w)
+    lowering_both = -(_log_sigmoid(-beta * u_w) + _log_sigmoid(-beta * u_l)) / 2
     return Losses(raising_chosen + lowering_both)
 
 
 def _bco_terms(scores: Scores, beta: float) -> tuple[Tensor, Tensor]:
     u_w, u_l = scores.log_ratios()
-    return _minus_log_sigmoid(beta * u_w - scores.average), _minus_log_sigmoid(scores.average - beta * u_l)
+    return -_log_sigmoid(beta * u_w - scores.average), -_log_sigmoid(scores.average - beta * u_l)
 
 
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
@@ -254,12 +248,12 @@ def dpop(scores: Scores, *, beta: Positive, penalty: Weight) -> Losses:
     """DPO-Positive (arXiv 2402.13228, eq. 3); `penalty` is the paper's lambda."""
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
-    return Losses(_minus_log_sigmoid(margin))
+    return Losses(-_log_sigmoid(margin))
 
 
 def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
     """Cal-DPO (arXiv 2412.14516, algorithm 1), whose calibration is the loss of SPPO."""
-    return Losses(_minus_log_sigmoid(scores.h()) + sppo(scores, beta=beta).losses)
+    return Losses(-_log_sigmoid(scores.h()) + sppo(scores, beta=beta).losses)
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
@@ -286,11 +280,11 @@ def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: F
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
     """beta-DPO (arXiv 2407.08639), without its filter."""
-    return Losses(_minus_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
+    return Losses(-_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    return (1 - label_smoothing) * _minus_log_sigmoid(margin) + label_smoothing * _minus_log_sigmoid(-margin)
+    return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
@@ -338,7 +332,7 @@ def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
 
     `centering` keeps rewards around 0 (arXiv 2312.09244, eq. 2).
     """
-    ranking = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
+    ranking = -_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
     return Losses(ranking + centering * (scores.chosen + scores.rejected) ** 2)
 
 
@@ -399,7 +393,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     has_worse = is_pair.any(2)  # (B, K)
     # responses without a worse one get zeros, as the gradient of a logsumexp of nothing is NaN
     exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)  # (B, K, K)
-    losses = _minus_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)  # (B,)
+    losses = -_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)  # (B,)
     rewards = beta * (policy - reference).detach()  # (B, K)
     is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair  # (B, K, K)
     accuracies = (is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses)  # (B,)
@@ -419,10 +413,9 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant that makes it 0 where pi = ref."""
     import torch
-    from torch.nn.functional import logsigmoid
 
     if divergence == "js":
-        return math.log(2) + logsigmoid(log_ratio)
+        return math.log(2) + _log_sigmoid(log_ratio)
     if divergence == "forward_kl":
         alpha = 1  # alpha divergence: (1 - (pi / ref)^-alpha) / alpha
     # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
