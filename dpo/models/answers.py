@@ -83,7 +83,6 @@ def choose_sampling(
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's EOS token, then those of the config."""
     published = generation_config.eos_token_id
     tokens = [tokenizer.eos_token_id, *(published if isinstance(published, list) else [published])]
     return [token for token in dict.fromkeys(tokens) if token is not None]

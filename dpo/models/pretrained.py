@@ -151,7 +151,6 @@ def _complete(model: Any, source: Source, config: Any) -> Any:
 
 
 def load_generation_config(source: Source) -> transformers.GenerationConfig:
-    """How a model draws answers, by its generation config or else its config."""
     load = transformers.GenerationConfig.from_pretrained
     try:
         return load(source.name, cache_dir=source.cache_dir)
@@ -222,7 +221,6 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Recompute activations in the backward pass."""
     draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
     model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
 
