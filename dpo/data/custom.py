@@ -312,5 +312,6 @@ def _read_number(row: Mapping[str, Any], column: str, *, above_zero: bool = Fals
     with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
     if not math.isfinite(number) or (above_zero and number <= 0):
-        raise InputError(f"{column} is {value!s:.80}, and must be a finite number{' above 0' * above_zero}: correct it")
+        wanted = "a finite number above 0" if above_zero else "a finite number"
+        raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it")
     return number

@@ -37,7 +37,7 @@ class Appender(Callback):
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path, logged = self.run_dir / name, self._sizes.get(name)
             size_now = path.stat().st_size if path.exists() else 0
-            end = self.find_end(path, logged) if logged and size_now else 0
+            end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0
             if end < (logged or 0) or (logged is None and size_now):
                 self._move_aside(path, end)
             elif size_now > end:
