@@ -148,7 +148,7 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
     if world_size is None:
-        wanted = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
+        wanted: int = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
         world_size = rank_env.world_size if rank_env else wanted
     tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
     shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
