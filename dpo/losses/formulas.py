@@ -364,8 +364,8 @@ def apo_zero_unpaired(
     scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
-    output = kto(scores, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    return output._replace(metrics={})
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return kto(scores._replace(batch_statistic=None), beta=beta, **weights)._replace(metrics={})
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
