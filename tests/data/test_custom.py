@@ -233,6 +233,7 @@ def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, te
         get_custom(rows, "mine", chat(template))
 
 
+@pytest.mark.slow
 def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypatch):
     template = chat(ENDS_TURNS_WITH_EOS)
     rows = [{**HELLO, "prompt": [user(f"Hi {i}")], "tools": [{"name": f"look{i}"}]} for i in range(11)]

@@ -125,7 +125,7 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
     return prompts, answers, found
 
 
-@pytest.mark.parametrize("with_adapter", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("with_adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "adapter"])
 def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, rows, tmp_path):
     run_dir = finished("loss=bradley_terry", "ledger=true", *(LORA if with_adapter else ()))
     prompts, answers, rewards = list_evaluated(run_dir, rows)

@@ -70,7 +70,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(20)[None]).logits
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "qwen3.5" else pytest.mark.slow) for n in CONFIGS])
 def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, command, tmp_path, capsys):
     model = save(name)
     settings = [f"model.name_or_path={model}", "export=true", "lr=1e-2", "n_examples=8", "warmup_steps=0"]
@@ -93,7 +93,7 @@ def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, comman
     run_here(command("next", f"model.name_or_path={exported}", "n_examples=4"))
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "mllama"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("mllama", marks=pytest.mark.slow)])
 def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, tmp_path):
     model = save(name)
     settings = [f"model.name_or_path={model}", "export=true", "lora=lora", "lr=1e-2", "n_examples=8", "warmup_steps=0"]

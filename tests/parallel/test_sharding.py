@@ -56,7 +56,7 @@ GRIDS = {  # processes, and what the command line says
     "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
 }
 SLOW = pytest.mark.slow
-IN_CI = [pytest.param(mesh, marks=[SLOW] if mesh in ("hybrid", "cut and sharded") else []) for mesh in GRIDS]
+IN_CI = [pytest.param(mesh, marks=[] if mesh == "cut" else [SLOW]) for mesh in GRIDS]
 ALIKE = {  # families that FSDP shards as it shards another: only their tensor parallel plans differ
     "llama, tied",
     "mistral",
@@ -220,7 +220,8 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             assert off < ROUNDING, f"{name} is off by {off:.1g}"
 
 
-@pytest.mark.parametrize("mesh", ["sharded", pytest.param("cut", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("mesh", ["sharded", "cut"])
 def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
     launch(update_with_every_optimizer, 2, GRIDS[mesh][1], process_group=True)
 

@@ -43,7 +43,7 @@ def spoil(monkeypatch):
     return arm
 
 
-@pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient"), ("apo_zero_unpaired", "loss")])
+@pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient")])
 def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, run, spoil, tmp_path):
     spoil(4, what)
     with pytest.raises(RunError, match=r"update 4 has loss .*; its examples are in .*nonfinite-4;"):

@@ -85,7 +85,7 @@ def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     assert list((tmp_path / "run").glob("step-*/.*")) == []
 
 
-@pytest.mark.parametrize("ranks", [(1,), pytest.param((0,), marks=SLOW), (0, 1)], ids=str)
+@pytest.mark.parametrize("ranks", [(0, 1), *(pytest.param((rank,), marks=SLOW) for rank in (0, 1))], ids=str)
 def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, start, tmp_path):
     options = (*SHARDED, "sample_during_eval=true", "do_first_sampling=false", "n_examples=8", "export=false")
     begin = time.monotonic()

@@ -161,15 +161,13 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "aot, kto, mix, all options, lora with bradley_terry, online mix",
+    "padded, in parts": "aot, kto, all options, lora with bradley_terry",
     "in parts": "sft",
-    "recomputed": "lora and a second model",
     "references first": "lora from an adapter",
-    "eager": "simpo",
     "cut": "lora",
-    "resumed": "kto, online a following reference, lora with dropout",
+    "resumed": "online a following reference, lora with dropout",
     "killed, resumed": "online lora",
-    "sharded, resumed": "dpo, lora with dropout",
+    "sharded, resumed": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = (

@@ -51,6 +51,7 @@ def test_the_comparison_sees_what_differs(finished):
     assert any(place.startswith("optimizer.state") for place in found)
 
 
+@pytest.mark.slow
 def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, finished, tmp_path, monkeypatch):
     settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false")
     whole, samples = finished(*settings), Evaluator.samples
@@ -220,6 +221,7 @@ def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_rep
     assert len(read_metrics(tmp_path / "run", "train")) == 3
 
 
+@pytest.mark.slow
 def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ_after_a_resume(run, tmp_path):
     settings = ("optimizer=SGD", "lr=1e-12", "model.reference_dtype=float16", "do_first_eval=false")
     run("whole", *settings, "n_examples=32")

@@ -142,6 +142,7 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_after_the_others_have_finished_is_not_waited_for(tmp_path):
     with pytest.raises(RunError, match="rank 1 did not answer"):
         warm.launch(finish_without_rank_1, 2, tmp_path, process_group=True, timeout_secs=8)

@@ -146,7 +146,9 @@ def log_as_a_library() -> None:
     preflight.load_tokenizer = load_and_log
 
 
-@pytest.mark.parametrize("processes", [[], ["trainer=FSDPTrainer", "world_size=2"]])
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(["trainer=FSDPTrainer", "world_size=2"], marks=pytest.mark.slow)]
+)
 def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends(command, tmp_path, processes):
     text = ""
     for n_examples in (8, 12):
