@@ -27,7 +27,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
-from dpo.parallel.sharding import accumulate, clip_gradient, release_gathered, step_optimizer
+from dpo.parallel.sharding import announce_backward, clip_gradient, release_gathered, step_optimizer
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
 from dpo.settings.places import store_rows
@@ -105,13 +105,15 @@ class Trainer:
         self.check_and_score_reference()
         with self._finishing():
             for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
-                self.save_if_due(metrics=self.evaluate_if_due())
+                metrics = self.evaluate_if_due()
+                self.save_if_due(metrics)
                 self.sample_if_due()
                 # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
                 batch = self.batches.make_batch(item, update=self.batch_counter)
                 self.callbacks.emit("update", self.train_step(batch))
                 self.stop.raise_if_agreed()
-            self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
+            metrics = self.evaluate_if_due(is_last=True)
+            self.save_if_due(metrics, is_last=True)
             self.sample_if_due()
 
     def train_step(self, batch: Batch) -> Update:
@@ -120,12 +122,14 @@ class Trainer:
         objective, state, mesh = self.objective, self.state, self.objective.mesh
         self.policy.train()
         if self.plan.lora is not None and self.plan.lora.dropout:
-            seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)  # slices drop alike
+            seed_dropout(
+                self.plan.run.seed, state.batch_counter, mesh.data_rank
+            )  # slices of a layer draw the same masks
         context = objective.prepare(batch)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            # declares only whether the next backward pass is the last
-            accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)
+            is_last = i == len(batch.microbatches)
+            announce_backward(self.policy, is_last=is_last, reduce_once=self.plan.fsdp.reduce_once)
             microbatch = microbatch.to(objective.device)
             losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
             objective.weigh(losses, microbatch, context).backward()
@@ -154,7 +158,7 @@ class Trainer:
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
-        self.policy.zero_grad()
+        self.policy.zero_grad()  # of a sharded policy, the optimizer has cleared the shards alone
         logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
         return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
@@ -238,7 +242,7 @@ class Trainer:
             self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False
 
-    def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
+    def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
         is_due = is_last or self.example_counter % save_every == 0
         if is_due and self._is_unsaved():
@@ -346,7 +350,7 @@ class BasicTrainer(Trainer):
 
 
 class FSDPTrainer(BasicTrainer):
-    name = "FSDPTrainer"  # parameters, gradients and optimizer state are sharded, for policy and reference alike
+    name = "FSDPTrainer"  # what is trained is sharded, frozen weights are sharded or whole
 
 
 class TensorParallelTrainer(BasicTrainer):

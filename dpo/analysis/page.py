@@ -44,7 +44,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
     try:
         out.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(page) and not (page.is_file() and TITLE_END in page.read_bytes()):
-            raise InputError(f"{out} has {page.name}, not of a report: give another directory with --out")
+            raise InputError(f"{page} is no report of a run: give another directory with --out")
         html = render(contents, draw_all(contents))
         with replacing(page) as unfinished:
             unfinished.write_bytes(html.encode("utf-8", "replace"))
@@ -54,7 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
 
 
 def render(runs: Sequence[Run], pictures: Sequence[tuple]) -> str:
-    """Of a run, or of several compared."""
+    """The page of a run, or of several compared."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     several, warnings = len(runs) > 1, []

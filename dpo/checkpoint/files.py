@@ -92,7 +92,7 @@ def hash_manifest(manifest: Mapping) -> str:
 
 
 def sync(path: Path) -> None:
-    """Also for a directory's entries."""
+    """Write a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,7 +125,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """All but the `keep` newest, BEST and LATEST go."""
+    """Remove all but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:

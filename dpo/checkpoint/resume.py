@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 @contextmanager
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
-    """A run that is refused before it writes logs or checkpoints leaves nothing that was not there."""
+    """Lock the directory and set it back to its resume point; a run that is then refused leaves nothing behind."""
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
@@ -99,7 +99,8 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
     checkpoints = find_checkpoints(run_dir)
     is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
-    if not (source == run_dir or is_own_step) or not (checkpoints or read_record(run_dir)):
+    continues_here = (source == run_dir or is_own_step) and (checkpoints or read_record(run_dir))
+    if not continues_here:
         check_free(run_dir, logs)
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
         raise InputError(
@@ -114,7 +115,7 @@ def _find_run_dir(plan: Plan) -> Path:
 
 
 def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
-    """Make the directory as it was at its resume point; another run's checkpoint and logs are copied."""
+    """Set checkpoints and links back to the resume point; another run's checkpoint and logs are copied."""
     run_dir = _find_run_dir(plan)
     is_own = run_dir in (source, source.parent)
     if is_own:
@@ -159,7 +160,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Completely or not at all."""
+    """Copy a checkpoint and logs, completely or not at all."""
     checkpoint = resume_point.path
     for log in (checkpoint.parent / name for name in logs):
         if log.exists():

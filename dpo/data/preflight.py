@@ -107,7 +107,7 @@ class SplitReport:
         parts = [f"{split}: {what}"]
         parts += [f"{name.replace('_', ' ')}: {n:,}" for name in COUNTS if (n := getattr(self, name))]
         if self.tokenized < self.examples:
-            parts.append(f"what is of tokens is of a random sample of {self.tokenized:,}")
+            parts.append(f"tokens are counted in a random sample of {self.tokenized:,}")
         if self.chosen_longer is not None:
             parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
         yield "; ".join(parts)

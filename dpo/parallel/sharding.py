@@ -137,17 +137,17 @@ def broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh
     return data
 
 
-def accumulate(model: nn.Module, *, last: bool, reduce_once: bool) -> None:
-    """Declare whether the next backward pass is the `last` of an update.
+def announce_backward(model: nn.Module, *, is_last: bool, reduce_once: bool) -> None:
+    """Say whether the next backward pass is the last of an update.
 
     Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.
     """
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(last, recurse=False)
+        model.set_reshard_after_backward(is_last, recurse=False)
         if reduce_once:
-            model.set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(is_last)
         else:
-            model.set_requires_all_reduce(last)
+            model.set_requires_all_reduce(is_last)
 
 
 def release_gathered(model: Any) -> None:
@@ -275,7 +275,7 @@ def whole_parameter(tensor: Tensor) -> Tensor:
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Step with the gradients of sharded parameters, and clear them."""
+    """Step with the gradients of sharded parameters."""
     for tensor in _list_optimized(optimizer):
         if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
             tensor.grad = whole.grad.to_local()

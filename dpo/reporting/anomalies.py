@@ -81,7 +81,7 @@ class NonFiniteGuard(Callback):
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.skipped = state["skipped"]
+        self.skipped = state.get("skipped", 0)
 
 
 class CollapseWarner(Callback):

@@ -103,11 +103,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """{} if the checkpoint has none."""
+        """Take back the state; {} if the checkpoint has none."""
 
 
 class Callbacks:
-    """By name, in the order of their calls."""
+    """The callbacks of a run, in the order of their calls."""
 
     def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> None:
         wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}

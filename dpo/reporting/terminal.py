@@ -75,8 +75,7 @@ class Progress(Callback):
     def line(self, text: str) -> None:
         if not self.silent:
             with tqdm.tqdm.external_write_mode(file=_find_screen()) if self.show_bar else nullcontext():
-                # in one write, as a thread that saves prints too
-                print(f"{text}\n", end="", flush=True)
+                print(text, flush=True)
 
     def close(self) -> None:
         """Further output appears below the bars."""

@@ -52,7 +52,7 @@ HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of
 
 
 class TrainerSpec(NamedTuple):
-    """A class of `trainers.py`, by its name, and its abilities."""
+    """A way to use several devices; the reference code's callers name it by a class of `trainers.py`."""
 
     name: str
     multi_process: bool = False  # whether it runs in several processes, which form a process group
@@ -272,8 +272,8 @@ TYPES = {
     float: (lambda v: type(v) in (int, float), "a number"),
     bool: (lambda v: type(v) is bool, "true or false"),
     str: (is_text, "a text"),
-    list[str]: (are_names, "a list of different texts, such as [a,b]"),
-    str | list[str]: (lambda v: is_text(v) or (are_names(v) and v), "a text, or a list of different ones"),
+    list[str]: (are_names, "a list of distinct texts, such as [a,b]"),
+    str | list[str]: (lambda v: is_text(v) or (are_names(v) and v), "a text, or a list of distinct ones"),
     Mapping[str, Any]: (
         lambda v: isinstance(v, dict) and all(map(is_text, v)),
         "a mapping of names to values, such as {weight_decay: 0.01}",

@@ -103,12 +103,12 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
 def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
     wrong = find_value_problems(values)
-    found = [Problem("", sentence) for is_met, sentence in list_conflicts(plan) if is_met]
+    found = [Problem("", sentence) for conflict, sentence in list_conflicts(plan) if conflict]
     found += _find_unmet(plan, refused=True)
     wrong_keys = {problem.key for problem in wrong}
     return [
         *wrong,  # a sentence on several keys says nothing if one of them has a wrong value
-        *(p for p in found if not any(f"{key}=" in p.sentence for key in wrong_keys)),
+        *(p for p in found if not any(re.search(rf"\b{key}=", p.sentence) for key in wrong_keys)),
         *find_dataset_problems([] if "datasets" in wrong_keys else values["datasets"], values["dataset_sources"]),
     ]
 
@@ -219,7 +219,7 @@ def explain_unknown_key(key: str) -> str:
         return f"{key} was removed after {keys.REMOVED[key]}"
     if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    similar = suggest(key, [*KEYS, "dataset_sources", "model", "experiment"])
+    similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
     return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
 
 

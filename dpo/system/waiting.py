@@ -45,7 +45,7 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 
 def meet_rank_0(place: str) -> None:
-    """Rank 0 does not wait."""
+    """Wait until rank 0 is there; rank 0 does not wait."""
     after_rank_0(place, lambda: None)
 
 
@@ -112,7 +112,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     for rank, (host, others) in enumerate(gathered):
         if different := [name for name, value in facts_0.items() if others.get(name) != value]:
             raise InputError(
-                f"rank {rank} on {host} has not the same as rank 0 on {host_0}: {', '.join(different)}; give all "
+                f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(different)}: give all "
                 f"machines the same files"
             )
 

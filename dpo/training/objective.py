@@ -180,13 +180,11 @@ class Objective:
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
 
-    def score(
-        self, microbatch: Microbatch, cached_reference: Tensor | None = None, *, with_reference: bool
-    ) -> NamedTensors:
+    def score(self, microbatch: Microbatch, cached: Tensor | None = None, *, with_reference: bool) -> NamedTensors:
         """Score a microbatch with the policy and, unless cached, with the reference."""
         reference = {}
-        if with_reference and cached_reference is not None:
-            logps = cached_reference[microbatch.indices].unbind(1)
+        if with_reference and cached is not None:
+            logps = cached[microbatch.indices].unbind(1)
             reference = dict(zip(self.loss.reference_columns, logps, strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay in memory
             reference = self.reference_forward(microbatch)
@@ -207,7 +205,7 @@ class Objective:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
         weights = torch.tensor(batch.weights, dtype=torch.float64)  # which float32 may not hold
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())
-        reference, statistic = self.cached_reference(batch), None
+        reference, statistic = self.find_cached_reference(batch), None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if batch.mismatched is not None:
@@ -335,7 +333,7 @@ class Objective:
         """Score all examples of the batches, in float64 on the host of every process."""
         microbatch_columns, cache_rows, n_examples = [], [], 0
         for batch in batches:
-            cached = self.cached_reference(batch)
+            cached = self.find_cached_reference(batch)
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
                 columns = self.score(microbatch, cached, with_reference=self.loss.reference)
@@ -376,7 +374,7 @@ class Objective:
             torch.cuda.empty_cache()
         return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
 
-    def cached_reference(self, batch: Batch) -> Tensor | None:
+    def find_cached_reference(self, batch: Batch) -> Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
         cached = self.reference.logps.find(batch.cache_rows) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)

@@ -141,5 +141,5 @@ def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(whole, to
     report = inspect(tokenizer, *prompts)
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, tokenized)
     assert 0 < report.truncated_prompts < tokenized
-    said = "what is of tokens is of a random sample of 20"
+    said = "tokens are counted in a random sample of 20"
     assert (said in next(report.describe("train"))) == (tokenized == 20)

@@ -115,13 +115,6 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
     assert shown.endswith("\n")  # further output appears below
 
 
-def test_a_line_is_one_write_into_which_a_thread_that_saves_cannot_print(monkeypatch):
-    written = []
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=list, isatty=bool))
-    make_progress(interval=0).line("evaluation:\n  loss/eval 0.5")
-    assert [text for text in written if text] == ["evaluation:\n  loss/eval 0.5\n"]
-
-
 def test_ranks_other_than_0_are_silent(capsys):
     progress = make_progress(interval=0.0, silent=True)
     for item in progress.updates([4], total=1, done=0):

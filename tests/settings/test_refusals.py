@@ -29,6 +29,7 @@ REFUSED = [
     ("-m model=glob(*)", "model=glob(*) has several values"),
     # --- keys and options
     ("Lr=1", "unknown key Lr: did you mean lr?"),
+    ("los=dpo", "unknown key los: did you mean loss?"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
     ("lora=x", "lora=x is not one of lora, none, qlora"),
@@ -46,7 +47,7 @@ REFUSED = [
     ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     # --- datasets
-    ("datasets=3", "datasets=3 must be a text, or a list of different ones"),
+    ("datasets=3", "datasets=3 must be a text, or a list of distinct ones"),
     ("datasets=[no/such/pairs]", "datasets names no/such/pairs: it is none of hh, shp, se, demo, no file or"),
     ("datasets=[me/a,you/a]", "datasets names you/a: it is none of hh, shp, se, demo, no file or"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
