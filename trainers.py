@@ -134,6 +134,7 @@ class Trainer:
             losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
             objective.weigh(losses, microbatch, context).backward()
             metrics.append((microbatch.indices, columns))  # stay on the device: the host need not wait
+            del microbatch, losses  # inputs and graph are freed before the next microbatch is run
             self.progress.part(i, len(batch.microbatches), "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
