@@ -94,7 +94,7 @@ def test_ranks_whose_models_have_another_config_are_refused_before_the_first_upd
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
     changes = ("trainer=FSDPTrainer", "world_size=2", f"model.name_or_path={tmp_path / 'model'}")
     config = compose(*small_run(rows, tmp_path / "run", *changes))
-    with pytest.raises(InputError, match=r"not the same as rank 0 on .*: the model's config\.json; give all machines"):
+    with pytest.raises(InputError, match=r"rank 0 on .* differ in the model's config\.json: give all machines"):
         launch(start_run, 2, config, process_group=True, timeout_secs=60)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
