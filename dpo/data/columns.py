@@ -32,12 +32,13 @@ OTHER_NAMES = {
     "label": ("labels", "desirable", "isdesirable", "thumbs", "thumbsup", "feedback", "ktotag"),
     SYSTEM: ("systemprompt",),
 }
-# names of two responses, of the column that says which is better, and its values, all as `normalize` returns them
-RESPONSE = re.compile(f"(.*(?:{'|'.join(NOUNS)}))([ab012])")
+# names of two responses (with a noun before or after the letter or digit), of the column that says which is better, and
+# its values, all as `normalize` returns them
+RESPONSE = re.compile(f"(.*?({'|'.join(NOUNS)})?)([ab012])(?(2)|({'|'.join(NOUNS)}))")
 VERDICT = re.compile(
     f"({'|'.join((*BETTER, 'preference', 'choice', 'verdict', 'label'))})(response|answer)?(id|index)?"
 )
-SIDE = re.compile(f"(?:model|assistant|option|{'|'.join(NOUNS)})?([ab012])")
+SIDE = re.compile(f"(?:model|assistant|option|{'|'.join(NOUNS)})?([ab012])(?:{'|'.join(NOUNS)})?")
 TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
 N_INSPECTED = 100  # records whose values are looked at
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
@@ -96,35 +97,43 @@ def recognize(
         raise rows[0]
     first_rows = list(islice((row for row in rows if isinstance(row, Mapping)), N_INSPECTED))
     key = f"dataset_sources.{name}.columns"
-    given = [column for column in configured.values() if column is not None]
+    given = [*filter(None, configured.values())]
     if len({*given}) < len(given) or not {*given} <= {*present}:
         raise InputError(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
     candidates = _collect_candidates(present, configured)
     verdict, sides = None, {}
-    if not candidates["rejected"] and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
+    said = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
+    # texts that are named rejected go before a verdict, but `loser` may name a response too
+    if said != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(first_rows, present, origin)
         candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False)}
     whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
-    values = [row[column] for row in first_rows for column in whole if row.get(column) is not None]
-    are_whole = all(map(_begins_with_prompt, values))
-    if candidates["chosen"] and candidates["rejected"] and not (candidates["prompt"] or are_whole):
-        candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
+    are_whole = all(
+        _begins_with_prompt(row[column]) for row in first_rows for column in whole if row.get(column) is not None
+    )
+    if not (candidates["chosen"] and candidates["rejected"]):  # one alone may be a verdict, and is no response
+        candidates |= {field: [] for field in WHOLE_PAIR_FIELDS if field not in configured}
+    elif not are_whole:
+        # without a prompt, a chat that the messages of chosen and rejected continue
+        candidates["prompt"] = candidates["prompt"] or candidates["messages"]
     forms = FORMS[trains_on]
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    complete = (form for form in fitting if all(candidates[field] for field in form))
     nearest = max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form))
-    form = next(complete, nearest)
+    form = next((form for form in fitting if all(candidates[field] for field in form)), nearest)
+    # that a response is the better one in every record is no fix if a verdict says which is
+    to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
     if not fitting or any(len(candidates[field]) != 1 for field in form):
         raise InputError(
-            f"training on {trains_on} needs the columns {' or '.join(', '.join(form) for form in forms)}, "
+            f"training on {trains_on} needs the columns {' or '.join('(' + ', '.join(each) + ')' for each in forms)}, "
             f"and it is not clear which of {', '.join(present)} in {origin} are these: name them, as in "
-            f"{_write_override(key, form, candidates)} (docs/formats.md)"
+            f"{_write_override(key, to_name, candidates)} (docs/formats.md)"
         )
     # of several columns, none is a system turn for sure; a single word may name a model
-    [system] = candidates[SYSTEM] if len(candidates[SYSTEM]) == 1 else [""]
-    has_words = any(not WORD.fullmatch(str(row.get(system, ""))) for row in first_rows)
+    has_words = len(candidates[SYSTEM]) == 1 and any(
+        not WORD.fullmatch(str(row.get(candidates[SYSTEM][0], ""))) for row in first_rows
+    )
     # online runs draw other responses than a record's weight is for, and one margin does not fit all pairs of a list
     optional = {
         "weight": trains_on != "prompts",
@@ -133,15 +142,15 @@ def recognize(
         TOOLS: True,
         SYSTEM: SYSTEM in configured or has_words,
     }
-    fields = (*form, *(field for field, is_read in optional.items() if is_read))
+    fields = filter(lambda field: optional.get(field, True), (*form, *optional))
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
     texts = [column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)]
     if form == WHOLE_PAIR_FIELDS and texts and not are_whole:
-        with_prompt = _write_override(key, ("prompt", *form), {**candidates, "prompt": texts})
+        with_prompt = _write_override(key, ("prompt", *to_name), {**candidates, "prompt": texts})
         raise InputError(
             f"{origin}: the prompt of chosen and rejected may be {' or '.join(texts)}, or what both begin with: give "
-            f"{with_prompt}, or {_write_override(key, form, candidates)}"
+            f"{with_prompt}{'' if verdict else ', or ' + _write_override(key, form, candidates)}"
         )
     return Columns(used, unused, verdict, sides)
 
@@ -162,7 +171,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
         if field in configured:
-            candidates[field] = [] if configured[field] is None else [configured[field]]
+            candidates[field] = [*filter(None, [configured[field]])]
     by_name = {column.lower(): column for column in candidates["prompt"]}
     if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
@@ -176,7 +185,7 @@ def _find_verdict(
     by_name = {}
     for column in sorted(present, key=normalize):
         if match := RESPONSE.fullmatch(normalize(column)):
-            by_name.setdefault(match[1], {})[match[2]] = column
+            by_name.setdefault(match.group(1, 4), {})[match[3]] = column
     pairs = [sides for sides in by_name.values() if "".join(sides) in ("ab", "01", "12")]
     named = [column for column in present if VERDICT.fullmatch(normalize(column))]
     if not pairs or not named:
@@ -207,6 +216,6 @@ def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequ
     """Write the override that gives each field its first candidate."""
     given = []
     for field in form:
-        column = candidates[field][0] if candidates[field] else "COLUMN"
+        column = next(iter(candidates[field]), "COLUMN")
         given.append(f"{field}: {column if column.isidentifier() else json.dumps(column)}")
     return f"'{key}={{{', '.join(given)}}}'"

@@ -16,6 +16,7 @@ from dpo.data.columns import Columns, recognize
 from dpo.data.custom import get_custom
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
+from dpo.settings.places import FORMS
 
 TEXTS = {"chosen": "The capital is A.", "rejected": "The capital is B."}
 CHATS = {key: [user("Hi"), assistant(key)] for key in TEXTS}
@@ -87,6 +88,8 @@ def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, gi
 
 
 KEY = "dataset_sources.mine.columns"
+LISTED = " or ".join(f"({', '.join(form)})" for form in FORMS["pairs"])
+NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,14 @@ KEY = "dataset_sources.mine.columns"
             "question answer",
             "pairs",
             {},
-            "training on pairs needs the columns prompt, chosen, rejected or chosen, rejected or prompt, responses, "
-            "scores or prompt, responses, and it is not clear which of question, answer in rows.csv are these: name "
-            f"them, as in '{KEY}={{prompt: question, chosen: COLUMN, rejected: COLUMN}}'",
+            f"training on pairs needs the columns {LISTED}, and it is not clear which of question, answer in rows.csv "
+            f"are these: name them, as in '{KEY}={{prompt: question, chosen: COLUMN, rejected: COLUMN}}'",
         ),
+        # a column that may say which response is better is no response, nor is each first response the better one
+        ("question text_x text_y winner", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
+        ("question one two loser", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
+        ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
+        ({**NAMED, "topic": "B or not"}, "pairs", {}, f"begin with: give '{KEY}={{prompt: topic}}'"),
         (
             "query accepted preferred rejected",
             "pairs",
@@ -110,7 +117,7 @@ KEY = "dataset_sources.mine.columns"
         ("messages thumb", "labels", {}, "columns={messages: messages, label: COLUMN}"),
         ("prompt chosen", "pairs", {"chosen": "chosen", "rejected": "chosen"}, "must be different columns of rows.csv"),
         ("prompt chosen rejected", "pairs", {"chosen": "best"}, "columns gives best, which must be different columns"),
-        ("prompt messages", "targets", {"prompt": "prompt", "messages": "messages"}, "needs the columns prompt"),
+        ("prompt messages", "targets", {"prompt": "prompt", "messages": "messages"}, "needs the columns (prompt, "),
         (
             {"context": "Where is A?", **TEXTS, "score": 0.5},
             "pairs",
@@ -133,6 +140,7 @@ def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_ov
         ("response_a response_b", "winner", ["a", "B", "tie", "Both bad", "response_a", "Assistant A"], "xy--xx"),
         ("answer_1 answer_2", "preferred", [1, "2", 1.0, "2.0", "answer 1", "neither"], "xyxyx-"),
         ("response_0 response_1", "better_response_id", [0, 1, "1", "tie"], "xyy-"),
+        ("model_a_response model_b_response", "winner", ["model_a", "model_b", "model_b_response", "tie"], "xyy-"),
         # ! a record that is refused
         ("response_a response_b", "winner", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
     ],
@@ -150,6 +158,11 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
         targets = [entry["sft_target"] for entry in data.values()]
         assert targets == [f" {said}{i}" for i, said in enumerate(chosen) if said != "-"]
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
+
+
+def test_two_columns_may_name_the_better_and_the_worse_response():
+    row = {"question": "Is it?", **NAMED, "loser": "model_b"}
+    assert find(row).find_fields(row) == {"prompt": "question", "chosen": "answer_a", "rejected": "answer_b"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,7 @@ def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, t
 
 def test_columns_are_checked_before_a_model_is_fetched(tmp_path):
     for name, kinds, message in (
-        ("pairs.csv", ["prompt text"] * 150, "training on pairs needs the columns prompt, chosen, rejected"),
+        ("pairs.csv", ["prompt text"] * 150, f"training on pairs needs the columns {LISTED}"),
         ("late.jsonl", [*["prompt chosen"] * 150, "prompt chosen rejected"], "no/such"),  # a column may come late
     ):
         rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
