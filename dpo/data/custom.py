@@ -144,8 +144,6 @@ class _Reader:
                 f"a text has {medium}, which stands for an image, video or audio, and only text is trained: "
                 f"remove the record"
             )
-        if record.target is not None and _is_empty(record.target):
-            raise InputError("the response to learn is empty: give it a value")
         n, n_scores = len(record.scores), len(set(record.scores))
         if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
             raise InputError(
@@ -157,8 +155,7 @@ class _Reader:
 def _is_empty(response: str | Messages) -> bool:
     if isinstance(response, str):
         return not response.strip()
-    values = [value for message in response for key, value in message.items() if key != "role"]
-    return not any(str(value).strip() for value in values if value)
+    return not any(str(value or "").strip() for message in response for key, value in message.items() if key != "role")
 
 
 # --- forms of records ----------------------------------------------------------------------------------------------
@@ -202,7 +199,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
             prompt = f"{system}\n\n{prompt}"
         elif prompt[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
             prompt = [{"role": SYSTEM, "content": system}, *prompt]
-    return Record(
+    record = Record(
         prompt,
         responses,
         pairs=[(0, 1)] if "rejected" in used else [],
@@ -212,6 +209,11 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
         margin=_read_number(row, used["margin"]) if "margin" in used else None,
         tools=read_tools(row, used[TOOLS]) if TOOLS in used and isinstance(prompt, list) else [],
     )
+    if record.target is not None and _is_empty(record.target):
+        raise InputError(
+            f"the response to learn is empty: give {next(used[field] for field in used if field != 'prompt')} a value"
+        )
+    return record
 
 
 def _read_answers(
@@ -309,8 +311,8 @@ def _read_label(row: Mapping[str, Any], column: str) -> bool:
 def _read_number(row: Mapping[str, Any], column: str, *, above_zero: bool = False) -> float:
     """Read a finite number, which may be text as in CSV."""
     value, number = row.get(column), math.nan
-    with suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
+    with suppress(ValueError):
+        number = float(str(value))  # of the text, as Python takes True for 1
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
         raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it")

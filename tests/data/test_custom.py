@@ -164,7 +164,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (PAIR, {"prompt": ""}, "the prompt is empty: give it a value"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
         (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message: correct"),
-        (PAIR, {"chosen": " \n"}, "the response to learn is empty"),
+        (PAIR, {"chosen": " \n"}, "the response to learn is empty: give chosen a value"),
         (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16 surrogate"),
         (PAIR, {"rejected": None}, "rejected is null, and must be text"),
         (PAIR, {"rejected": math.nan}, "rejected is nan, and must be text"),
@@ -173,6 +173,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (ALPACA, {"input": 0}, "input is 0, and must be text"),
         (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
         (PAIR, {"weight": "two"}, "weight is two, and must be a finite number above 0"),
+        (PAIR, {"weight": True}, "weight is True, and must be a finite number above 0"),
+        (PAIR, {"margin": True}, "margin is True, and must be a finite number"),
         (PAIR, {"margin": 10**400}, "margin is 1000000"),
         (HELLO, {"chosen": []}, "a response must end with a message of the assistant"),
         (HELLO, {"chosen": [assistant(" ")]}, "the response to learn is empty"),
@@ -184,7 +186,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "labels": [
         (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
         (LABEL, {"label": None}, "label is None, which does not say"),
-        (LABEL, {"completion": " "}, "the response to learn is empty"),
+        (LABEL, {"completion": " "}, "the response to learn is empty: give completion a value"),
     ],
     "targets": [
         (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "a message is from 'bing', and must be from o"),
@@ -195,10 +197,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "lists": [
         (RANKED, {}, "takes up to 16 responses with different scores, and there are 4 with 3: remove some, or train"),
         (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be a finite number"),
+        (RANKED, {"scores": [1, 2, 3, False]}, "scores[3] is False, and must be a finite number"),
         (RANKED, {"scores": [1, 2]}, "has 4 responses and 2 scores, and needs 2 responses or more with a score each"),
         (RANKED, {"responses": [" a"], "scores": [1]}, "has 1 responses and 1 scores"),
         (RANKED, {"responses": [" a", 3], "scores": [1, 2]}, "responses[1] is 3, and must be text"),
-        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "the response to learn is empty"),
+        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "to learn is empty: give responses a value"),
     ],
 }
 
