@@ -116,8 +116,8 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 def _find_files(folder: Path, split: str) -> list[Path]:
     """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`."""
     names = SPLIT_NAMES.get(split, (split,))
-    directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
-    entries = [entry for directory in directories for entry in sorted(directory.iterdir())]
+    folders = filter(Path.is_dir, (folder, folder / "data"))
+    entries = [entry for each in folders for entry in sorted(each.iterdir())]
     for name in names:
         found: dict[Any, list[Path]] = {}  # shards are together, by directory and suffix
         for entry in entries:
@@ -185,10 +185,10 @@ def _parse_file(file: Path) -> Iterator[Any]:
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
     for number, line in enumerate(lines, start=1):
         try:
-            if line.strip():
-                yield json.loads(line)
+            if text := line.rstrip():  # without its end, at which an error would be on the next line
+                yield json.loads(text)
         except (ValueError, RecursionError) as error:  # also too many digits of a number, or levels of lists
-            yield InputError(f"line {number} of {file} is not JSON: {one_sentence(error)}")
+            yield InputError(f"line {number} of {file} is not JSON: {one_sentence(error).replace('line 1 ', '')}")
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:

@@ -162,7 +162,7 @@ def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[s
     if _are_rows(values.get("datasets")):
         sources["rows"], changed["datasets"] = values["datasets"], ["rows"]
     local_dir = get_local_dir(values.get("local_dirs") or load_defaults()["local_dirs"])
-    stored = {name: _store(rows, name, local_dir) for name, rows in sources.items() if _are_rows(rows)}
+    stored = {name: _store(rows, name, local_dir) for name, rows in sources.items() if _are_rows(rows) or rows == []}
     return {**values, **changed, "dataset_sources": sources | stored} if stored else config
 
 
@@ -177,6 +177,8 @@ def _is_dataset(value: Any) -> bool:
 
 def _store(rows: Any, name: str, local_dir: str) -> str:
     """Write rows to a file that is named after its content; return its path."""
+    if not rows:
+        raise InputError(f"dataset_sources.{name} holds no records: give some")
     problem = f"dataset_sources.{name}: its rows cannot be written"
     with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
         if _is_dataset(rows):  # Parquet keeps the names of classes

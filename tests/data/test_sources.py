@@ -154,7 +154,10 @@ NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it a
         ({"train.jsonl": "{}", "train.csv": ""}, "several files of its train split (train.csv, train.jsonl): keep one"),
         ({"notes.txt": "{}"}, "{dir} has no train split"),
         ({"train.jsonl": ""}, "{dir}/train.jsonl holds no records"),
-        ({"train.jsonl": '{"a": 1}\n\n{"a": \n'}, "line 3 of {dir}/train.jsonl is not JSON: Expecting value: "),
+        (
+            {"train.jsonl": '{"a": 1}\n\n{"a": \n'},
+            "line 3 of {dir}/train.jsonl is not JSON: Expecting value: column 6 (",
+        ),
         ({"train.jsonl": '{"a": 1}\n7\n'}, "record 2 of {dir}/train.jsonl is 7, not an object with fields"),
         ({"train.json": '[{"a": 1}, {]'}, "{dir}/train.json cannot be read: "),
         ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, "{dir}/train.jsonl.gz cannot be read"),  # cut short

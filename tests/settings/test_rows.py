@@ -60,10 +60,11 @@ def test_values_and_classes_are_kept_as_they_are(tmp_path):
     ("rows", "message"),
     [
         (PAIRS, "does not hold the rows that were written: move it away"),  # once they are changed
+        ([], "dataset_sources.mine holds no records: give some"),
         ([PAIRS[0], "x"], "dataset_sources.mine: its rows cannot be written: dictionary update sequence"),
         ([{"prompt": object()}], "dataset_sources.mine: its rows cannot be written: 'object' object has no attribute"),
     ],
-    ids=["foreign", "text", "object"],
+    ids=["foreign", "none", "text", "object"],
 )
 def test_what_cannot_be_rows_is_refused_and_nothing_is_overwritten(rows, message, tmp_path):
     path = Path(store(tmp_path, datasets=PAIRS)["dataset_sources"]["rows"])
