@@ -26,7 +26,7 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.schema import ASSISTANT, Entry, PreferenceData, Row, get_field, naming
-from dpo.data.sources import HUB_IDS, identify_source, load_rows
+from dpo.data.sources import identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
@@ -39,8 +39,8 @@ ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it
 
 def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, silent: bool) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a split, each with its place for messages."""
-    rows = load_rows(source, split, cache_dir)
-    bar = tqdm.tqdm(rows, f"Processing {name}", disable=silent or None)  # with None, silent unless stderr is a terminal
+    # with None, silent unless stderr is a terminal
+    bar = tqdm.tqdm(load_rows(source, split, cache_dir), f"Processing {name}", disable=silent or None)
     for number, row in enumerate(bar, start=1):
         yield row, f"record {number} of {source.path} ({split})"
 
@@ -80,7 +80,7 @@ def strip_html_tags(html_string: str) -> str:
 
 
 def get_hh(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["hh"])
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["hh"])
 ) -> PreferenceData:
     """Load Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
 
@@ -97,7 +97,7 @@ def get_hh(
 
 
 def get_shp(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["shp"])
 ) -> PreferenceData:
     """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
     data = PreferenceData(truncation_mode="keep_start")
@@ -129,9 +129,10 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, E
                 raise InputError("answers is empty")
             responses = [" " + strip_html_tags(get_field(answer, "text")) for answer in answers]
             scores = [get_field(answer, "pm_score", int, float) for answer in answers]
-        pairs = []  # (better, worse)
-        for earlier, later in combinations(range(len(scores)), 2):
-            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
+        pairs = [  # (better, worse)
+            (earlier, later) if scores[earlier] > scores[later] else (later, earlier)
+            for earlier, later in combinations(range(len(scores)), 2)
+        ]
         # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
         target = max(responses, key=first_score.__getitem__)
@@ -141,7 +142,7 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, E
 
 
 def get_se(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
+    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["se"])
 ) -> PreferenceData:
     """Load every pair of a question's answers; of equal scores the later answer is preferred.
 
@@ -180,8 +181,8 @@ def get_dataset(
     test split, which comes with the train split as `held_out`. Tokenizer and options are those of `get_custom`.
     """
     configured = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
-    place = configured.get(name) or HUB_IDS.get(name)
-    if place is None and name == "demo":
+    place = configured.get(name) or BUILT_IN.get(name)
+    if place == "":  # the demo
         return get_demo(split)
     if place is None:
         raise InputError(
@@ -193,8 +194,7 @@ def get_dataset(
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
         origin = source.path if source.has_no_splits else f"{source.path} ({split})"
-        rows = load_rows(source, split, cache_dir)
-        data = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
+        data = get_custom(load_rows(source, split, cache_dir), origin, tokenizer, source.columns, name=name, **options)
     if source.has_no_splits and name != "se":  # se makes its own test split
         n, test = len(data), data.hold_out()
         test.notes.append(
@@ -230,8 +230,8 @@ def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[
     loader = LOADERS.get(name, get_custom)
     if loader.__module__ not in (__name__, get_custom.__module__):
         return None
-    source = dataset_sources.get(name) or HUB_IDS.get(name)
-    if source is None:  # the demo, whose content changes only with the code
+    source = dataset_sources.get(name) or BUILT_IN.get(name)
+    if not source:  # the demo, whose content changes only with the code
         return name
     return [name, identify_source(Source.parse(name, source), cache_dir)]
 

@@ -11,6 +11,7 @@ from support.runs import write_rows
 
 from dpo.data.examples import iterate_examples
 from dpo.errors import InputError
+from dpo.settings.places import BUILT_IN
 from preference_datasets import extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
 
@@ -158,7 +159,9 @@ def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, m
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_choices():
-    with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=DIR_FILE"):
+    with pytest.raises(
+        InputError, match=rf"'hhh' is not one of {', '.join(BUILT_IN)}; .*dataset_sources\.hhh=DIR_FILE"
+    ):
         get_dataset("hhh", "train")
 
 

@@ -19,11 +19,6 @@ from dpo.errors import InputError, one_sentence
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import check_readable
 
-HUB_IDS = {
-    "hh": "Anthropic/hh-rlhf",
-    "shp": "stanfordnlp/SHP",
-    "se": "HuggingFaceH4/stack-exchange-preferences",
-}
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say

@@ -23,7 +23,6 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCE
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.data.asking import HH, MEANINGS
-from dpo.data.sources import HUB_IDS
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
@@ -324,7 +323,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
     sources = {}  # of data: a Hub id, or a file's name without directory
     for name in values.get("datasets", ()):
-        source = Source.parse(name, plan.data.dataset_sources.get(name) or HUB_IDS.get(name, name))
+        source = Source.parse(name, plan.data.dataset_sources.get(name) or BUILT_IN.get(name) or name)
         sources[name] = source.path if source.local is None else f"local files: {source.local.name}"
     form = find_prompt_format(origin) if origin.run_dir else None
     metadata = ModelCardData(

@@ -20,7 +20,13 @@ from dpo.settings.keys import REMOVED, are_names, is_text, load_defaults
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir
 
-BUILT_IN = ("hh", "shp", "se", "demo")  # datasets in HH's format, which preference_datasets.py loads
+# Hub ids of the datasets that preference_datasets.py loads, all in HH's format; the demo has none
+BUILT_IN = {
+    "hh": "Anthropic/hh-rlhf",
+    "shp": "stanfordnlp/SHP",
+    "se": "HuggingFaceH4/stack-exchange-preferences",
+    "demo": "",
+}
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used

@@ -8,8 +8,11 @@ import pytest
 from support.commands import RUNS, compose, find_refusals
 
 from dpo.losses import LOSSES
+from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, find_warnings
+
+NAMES = ", ".join(BUILT_IN)
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
@@ -48,8 +51,8 @@ REFUSED = [
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     # --- datasets
     ("datasets=3", "datasets=3 must be a text, or a list of distinct ones"),
-    ("datasets=[no/such/pairs]", "datasets names no/such/pairs: it is none of hh, shp, se, demo, no file or"),
-    ("datasets=[me/a,you/a]", "datasets names you/a: it is none of hh, shp, se, demo, no file or"),
+    ("datasets=[no/such/pairs]", f"datasets names no/such/pairs: it is none of {NAMES}, no file or"),
+    ("datasets=[me/a,you/a]", f"datasets names you/a: it is none of {NAMES}, no file or"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'} must map some of"),
@@ -176,6 +179,6 @@ def test_all_problems_are_printed_at_once_with_value_and_fix(typed):
         "batch_size=6 must be divisible by gradient_accumulation_steps * processes = 4 * 1",
         "max_prompt_length=256 must be below max_length=256, or no token is left for a response",
         "n_epochs and n_examples are both null, so training would never end: give one of them",
-        "datasets names mine: it is none of hh, shp, se, demo, no file or directory, no Hub id, or named like another "
+        f"datasets names mine: it is none of {NAMES}, no file or directory, no Hub id, or named like another "
         "dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID",
     ]
