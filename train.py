@@ -88,7 +88,7 @@ def run(plan: Plan) -> None:
 
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing. Raises InputError wherever the run would."""
-    from dpo.checkpoint.resume import check_inputs, fix_template_date, look_at_run
+    from dpo.checkpoint.resume import check_inputs, find_template_date, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.reporting.table import LOGS
@@ -98,7 +98,7 @@ def dry_run(plan: Plan) -> None:
     from preference_datasets import check_columns, load_data
 
     resume_point = look_at_run(plan, LOGS)
-    plan = fix_template_date(plan, resume_point)
+    plan = plan.change("chat_template_date", find_template_date(plan, resume_point))
     set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     check_optimizer(plan.training)
     check_columns(plan)
@@ -128,7 +128,7 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
 def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
     """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
-    from dpo.checkpoint.resume import check_inputs, find_model_facts, fix_template_date
+    from dpo.checkpoint.resume import check_inputs, find_model_facts, find_template_date
     from dpo.models.export import export_last
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
@@ -139,7 +139,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
-    date = fix_template_date(plan, run.resume_point).chat.template_date if run else None
+    date = find_template_date(plan, run.resume_point) if run else None
     plan = plan.change("chat_template_date", from_rank_0(date))  # processes of a long start may see different days
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
 
@@ -184,10 +184,10 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     with explain_out_of_memory(plan, data):
-        plan = parts.place_frozen_weights(plan, mesh, progress)
+        frozen = parts.place_frozen_weights(plan, mesh, progress)
         policy, reference = parts.find_models(plan, models, progress, rank=rank, resume_from=resume_from)
-        policy, digest = parts.make_policy(plan, policy, data, mesh, resume_from=resume_from)
-        reference = parts.make_reference(plan, reference, policy, digest, data, mesh)
+        policy, digest = parts.make_policy(plan, policy, data, mesh, frozen, resume_from=resume_from)
+        reference = parts.make_reference(plan, reference, policy, digest, data, mesh, frozen)
         objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
         optimizer = make_optimizer(plan.training, policy)
         scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)

@@ -175,10 +175,10 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
     sync(run_dir)
 
 
-def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
-    """Decide the date that a chat template writes, once for a run."""
+def find_template_date(plan: Plan, resume_point: ResumePoint | None) -> str:
+    """The date that a chat template writes in all of a run."""
     recorded = resume_point.manifest["config"].get("chat_template_date") if resume_point else None
-    return plan.change("chat_template_date", plan.chat.template_date or recorded or date.today().isoformat())
+    return plan.chat.template_date or recorded or date.today().isoformat()
 
 
 # --- what must be unchanged ----------------------------------------------------------------------------------------

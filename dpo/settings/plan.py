@@ -106,9 +106,8 @@ class Plan:
         return _nest(self.values)
 
     def change(self, key: str, value: Any) -> Plan:
-        """Make the plan with another value of one key, or another option of a group, such as `lora`."""
-        values = {**self.values, f"{key}.name" if key in GROUPS else key: value}
-        return make_plan(values, world_size=self.dims.world_size, has_new_run_dir=self.has_new_run_dir)
+        """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
+        return _derive({**self.values, key: value}, self.gpus, self.dims.world_size, self.has_new_run_dir)
 
 
 def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = None) -> Plan:
@@ -140,16 +139,22 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 
 def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
-    """Make the plan of values by dotted key; a wrong or missing value counts as its default."""
+    """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
+    rank_env = find_rank_env()
+    if world_size is None and rank_env:
+        world_size = rank_env.world_size
+    return _derive(given, count_gpus(), world_size, has_new_run_dir)
+
+
+def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
     right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     values = find_defaults(given) | right
-    rank_env, gpus = find_rank_env(), count_gpus()
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
     if world_size is None:
         wanted: int = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
-        world_size = rank_env.world_size if rank_env else wanted
+        world_size = wanted
     tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
     shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
     loss = LOSSES["dpo"]  # stands for a wrong name

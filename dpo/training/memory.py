@@ -7,7 +7,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -47,9 +46,8 @@ SAVERS = (  # settings that save memory, in the order in which to try them
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     """A process's memory at the peak of its updates, and notes on it; too high under tensor parallelism."""
-    plan = decide_frozen_weights(plan)
     policy = find_policy_structure(plan, plan.model.policy_dtype)
-    memory = count_held(plan, policy)
+    memory = count_held(plan, policy, decide_frozen_weights(plan))
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw a model on the meta device
         layout.alignment = GPU_ALIGNMENT
@@ -68,9 +66,9 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     return +memory, notes
 
 
-def count_held(plan: Plan, policy: Any) -> Bytes:
+def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     """The memory that follows from parameters; all but `update` is held for long."""
-    dims, is_whole, compute_size = plan.dims, plan.fsdp.frozen_weights == "whole", DTYPES[plan.compute_dtype].itemsize
+    dims, is_whole, compute_size = plan.dims, frozen == "whole", DTYPES[plan.compute_dtype].itemsize
     n_shards = dims.shard_size * dims.tensor_size
     n_frozen_shards = dims.tensor_size if is_whole else n_shards
     weights, trained = {*policy.parameters()}, {*trained_parameters(policy)}
@@ -207,16 +205,15 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
 
-def decide_frozen_weights(plan: Plan) -> Plan:
-    """Hold frozen weights whole on GPUs if that takes at most MAX_HELD_SHARE."""
+def decide_frozen_weights(plan: Plan) -> str | None:
+    """Hold frozen weights "whole" on GPUs if that takes at most MAX_HELD_SHARE, else "sharded"; None without any."""
     has_frozen_weights = plan.lora is not None or plan.reference == "model"
     if plan.fsdp.frozen_weights is not None or not (plan.trainer.multi_process and has_frozen_weights):
-        return plan
-    whole, sharded = (replace(plan, fsdp=replace(plan.fsdp, frozen_weights=how)) for how in ("whole", "sharded"))
+        return plan.fsdp.frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
-        return sharded
-    held = count_held(whole, find_policy_structure(plan, plan.model.policy_dtype)).total()
-    return whole if held <= MAX_HELD_SHARE * _find_available(plan) else sharded
+        return "sharded"
+    held = count_held(plan, find_policy_structure(plan, plan.model.policy_dtype), "whole").total()
+    return "whole" if held <= MAX_HELD_SHARE * _find_available(plan) else "sharded"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:

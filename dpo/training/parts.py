@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,9 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
-    plan = place_frozen_weights(plan, mesh, progress)
-    policy, digest = make_policy(plan, policy, data, mesh)
-    reference = make_reference(plan, reference, policy, digest, data, mesh)
+    frozen = place_frozen_weights(plan, mesh, progress)
+    policy, digest = make_policy(plan, policy, data, mesh, frozen)
+    reference = make_reference(plan, reference, policy, digest, data, mesh, frozen)
     objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
     optimizer = make_optimizer(plan.training, policy)
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
@@ -53,12 +52,12 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     return (*made, digest, progress, stop)
 
 
-def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> Plan:
-    """Decide where frozen weights are, on rank 0 for all processes."""
-    fsdp = from_rank_0(decide_frozen_weights(plan).fsdp if mesh.rank == 0 else None)
-    if fsdp != plan.fsdp:
-        progress.line(f"frozen weights are {fsdp.frozen_weights} on every process (fsdp_frozen_weights)")
-    return replace(plan, fsdp=fsdp)
+def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> str | None:
+    """Decide whether frozen weights are "whole" or "sharded", on rank 0 for all processes."""
+    frozen = from_rank_0(decide_frozen_weights(plan) if mesh.rank == 0 else None)
+    if frozen != plan.fsdp.frozen_weights:
+        progress.line(f"frozen weights are {frozen} on every process (fsdp_frozen_weights)")
+    return frozen
 
 
 def find_models(
@@ -77,7 +76,7 @@ def find_models(
 
 
 def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, *, resume_from: Path | None = None
+    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen: str | None, *, resume_from: Path | None = None
 ) -> tuple[Any, str | None]:
     """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
@@ -86,11 +85,17 @@ def make_policy(
     check_positions(policy, plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    return place(plan, policy, mesh, plan.compute_dtype), frozen_digest
+    return place(plan, policy, mesh, frozen, plan.compute_dtype), frozen_digest
 
 
 def make_reference(
-    plan: Plan, reference: Any, policy: Any, frozen_digest: str | None, data: TrainingData, mesh: Mesh
+    plan: Plan,
+    reference: Any,
+    policy: Any,
+    frozen_digest: str | None,
+    data: TrainingData,
+    mesh: Mesh,
+    frozen: str | None,
 ) -> Reference | None:
     n_rows = int(data.train.counts.sum() + data.test.counts.sum())
     identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
@@ -106,10 +111,10 @@ def make_reference(
             raise InputError(f"loss={plan.loss.name} needs a reference model")
         return None
     model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
-    return Reference(place(plan, model, mesh, plan.reference_dtype), digest, logps)
+    return Reference(place(plan, model, mesh, frozen, plan.reference_dtype), digest, logps)
 
 
-def place(plan: Plan, model: Any, mesh: Mesh, compute_dtype: str) -> Any:
+def place(plan: Plan, model: Any, mesh: Mesh, frozen: str | None, compute_dtype: str) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one."""
     if plan.trainer.multi_process:
         return distribute(
@@ -119,7 +124,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, compute_dtype: str) -> Any:
             compute_dtype=DTYPES[compute_dtype],
             reduce_dtype=DTYPES[plan.fsdp.reduce_dtype],
             reshard_after_forward=plan.fsdp.reshard_after_forward,
-            frozen_whole=plan.fsdp.frozen_weights == "whole",
+            frozen_whole=frozen == "whole",
         )
     if plan.trainer.cuts_layers:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]

@@ -80,15 +80,21 @@ def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_pat
 
 @pytest.mark.parametrize("way", ["command line", "reference's constructor"])
 def test_a_process_makes_its_plan_once_and_hands_it_on(way, command, tiny_llama, tmp_path, monkeypatch):
-    resolved, config, flatten = [], compose_run(tmp_path, "run", "n_examples=4", "loss=sft"), plan.flatten
-    # `resolve` calls this, whoever imported it
-    monkeypatch.setattr(plan, "flatten", lambda given: resolved.append(given) or flatten(given))
+    made, config, make_plan = [], compose_run(tmp_path, "run", "n_examples=4", "loss=sft"), plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda *args, **options: made.append(args) or make_plan(*args, **options))
     if way == "command line":
         train_script.run(check_command_line(command("run", "n_examples=4", "loss=sft"))[1])
         train_script.RUN_LOG.close()
     else:
         BasicTrainer(tiny_llama, config, config.seed, config.local_run_dir).train()
-    assert len(resolved) == 1
+    assert len(made) == 1
+
+
+def test_what_follows_from_a_changed_value_agrees_with_it():
+    former = plan.make_plan({"trainer": "FSDPTrainer", "fsdp_frozen_weights": "sharded"}, world_size=2)
+    changed = former.change("fsdp_frozen_weights", "whole").change("model.policy_dtype", "bfloat16")
+    assert (changed.values["fsdp_frozen_weights"], changed.fsdp.frozen_weights) == ("whole", "whole")
+    assert (former.compute_dtype, changed.compute_dtype, changed.dims) == ("float32", "bfloat16", former.dims)
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
