@@ -160,11 +160,12 @@ def list_private_names() -> set[str]:
     return {name for name in names if PRIVATE.fullmatch(name)} - defined
 
 
-def test_private_names_of_libraries_are_at_most_ten_rows_of_the_table_with_a_test_that_would_notice():
+def test_private_names_of_libraries_are_at_most_ten_in_a_table_with_the_tests_that_would_notice():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| .+? \| .*?`(test_\w+\.py)`", text.partition("## Private names")[2], re.MULTILINE)
-    assert {name for cell, _ in rows for name in re.findall(r"\b_[a-z]\w*", cell)} == list_private_names()
-    assert len(rows) <= 10
+    names = list_private_names()
+    assert {name for cell, _ in rows for name in re.findall(r"\b_[a-z]\w*", cell)} == names
+    assert len(names) <= 10
     assert {test for _, test in rows} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 

@@ -110,20 +110,17 @@ def _receive_tensors(
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
     for module_name, module in modules.items():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in replacements:
-                    full_name = f"{module_name}.{name}" if module_name else name  # the model itself has the name ""
-                    shape, dtype = specs[full_name]
-                    replacement = broadcast(tensor, shape, dtype, mesh)
-                    if isinstance(tensor, nn.Parameter):
-                        if not tensor.requires_grad:
-                            replacement = replacement.to(frozen_dtype)
-                        replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
-                    replacements[tensor] = replacement
-                tensors[name] = replacements[tensor]
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in (*module.named_parameters(module_name, **own), *module.named_buffers(module_name, **own)):
+            if tensor not in replacements:
+                shape, dtype = specs[name]
+                replacement = broadcast(tensor, shape, dtype, mesh)
+                if isinstance(tensor, nn.Parameter):
+                    if not tensor.requires_grad:
+                        replacement = replacement.to(frozen_dtype)
+                    replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+                replacements[tensor] = replacement
+            setattr(module, name.rpartition(".")[2], replacements[tensor])
 
 
 def broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> Tensor:

@@ -127,7 +127,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     embedding_name, head_name = names[embedding], names.get(head, "")  # a reward model has no such head
-    own_plan = getattr(model, "_tp_plan", None) or {}  # by pattern of module names
+    own_plan = model.tp_plan or {}  # by pattern of module names
     style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}

@@ -20,7 +20,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # we read no tensor before it is written
     if compiles:
-        from torch._dynamo import config  # slow to import
+        from torch.compiler import config  # slow to import
 
         config.recompile_limit = max(GRAPHS, config.recompile_limit)
 
