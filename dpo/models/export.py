@@ -49,7 +49,7 @@ CARD = """\
 # A model trained with {method}
 
 ```python
-from transformers import {auto_class}, AutoTokenizer, BitsAndBytesConfig
+from transformers import {auto_class}, AutoTokenizer{imported}
 
 model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
@@ -182,9 +182,10 @@ def export_last(plan: Plan, rank: int) -> None:
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
             print(f"exported {out}", flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
+            why = one_sentence(error)
             print(
-                f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
-                f"to export it, run python -m scripts.export {plan.run.local_run_dir} DIR",
+                f"warning: the run is complete, but its export failed: {type(error).__name__}: {why}; to export it, "
+                f"run python -m scripts.export {plan.run.local_run_dir} DIR{' --merge' * ('give --merge' in why)}",
                 file=sys.stderr,
             )
 
@@ -323,8 +324,10 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
     sources = {}  # of data: a Hub id, or a file's name without directory
     for name in values.get("datasets", ()):
-        source = Source.parse(name, plan.data.dataset_sources.get(name) or BUILT_IN.get(name) or name)
-        sources[name] = source.path if source.local is None else f"local files: {source.local.name}"
+        given = plan.data.dataset_sources.get(name)
+        source = Source.parse(name, given or BUILT_IN.get(name) or name)
+        # a directory that is named like one of BUILT_IN is not where that is read
+        sources[name] = f"local files: {source.local.name}" if given and source.local else source.path
     form = find_prompt_format(origin) if origin.run_dir else None
     metadata = ModelCardData(
         base_model=base if base_on_hub and not (is_adapter and origin.weights.archive) else None,
@@ -363,6 +366,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     text = CARD.format(
         method=loss or "preferences",
         auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
+        imported=", BitsAndBytesConfig" * (IN_4_BITS in options),
         options=options,
         trust=trust,
         form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",

@@ -304,14 +304,16 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_the_card_tells_what_is_known(base, tmp_path):
+def test_the_card_tells_what_is_known(base, tmp_path, monkeypatch):
     home = base(FAMILIES["llama"]())
+    (tmp_path / "demo").mkdir()  # as in the repository's directory
+    monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     (run / "step-64").mkdir(parents=True)
     archive(run / "step-64" / "policy.pt", build("llama").state_dict(), {"rewards_eval/margins": 1.25})
     (run / "config.yaml").write_text(
         f"exp_name: 'courteous ![x](y) <b>'\n"
-        f"datasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
+        f"datasets: [hh, mine, demo]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a```\\n# b"\n'
     )
@@ -334,8 +336,9 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         "weights": "LlamaForCausalLM, float32",
         "examples trained on": 64,
         "metrics": {"rewards_eval/margins": 1.25},
-        "data": {"hh": "Anthropic/hh-rlhf", "mine": "local files: mine.jsonl"},
+        "data": {"hh": "Anthropic/hh-rlhf", "mine": "local files: mine.jsonl", "demo": "demo"},
         "commit": "abc123",
     }
     assert "/home/somebody" not in card
+    assert "BitsAndBytesConfig" not in card
     assert str(tmp_path) not in card
