@@ -184,22 +184,23 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     with explain_out_of_memory(plan, data):
-        frozen = parts.place_frozen_weights(plan, mesh, progress)
-        policy, reference = parts.find_models(plan, models, progress, rank=rank, resume_from=resume_from)
-        policy, digest = parts.make_policy(plan, policy, data, mesh, frozen, resume_from=resume_from)
-        reference = parts.make_reference(plan, reference, policy, digest, data, mesh, frozen)
+        frozen_whole = parts.place_frozen_weights(plan, mesh, progress)
+        policy, reference = parts.load_models(plan, models, progress, rank=rank, resume_from=resume_from)
+        policy, digest = parts.make_policy(plan, policy, data, mesh, frozen_whole, resume_from=resume_from)
+        reference = parts.make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
         objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
         optimizer = make_optimizer(plan.training, policy)
         scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
         stop = StopRequest(mesh)
         batches = make_batches(plan, data, objective, stop, progress)
         evaluator = Evaluator(objective, batches, progress, stop)
-        checkpoints = parts.make_checkpoints(plan, mesh, evaluator, progress)
+        saver = parts.make_checkpoints(plan, mesh, evaluator, progress)
         callbacks = parts.make_callbacks(plan, data, mesh, policy, progress)
-        made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
-        trainer = Trainer(*made, digest, progress, stop)
+        trainer = Trainer(
+            plan, data, objective, optimizer, scheduler, batches, evaluator, saver, callbacks, digest, progress, stop
+        )
         if resume_from is not None:
-            checkpoints.restore(resume_from, trainer.parts)
+            saver.restore(resume_from, trainer.parts)
         trainer.train()
 
 

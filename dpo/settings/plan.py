@@ -141,8 +141,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
     """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
     rank_env = find_rank_env()
-    if world_size is None and rank_env:
-        world_size = rank_env.world_size
+    world_size = world_size or (rank_env and rank_env.world_size)
     return _derive(given, count_gpus(), world_size, has_new_run_dir)
 
 
@@ -153,8 +152,7 @@ def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
     if world_size is None:
-        wanted: int = (values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
-        world_size = wanted
+        world_size = int(values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
     tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
     shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
     loss = LOSSES["dpo"]  # stands for a wrong name

@@ -208,7 +208,7 @@ class _FusedAttention(torch.autograd.Function):
 def decide_frozen_weights(plan: Plan) -> str | None:
     """Hold frozen weights "whole" on GPUs if that takes at most MAX_HELD_SHARE, else "sharded"; None without any."""
     has_frozen_weights = plan.lora is not None or plan.reference == "model"
-    if plan.fsdp.frozen_weights is not None or not (plan.trainer.multi_process and has_frozen_weights):
+    if plan.fsdp.frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"

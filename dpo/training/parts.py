@@ -37,35 +37,35 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
-    frozen = place_frozen_weights(plan, mesh, progress)
-    policy, digest = make_policy(plan, policy, data, mesh, frozen)
-    reference = make_reference(plan, reference, policy, digest, data, mesh, frozen)
+    frozen_whole = place_frozen_weights(plan, mesh, progress)
+    policy, digest = make_policy(plan, policy, data, mesh, frozen_whole)
+    reference = make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
     objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
     optimizer = make_optimizer(plan.training, policy)
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
     evaluator = Evaluator(objective, batches, progress, stop)
-    checkpoints = make_checkpoints(plan, mesh, evaluator, progress)
+    saver = make_checkpoints(plan, mesh, evaluator, progress)
     callbacks = make_callbacks(plan, data, mesh, policy, progress)
-    made = (plan, data, objective, optimizer, scheduler, batches, evaluator, checkpoints, callbacks)
-    return (*made, digest, progress, stop)
+    return plan, data, objective, optimizer, scheduler, batches, evaluator, saver, callbacks, digest, progress, stop
 
 
-def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> str | None:
-    """Decide whether frozen weights are "whole" or "sharded", on rank 0 for all processes."""
+def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
+    """Whether frozen weights are whole on every process, which rank 0 decides."""
     frozen = from_rank_0(decide_frozen_weights(plan) if mesh.rank == 0 else None)
     if frozen != plan.fsdp.frozen_weights:
         progress.line(f"frozen weights are {frozen} on every process (fsdp_frozen_weights)")
-    return frozen
+    return frozen == "whole"
 
 
-def find_models(
-    plan: Plan, given: tuple[Any, Any] | None, progress: Progress, *, rank: int, resume_from: Path | None
+def load_models(
+    plan: Plan, given: tuple[Any, Any] | None, progress: Progress, rank: int, resume_from: Path | None
 ) -> tuple[Any, Any]:
     """Policy and separate reference: those given, with a checkpoint's weights, or functions that load them."""
     if given is None:
-        progress.line(f"loading the weights of {plan.model.name_or_path}")
+        stored = resume_from or plan.model.archive or (not plan.model.random_init and plan.model.name_or_path)
+        progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
         return model_loaders(plan, rank=rank, resume_from=resume_from)
     policy, reference = given
     if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
@@ -76,7 +76,7 @@ def find_models(
 
 
 def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen: str | None, *, resume_from: Path | None = None
+    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen_whole: bool, resume_from: Path | None = None
 ) -> tuple[Any, str | None]:
     """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
     load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
@@ -85,7 +85,7 @@ def make_policy(
     check_positions(policy, plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    return place(plan, policy, mesh, frozen, plan.compute_dtype), frozen_digest
+    return place(plan, policy, mesh, frozen_whole, plan.compute_dtype), frozen_digest
 
 
 def make_reference(
@@ -95,7 +95,7 @@ def make_reference(
     frozen_digest: str | None,
     data: TrainingData,
     mesh: Mesh,
-    frozen: str | None,
+    frozen_whole: bool,
 ) -> Reference | None:
     n_rows = int(data.train.counts.sum() + data.test.counts.sum())
     identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
@@ -111,10 +111,10 @@ def make_reference(
             raise InputError(f"loss={plan.loss.name} needs a reference model")
         return None
     model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
-    return Reference(place(plan, model, mesh, frozen, plan.reference_dtype), digest, logps)
+    return Reference(place(plan, model, mesh, frozen_whole, plan.reference_dtype), digest, logps)
 
 
-def place(plan: Plan, model: Any, mesh: Mesh, frozen: str | None, compute_dtype: str) -> Any:
+def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype: str) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one."""
     if plan.trainer.multi_process:
         return distribute(
@@ -124,7 +124,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen: str | None, compute_dtype:
             compute_dtype=DTYPES[compute_dtype],
             reduce_dtype=DTYPES[plan.fsdp.reduce_dtype],
             reshard_after_forward=plan.fsdp.reshard_after_forward,
-            frozen_whole=frozen == "whole",
+            frozen_whole=frozen_whole,
         )
     if plan.trainer.cuts_layers:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
