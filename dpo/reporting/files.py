@@ -17,7 +17,7 @@ from dpo.system.run_directory import add_to_record, now
 
 
 class Appender(Callback):
-    """Appends lines to `files`, which a resumed run first truncates to their sizes at the checkpoint.
+    """Appends lines to `files` on rank 0 alone; a resumed run first truncates them to their sizes at the checkpoint.
 
     A file that is shorter, or that the checkpoint does not know, is renamed; its complete records go into a new one.
     """
@@ -25,8 +25,9 @@ class Appender(Callback):
     _sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
 
     def append(self, name: str, lines: Iterable[str]) -> None:
-        with (self.run_dir / name).open("ab") as file:
-            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+        if self.context.rank == 0:
+            with (self.run_dir / name).open("ab") as file:
+                file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
         """After the last complete record, a line, in the first `size` bytes."""
@@ -34,7 +35,8 @@ class Appender(Callback):
             return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
-        for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
+        # not the checkpoint's names: a forged checkpoint may name any file
+        for name in self.files if self.context.rank == 0 else ():
             path, logged = self.run_dir / name, self._sizes.get(name)
             size_now = path.stat().st_size if path.exists() else 0
             end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0

@@ -11,26 +11,41 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import ROOT, read_metrics, run_python, small_run
+
+from dpo.checkpoint.files import read_state
+from dpo.reporting.events import RunContext
+from dpo.reporting.files import Appender
+from dpo.settings.plan import make_plan
 
 BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
 FUNCTION, ROW, YAML = (
     textwrap.dedent(code) for _, code in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 )
 CSV_CALLBACK = '''\
-"""`losses.csv`: the loss of each update."""
+"""`losses.csv`: the loss of each update, and the norm of the weights after it."""
 
 from __future__ import annotations
 
-from dpo.reporting.events import Update
+import torch
+
+from dpo.parallel.sharding import full_tensor
+from dpo.reporting.events import RunContext, Update
 from dpo.reporting.files import Appender
 
 
 class CsvWriter(Appender):
     files = ("losses.csv",)
 
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        return True
+
     def on_update(self, update: Update) -> None:
-        self.append("losses.csv", [f"{update.number},{update.metrics['loss/train']!r}"])
+        norms = [full_tensor(weight.detach()).norm() for weight in self.context.policy.parameters()]
+        norm = torch.stack(norms).norm().item()
+        self.append("losses.csv", [f"{update.number},{update.metrics['loss/train']!r},{norm!r}"])
 '''
 
 
@@ -76,7 +91,7 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
     first = train(*options, "n_examples=12")
     shutil.rmtree(run_dir / "step-12")  # so that the run continues from its checkpoint after 2 updates
     second = train(*options, "n_examples=16", "resume=auto")
-    third = train(*other_options, "n_examples=20")
+    third = train(*other_options, "n_examples=20", "trainer=FSDPTrainer", "world_size=2")
 
     message = "bad configuration:\n  - loss.nll_weight=much must be a number\n"
     assert (refused.returncode, refused.stderr) == (2, message)
@@ -89,5 +104,19 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
             lower_bound = math.log1p(math.exp(-line["rewards_train/margins"])) - line["logps_train/chosen"]
             assert line["loss/train"] >= lower_bound - 1e-4
         with (folder / "losses.csv").open(newline="") as file:
-            logged = [(int(number), float(loss)) for number, loss in csv.reader(file)]
-        assert logged == [(line["updates"], line["loss/train"]) for line in updates]
+            rows = [[float(value) for value in row] for row in csv.reader(file)]
+        assert [row[:2] for row in rows] == [[line["updates"], line["loss/train"]] for line in updates]
+        weights = read_state(folder / "LATEST" / "policy.pt").values()
+        assert rows[-1][2] == pytest.approx(torch.stack([weight.norm() for weight in weights]).norm().item(), rel=1e-6)
+
+
+def test_an_appender_of_another_rank_leaves_the_files_to_rank_0(tmp_path):
+    class Writer(Appender):
+        files = ("rows.csv",)
+
+    (tmp_path / "rows.csv").write_text("1\n2\n")
+    writer = Writer(RunContext(make_plan({}), tmp_path, 1, None, print))
+    writer.load_state_dict({"log_bytes": {"rows.csv": 2}})  # as a run that is resumed
+    writer.on_start()
+    writer.append("rows.csv", ["3"])
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("rows.csv", "1\n2\n")]
