@@ -169,6 +169,17 @@ def test_private_names_of_libraries_are_at_most_ten_in_a_table_with_the_tests_th
     assert {test for _, test in rows} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
+def test_every_file_has_a_row_in_the_table_of_packages():
+    text, package, rows = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "", set()
+    for first, files in re.findall(r"^\| (.*?) ?\| (`.+?`) \|", text.partition("## Words")[0], re.MULTILINE):
+        package = first.strip("`") or package
+        rows |= {f"dpo/{package}/{file}" if package else file for file in re.findall(r"`(.+?)`", files)}
+    wanted = {str(path.relative_to(ROOT)) for path in PATHS if path.stat().st_size}
+    assert wanted <= rows, f"docs/architecture.md lacks {wanted - rows}"
+    lost = {row for row in rows if not (ROOT / row).exists()}
+    assert lost == set(), f"docs/architecture.md has rows of {lost}"
+
+
 def test_checking_a_config_needs_no_torch():
     loaded = "{'torch', 'transformers', 'datasets'} & sys.modules.keys()"
     result = run_python("-c", f"import sys, dpo.settings.validation; assert not {loaded}", PYTHONPATH=str(ROOT))
