@@ -68,8 +68,10 @@ def test_log_probabilities_are_sums_over_the_labelled_tokens_of_the_next_positio
 
 
 def test_every_loss_takes_exactly_the_keys_of_its_config_file():
-    assert {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")} == LOSSES.keys()
-    assert DEFAULTS["mix"].keys() >= {"name", "weights"}  # of the others each part takes what it has
+    files = {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")}
+    assert files == LOSSES.keys(), (
+        f"config/loss/NAME.yaml lacks {LOSSES.keys() - files}, LOSSES {files - LOSSES.keys()}"
+    )
     for name, config in DEFAULTS.items():
         assert config["name"] == name
         loss = find_loss(config)
@@ -79,7 +81,9 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         takes = {} if LOSSES[name].trains_on in ("labels", "lists") or LOSSES[name].scalar_head else takes
         takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
         takes |= {"offset_by_margin"} if LOSSES[name].takes_offset else set()
-        assert {*config} == {"name", *loss.options, *takes}
+        wanted = {"name", *loss.options, *takes}
+        differing = f"lacks {wanted - {*config}}, and has {config.keys() - wanted} that the loss does not take"
+        assert {*config} == wanted, f"config/loss/{name}.yaml {differing}"
 
 
 # --- the others: the same pair, of 2 and 4 tokens: u_w = 1, u_l = -1, h = 2 ------------------------------------------
@@ -126,12 +130,18 @@ OF_PAIRS = [name for name, loss in LOSSES.items() if loss.trains_on == "pairs" a
 @pytest.mark.parametrize("page", ["metrics.md", "losses.md"])
 def test_every_loss_has_a_row_in_the_documents(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in LOSSES if f"\n| {name} |" not in text and f"\n| {name}, " not in text] == []
+    lacking = [name for name in LOSSES if f"\n| {name} |" not in text and f"\n| {name}, " not in text]
+    assert lacking == [], f"docs/{page} lacks {lacking}"
 
 
 def test_every_loss_is_worked_by_hand():
     of_labels = {name for name, loss in LOSSES.items() if loss.trains_on == "labels"}
-    assert {*WORKED, *of_labels, "sft", "dpo", "mix", "plackett_luce", "bradley_terry"} == LOSSES.keys()
+    lacking = LOSSES.keys() - WORKED - of_labels - {"sft", "dpo", "mix", "plackett_luce", "bradley_terry"}
+    assert lacking == set(), f"WORKED in tests/test_losses.py lacks {lacking}"
+    with_offset = {name for name, loss in LOSSES.items() if loss.takes_offset and not loss.scalar_head}
+    assert with_offset == LOGITS.keys(), f"LOGITS in tests/test_losses.py lacks {with_offset - LOGITS.keys()}"
+    weights, mixed = DEFAULTS["mix"]["weights"], {name for name, loss in LOSSES.items() if loss.can_be_mixed}
+    assert mixed == weights.keys(), f"weights in config/loss/mix.yaml lacks {mixed - weights.keys()}"
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -206,7 +216,7 @@ LOGITS = {  # of the pair, under the options of WORKED
 }
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_offset and not loss.scalar_head])
+@pytest.mark.parametrize("name", LOGITS)
 def test_an_offset_shifts_the_logit_and_not_the_rewards(name):
     options = WORKED.get(name, ({"label_smoothing": 0, "reference_free": False},))[0]
     config = {"name": name, "beta": HALF, **options}

@@ -14,6 +14,8 @@ import torch
 import yaml
 from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
 
+from dpo.reporting.ledger import Ledger
+from dpo.reporting.table import LOGS
 from dpo.settings.keys import KEYS
 
 SCRIPT = str(ROOT / "train.py")
@@ -109,6 +111,18 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
 
 # --- whole runs ----------------------------------------------------------------------------------------------------
 
+OF_EVERY_RUN = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
+
+
+def list_documented_metrics() -> set[str]:
+    """The names in the tables of docs/metrics.md, of which `/NAME` stands for another last part of the one before."""
+    names, prefix = set(), ""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))):
+        prefix = prefix if name.startswith("/") else name.rpartition("/")[0]
+        names.add(prefix + name if name.startswith("/") else name)
+    return {name.replace("SPLIT", split) for name in names for split in ("train", "eval")}
+
 
 def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     demo = ("model=demo", "datasets=[demo]", *TINY[1:], "max_length=96", "max_prompt_length=88", "lr=1e-4")
@@ -120,9 +134,8 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     *_, directory, verdict = first.stdout.splitlines()
     assert directory == f"run directory: {run}"
     assert verdict.startswith("The model changed: ")
-    files = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
-    files |= {"metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl"}
-    assert {p.name for p in run.iterdir()} == files | {"step-8", "step-16", "LATEST", "BEST"}
+    logs = {*LOGS} - {*Ledger.files, *Ledger.derived}
+    assert {p.name for p in run.iterdir()} == OF_EVERY_RUN | logs | {"step-8", "step-16", "LATEST", "BEST"}
     config = yaml.safe_load((run / "config.yaml").read_text())
     own = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
     assert list(config["loss"].items())[:4] == list(own.items())
@@ -134,6 +147,9 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     assert "4 updates of 4 examples will run" in first.stdout
     assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
     assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8, 16]
+    logged = {name for split in ("train", "eval") for name in read_metrics(run, split)[-1]}
+    lacking = logged - list_documented_metrics() - {"split", "examples", "updates"}
+    assert lacking == set(), f"docs/metrics.md lacks {lacking}"
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [s["examples"] for s in samples] == [0] * 4 + [8] * 4 + [16] * 4
     assert all(s["prompt"] and isinstance(s["policy"], str) and isinstance(s["reference"], str) for s in samples)
@@ -159,6 +175,5 @@ def test_debug_writes_no_checkpoints_and_no_wandb(tmp_path):
     data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", tmp_path / "run"
     result = train(*TINY, data, f"local_run_dir={run}", "debug=true", "wandb.enabled=true", "n_examples=4")
     assert result.returncode == 0, result.stderr
-    assert {p.name for p in run.iterdir()} - {"samples.jsonl", "samples.txt", "answers.jsonl"} == {
-        *(".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "log.txt")
-    }
+    assert {p.name for p in run.iterdir()} - {*LOGS} == OF_EVERY_RUN
+    assert read_metrics(run, "train")

@@ -217,7 +217,8 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
                 assert isinstance(value, DTensor) == (torch.is_tensor(value) and value.shape == parameter.shape), name
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             off = (full_tensor(ours.detach()) - theirs.detach()).abs().max()
-            assert off < ROUNDING, f"{name} is off by {off:.1g}"
+            lacking = f"NEED_WHOLE_TENSORS in dpo/settings/keys.py lacks {name}, which is off by {off:.1g}"
+            assert off < ROUNDING, lacking
 
 
 @SLOW

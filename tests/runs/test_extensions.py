@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import math
 import re
 import shutil
@@ -15,8 +16,10 @@ import torch
 from support.runs import ROOT, read_metrics, run_python, small_run
 
 from dpo.checkpoint.files import read_state
-from dpo.reporting.events import RunContext
+from dpo.reporting.events import Callback, RunContext
 from dpo.reporting.files import Appender
+from dpo.reporting.table import CALLBACKS
+from dpo.reporting.terminal import Progress
 from dpo.settings.plan import make_plan
 
 BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
@@ -108,6 +111,17 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
         assert [row[:2] for row in rows] == [[line["updates"], line["loss/train"]] for line in updates]
         weights = read_state(folder / "LATEST" / "policy.pt").values()
         assert rows[-1][2] == pytest.approx(torch.stack([weight.norm() for weight in weights]).norm().item(), rel=1e-6)
+
+
+def test_every_callback_is_in_the_table():
+    def list_kinds(kind: type[Callback]) -> set[type[Callback]]:
+        return {kind}.union(*map(list_kinds, kind.__subclasses__()))
+
+    for file in (ROOT / "dpo" / "reporting").glob("*.py"):
+        importlib.import_module(f"dpo.reporting.{file.stem}")
+    ours = {kind for kind in list_kinds(Callback) if kind.__module__.startswith("dpo.")}
+    lacking = ours - {Callback, Appender, Progress, *CALLBACKS.values()}
+    assert lacking == set(), f"CALLBACKS in dpo/reporting/table.py lacks {lacking}"
 
 
 def test_an_appender_of_another_rank_leaves_the_files_to_rank_0(tmp_path):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from dpo.errors import InputError
 from dpo.models.loading import model_loaders
+from dpo.settings.keys import STEPS_OF_LR
 from dpo.settings.plan import resolve
 from dpo.training import memory
 from dpo.training.memory import decide_frozen_weights, predict
@@ -161,7 +162,13 @@ def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of
     optimizer = make_optimizer(training, torch.nn.ParameterList([parameter]))
     optimizer.step()
     n_values = sum(value.numel() for value in optimizer.state[parameter].values() if torch.is_tensor(value))
-    assert n_values / parameter.numel() == pytest.approx(count_states(training), abs=0.02)
+    counted = f"count_states of dpo/training/optimization.py counts {count_states(training)} values of {name}"
+    assert n_values / parameter.numel() == pytest.approx(count_states(training), abs=0.02), counted
+
+
+def test_of_every_optimizer_it_is_known_whether_its_steps_are_about_as_large_as_lr():
+    lacking = OPTIMIZERS.keys() - STEPS_OF_LR - {"Adadelta", "Adafactor", "Adagrad", "ASGD", "Rprop", "SGD"}
+    assert lacking == set(), f"STEPS_OF_LR in dpo/settings/keys.py, or the others in this test, lack {lacking}"
 
 
 def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_of, monkeypatch):
