@@ -183,21 +183,19 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """List unknown keys, and missing or wrong values; those of the loss come last."""
-    own_keys, sentences = find_defaults(values), {}
-    for key in sorted(values, key=lambda key: key.startswith("loss.")):
+    """List unknown keys, and missing or wrong values; interpolations come last, those of the loss before them."""
+    own_keys, problems = find_defaults(values), []
+    for key in sorted(values, key=lambda key: ("${" in str(values[key]), key.startswith("loss."))):
         group = key.partition(".")[0]
         if key == "dataset_sources":
             continue
-        if sentence := find_value_problem(key, values[key]):
-            sentences[key] = sentence
-        elif key not in own_keys and KEYS[f"{group}.name"].holds(option := values.get(f"{group}.name")):
-            sentences[key] = f"{key} does not exist with {group}={option}"
-    return [
-        Problem(key, sentence)
-        for key, sentence in sentences.items()
-        if not any(f"${{{wrong}}}" in str(values[key]) for wrong in sentences)  # then that value is the problem
-    ]
+        sentence = find_value_problem(key, values[key])
+        if not sentence and key not in own_keys and KEYS[f"{group}.name"].holds(option := values.get(f"{group}.name")):
+            sentence = f"{key} does not exist with {group}={option}"
+        # an interpolation of a key that is named already has the same cause
+        if sentence and not any(f"${{{root.key}}}" in str(values[key]) for root in problems):
+            problems.append(Problem(key, sentence))
+    return problems
 
 
 def find_value_problem(key: str, value: Any) -> str | None:
@@ -209,7 +207,7 @@ def find_value_problem(key: str, value: Any) -> str | None:
         how_to_set = f"choose model=pythia28 or another of config/model, or give {key}=DIR_OR_HUB_ID"
     if value == MISSING:
         return f"{key} is not set: {how_to_set}"
-    if isinstance(value, str) and "${" in value:
+    if "${" in str(value):
         return f"{key}={value} cannot be resolved: {how_to_set}"
     return None if allowed.holds(value) else f"{key}={_as_typed(value)} must be {allowed.wanted}"
 
