@@ -183,9 +183,10 @@ def export_last(plan: Plan, rank: int) -> None:
             print(f"exported {out}", flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
             why = one_sentence(error)
+            merge = " --merge" if "give --merge" in why else ""
             print(
                 f"warning: the run is complete, but its export failed: {type(error).__name__}: {why}; to export it, "
-                f"run python -m scripts.export {plan.run.local_run_dir} DIR{' --merge' * ('give --merge' in why)}",
+                f"run python -m scripts.export {plan.run.local_run_dir} DIR{merge}",
                 file=sys.stderr,
             )
 
@@ -366,7 +367,7 @@ def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Sto
     text = CARD.format(
         method=loss or "preferences",
         auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
-        imported=", BitsAndBytesConfig" * (IN_4_BITS in options),
+        imported=", BitsAndBytesConfig" if IN_4_BITS in options else "",
         options=options,
         trust=trust,
         form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
