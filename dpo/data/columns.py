@@ -142,7 +142,7 @@ def recognize(
         TOOLS: True,
         SYSTEM: SYSTEM in configured or has_words,
     }
-    fields = filter(lambda field: optional.get(field, True), (*form, *optional))
+    fields = (*form, *(field for field, is_read in optional.items() if is_read))
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
     texts = [column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)]
@@ -171,7 +171,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
         names = (field, *OTHER_NAMES.get(field, ()))
         candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
         if field in configured:
-            candidates[field] = [*filter(None, [configured[field]])]
+            candidates[field] = [] if configured[field] is None else [configured[field]]
     by_name = {column.lower(): column for column in candidates["prompt"]}
     if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
