@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpo.numbers import compact
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress
@@ -122,8 +121,3 @@ def test_ranks_other_than_0_are_silent(capsys):
         progress.on_update(Update(1, 0, [], {}, DPO))
     progress.line("saved")
     assert capsys.readouterr() == ("", "")
-
-
-def test_numbers_are_short():
-    texts = [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))]
-    assert texts == ["0.000123", "999", "1,000", "12,346", "nan"]
