@@ -122,9 +122,8 @@ class Trainer:
         objective, state, mesh = self.objective, self.state, self.objective.mesh
         self.policy.train()
         if self.plan.lora is not None and self.plan.lora.dropout:
-            seed_dropout(
-                self.plan.run.seed, state.batch_counter, mesh.data_rank
-            )  # slices of a layer draw the same masks
+            # not by rank: the slices of a layer draw the same masks
+            seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)
         context = objective.prepare(batch)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
