@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError, one_sentence
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import explain_unknown_key, find_problems, suggest
+from dpo.settings.validation import explain_unknown_key, find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
 from dpo.system.redaction import redact
 
@@ -145,7 +145,10 @@ def _is_hydra_key(key: str) -> bool:
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     """Find a command line's plan and the problems of all its jobs; no plan if Hydra shows something or sweeps."""
     found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
-    problems = [sentence for sentence in found.values() if sentence]
+    problems = [*found.values()]
+    for file in Path(line.config_dir).rglob("*.yaml") if line.config_dir else ():
+        if (CONFIG_DIR / (name := file.relative_to(line.config_dir))).exists():
+            problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     # what depends on a refused override is not known
     unknown = tuple(f"{key}." for key, sentence in found.items() if sentence)
     accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
@@ -154,12 +157,15 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
         try:
             config = _compose([*line.search_path, *job])
         except Exception as error:  # a user's files may contain anything
-            return None, problems or [f"the config cannot be composed: {one_sentence(error)}"]
+            problems.append(f"the config cannot be composed: {one_sentence(error)}")
+            values = {parse_key(o): OverridesParser.create().parse_override(o).value() for o in job if "${" not in o}
+            problems += [find_value_problem(key, value) for key, value in values.items() if key in KEYS]
+            break
         problems += _find_code_in_files(config, line)
         if {*line.options} <= {*MULTIRUN}:  # else Hydra shows something in place of running
             plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
             problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
-    return None if line.is_sweep else plan, list(dict.fromkeys(problems))
+    return None if line.is_sweep else plan, [*filter(None, dict.fromkeys(problems))]
 
 
 def _compose(overrides: list[str]) -> DictConfig:
@@ -168,21 +174,19 @@ def _compose(overrides: list[str]) -> DictConfig:
 
 
 def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
-    """Refuse keys that the user's config files set and that can name code.
-
-    Comparing what Hydra makes with and without the files covers all that they contain, however they are chosen.
-    """
+    """Refuse keys that the user's config files set and that can name code."""
 
     def find_code(config: DictConfig) -> dict[str, Any]:
         return {
             key: value
-            for key, value in dotted(OmegaConf.to_container(config, resolve=False))
+            for key, value in dotted(OmegaConf.to_container(config))
             if (key in OUR_CODE_KEYS and value) or (_is_hydra_key(key) and not key.startswith(COMPOSITION_RECORDS))
         }
 
     if line.config_dir is None:
         return []
     keys = [parse_key(override) for override in line.overrides]
+    # comparing what Hydra makes with and without the files covers all that they contain, however they are chosen
     without_files = find_code(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
     return [
         f"--config-dir: {key} may not be set in a config file, as it can name code to run; give it on the command line"
@@ -209,14 +213,12 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     group = key.partition("@")[0]
     if options := line.list_options(group):
         for option in [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]:
-            if options.count(option) > 1:
-                return f"{group}={option}: a file of --config-dir has the name of one of ours: rename it"
             if option not in options:
                 return f"{group}={option} is not one of {', '.join(options)}{suggest(option, options)}"
         return None
-    is_section = any(known.startswith(f"{key}.") for known in KEYS)
-    is_known = is_hydra_key or is_section or key in KEYS or key.split(".")[0] in OPEN_MAPPINGS
-    return None if is_known else explain_unknown_key(key)
+    # a key or a section
+    is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS) or key.split(".")[0] in OPEN_MAPPINGS
+    return None if is_hydra_key or is_known else explain_unknown_key(key)
 
 
 # --- the jobs of a sweep, and help ------------------------------------------------------------------------------------

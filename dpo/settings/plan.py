@@ -115,19 +115,19 @@ def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = 
 
     `world_size` follows from config and machine, unless it is given.
     """
-    nested: Any = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
     filled = OmegaConf.merge(load_defaults(**options), nested)
     values = place_datasets(flatten(filled))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
-    has_new_run_dir = "get_local_run_dir" in str(OmegaConf.to_container(filled, resolve=False))
+    has_new_run_dir = "get_local_run_dir" in str(filled)
     return make_plan(values, world_size=world_size, has_new_run_dir=has_new_run_dir)
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
-    nested: Any = OmegaConf.to_container(config, resolve=False)
+    nested: Any = OmegaConf.to_container(config)
     known = {*KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
     values = {key: value for key, value in dotted(nested) if value != {} or key in known}
     for key, value in values.items():

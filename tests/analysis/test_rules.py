@@ -172,8 +172,7 @@ def with_lengths(rng: np.random.Generator, factor: float) -> Run:
 
 
 def with_win_rate(rng: np.random.Generator, rate: float) -> Run:
-    """Half of the held-out comparisons tie."""
-    wins = np.where(rng.random(256) < 0.5, 0.5, rng.random(256) < rate)
+    wins = np.where(rng.random(256) < 0.5, 0.5, rng.random(256) < rate)  # half of the comparisons tie
     return changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": wins.mean()}]))
 
 

@@ -25,7 +25,6 @@ KINDS = {
     "labels that are all true": ("thumbs_up", (), ("labels", "targets")),
     "targets": ("targets", (), ("targets",)),
     "lists": ("lists", (), PAIRS),
-    "lists, two of each": ("lists", ("list_pairs=best_worst",), PAIRS),
     "lists of equal scores": ("equal", (), ("targets",)),
     "prompts": ("prompts", (), ()),
     "prompts, online": ("prompts", ONLINE, ("pairs",)),

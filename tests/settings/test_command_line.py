@@ -64,8 +64,7 @@ def test_own_config_files_cannot_name_code(content, key, tmp_path):
     (folder / "experiment" / "x.yaml").write_text("{}\n")
     (folder / "more").mkdir()
     (folder / "more" / "evil.yaml").write_text("# @package hydra.callbacks.c\n_target_: os.mkdir\n")
-    is_sweep_too = key == "online.function"  # composing each job takes a while
-    for choice in ("experiment=mine", "-m +experiment@_global_=x,mine")[: 1 + is_sweep_too]:
+    for choice in ("experiment=mine", "-m +experiment@_global_=x,mine")[: 2 if "online" in key else 1]:  # slow
         found = "\n".join(find_refusals(f"{NEEDED} {own} {choice}"))
         assert f"--config-dir: {key}" in found
         assert "may not be set in a config file, as it can name code to run" in found

@@ -165,10 +165,13 @@ def test_an_own_experiment_may_build_on_one_of_ours_but_not_have_its_name(tmp_pa
     (folder := tmp_path / "experiment").mkdir()
     defaults = "defaults:\n  - hh_pythia28_sft\n  - _self_\n  - override /model: demo\n"
     (folder / "mine.yaml").write_text(f"# @package _global_\n{defaults}lr: 1e-4\n")
-    (folder / "hh_pythia28_dpo.yaml").write_text("# @package _global_\nlr: 1e-4\n")
     composed = compose(f"--config-dir={tmp_path} experiment=mine batch_size=16")
-    assert (composed.lr, composed.batch_size, composed.eval_batch_size) == (1e-4, 16, 32)
-    assert composed.model.block_name == "LlamaDecoderLayer"
-
-    [problem, *_] = find_refusals(f"--config-dir={tmp_path} experiment=hh_pythia28_dpo")
-    assert problem.startswith("experiment=hh_pythia28_dpo: a file of --config-dir has the name of one of ours")
+    found = (composed.lr, composed.batch_size, composed.eval_batch_size, composed.model.block_name)
+    assert found == (1e-4, 16, 32, "LlamaDecoderLayer")
+    for name in ("config.yaml", "experiment/hh_pythia28_dpo.yaml"):
+        (tmp_path / name).write_text("lr: 1e-4\n")
+        problems = find_refusals(f"--config-dir={tmp_path} exp_name=x")
+        assert f"--config-dir: {name} has the name of one of ours: rename it" in problems
+    (folder / "mine.yaml").write_text("seed: [\n")  # other problems are listed beside it
+    problems = find_refusals(f"--config-dir={tmp_path} experiment=mine lr=-1 foo=1")
+    assert {"lr=-1 must be a number above 0", "unknown key foo: python train.py --help shows all keys"} < {*problems}
