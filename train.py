@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError
-from dpo.settings.command_line import check_command_line, exit_on, place_job
+from dpo.settings.command_line import check_command_line, exit_with, place_job
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
@@ -44,7 +44,8 @@ def main(config: DictConfig) -> None:
     """Run a job of a sweep (-m); without one, Hydra only shows the config."""
     try:
         plan = place_job(resolve(config), HydraConfig.get())
-        exit_on([problem.sentence for problem in find_problems(plan)])  # a launcher may use another machine
+        if problems := find_problems(plan):  # a launcher may use another machine
+            exit_with([problem.sentence for problem in problems])
         run_or_exit(plan)
     except SystemExit as ending:
         if ending.code not in (1, 2):  # a stop signal ends the sweep

@@ -23,7 +23,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.keys import KEYS, REMOVED, Resume, dotted
+from dpo.settings.keys import KEYS, Resume, dotted, find_removed
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import move_aside, replacing
 from dpo.system.redaction import redact
@@ -193,8 +193,8 @@ def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
     changed = defaultdict(list)
     for key, saved_value in manifest["config"].items():
-        if key in REMOVED:
-            print(f"{key}={saved_value} of {where} is ignored: it was removed after {REMOVED[key]}")
+        if removed := find_removed(key, saved_value):
+            print(f"{where}: ignored, as {removed}")
         elif config.get(key) != saved_value:
             rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")

@@ -61,7 +61,13 @@ class ChatTemplate:
         before, *answers = (self._escape(messages, "a message") for messages in (record.prompt, *record.responses))
         tools = self._escape(record.tools, "a tool") or None
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
-        chats = [_continue(before, answer) if continued else before + answer for answer in answers]
+        chats = [before + answer for answer in answers]
+        if continued:
+            *context, begun = before
+            chats = [
+                [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
+                for first, *others in answers
+            ]
         try:
             dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
             prompt = self._render_prompt(before, tools, dialogues, continued=continued)
@@ -153,8 +159,3 @@ class ChatTemplate:
         except TemplateRejects:
             return None
         return None if before in (None, dialogue) else len(before)
-
-
-def _continue(prompt: Messages, answer: Messages) -> Messages:
-    [*before, begun], [first, *others] = prompt, answer
-    return [*before, {**begun, **first, "content": begun["content"] + first["content"]}, *others]

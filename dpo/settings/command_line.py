@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError, one_sentence
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import explain_unknown_key, find_problems, find_value_problem, suggest
+from dpo.settings.validation import find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
 from dpo.system.redaction import redact
 
@@ -32,6 +32,8 @@ ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[
 # where Hydra records how it composed a config
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
+
+PARSER = OverridesParser.create()
 
 
 class CommandLine(NamedTuple):
@@ -59,25 +61,23 @@ class CommandLine(NamedTuple):
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     """Return arguments for Hydra, and the plan: None if Hydra shows something or sweeps; exit 2 for bad input."""
-    line, plan = CommandLine([], [], None), None
     try:
         line = parse(arguments)
-        if not {*HELP}.isdisjoint(line.options):
-            print(help_text())
-            sys.exit(0)
-        plan, problems = check_line(line)
     except InputError as error:
-        problems = [str(error)]
-    exit_on(problems)
+        exit_with([str(error)])
+    if not {*HELP}.isdisjoint(line.options):
+        print(help_text())
+        sys.exit()
+    plan, problems = check_line(line)
+    if problems:
+        exit_with(problems)
     return [*line.options, *line.overrides, *line.search_path], plan
 
 
-def exit_on(problems: list[str]) -> None:
-    """Print problems, if any, and exit with status 2."""
-    if problems:
-        if is_rank_0():
-            print("bad configuration:", *(f"  - {redact(problem)}" for problem in problems), sep="\n", file=sys.stderr)
-        sys.exit(2)
+def exit_with(problems: list[str]) -> NoReturn:
+    if is_rank_0():
+        print("bad configuration:", *(f"  - {redact(problem)}" for problem in problems), sep="\n", file=sys.stderr)
+    sys.exit(2)
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -112,13 +112,10 @@ def parse_key(override: str) -> str:
 
 
 def split_sweep(override: str) -> list[str]:
-    """Split `loss.beta=0.1,0.5` into an override for each value; [] if it has one value."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
-        return []  # `_explain_override` says why
-    if not parsed.is_discrete_sweep() or "glob(" in override:
-        return []
+    """Split `loss.beta=0.1,0.5` into an override for each value."""
+    parsed = PARSER.parse_override(override)
+    if not parsed.is_discrete_sweep():
+        return [override]
     return [f"{override.split('=', 1)[0]}={value}" for value in parsed.sweep_string_iterator()]
 
 
@@ -143,7 +140,7 @@ def _is_hydra_key(key: str) -> bool:
 
 
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
-    """Find a command line's plan and the problems of all its jobs; no plan if Hydra shows something or sweeps."""
+    """Find the plan that `check_command_line` returns, and the problems of all jobs."""
     found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
     problems = [*found.values()]
     for file in Path(line.config_dir).rglob("*.yaml") if line.config_dir else ():
@@ -153,12 +150,12 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     unknown = tuple(f"{key}." for key, sentence in found.items() if sentence)
     accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
     plan = None
-    for job in itertools.product(*(split_sweep(override) or [override] for override in accepted)):
+    for job in itertools.product(*map(split_sweep, accepted)):
         try:
             config = _compose([*line.search_path, *job])
         except Exception as error:  # a user's files may contain anything
             problems.append(f"the config cannot be composed: {one_sentence(error)}")
-            values = {parse_key(o): OverridesParser.create().parse_override(o).value() for o in job if "${" not in o}
+            values = {parse_key(o): PARSER.parse_override(o).value() for o in job if "${" not in o}
             problems += [find_value_problem(key, value) for key, value in values.items() if key in KEYS]
             break
         problems += _find_code_in_files(config, line)
@@ -169,7 +166,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
 
 
 def _compose(overrides: list[str]) -> DictConfig:
-    with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return hydra.compose("config", overrides, return_hydra_config=True)
 
 
@@ -205,20 +202,20 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     if line.is_sweep and redact(override) != override:
         return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        parsed = PARSER.parse_override(override)
     except HydraException:
         return f"{key}={value} cannot be read: write '{key}=\"VALUE\"' around spaces, commas, brackets and the like"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
         return f"{key}={value} has several values: give one, write [A,B] for a list, or -m A,B to run each in turn"
     group = key.partition("@")[0]
     if options := line.list_options(group):
-        for option in [job.partition("=")[2] for job in split_sweep(override)] or [str(parsed.value())]:
+        for option in [str(PARSER.parse_override(job).value()) for job in split_sweep(override)]:
             if option not in options:
                 return f"{group}={option} is not one of {', '.join(options)}{suggest(option, options)}"
         return None
     # a key or a section
     is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS) or key.split(".")[0] in OPEN_MAPPINGS
-    return None if is_hydra_key or is_known else explain_unknown_key(key)
+    return None if is_hydra_key or is_known else find_value_problem(key, value)
 
 
 # --- the jobs of a sweep, and help ------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ def place_job(plan: Plan, hydra_config: Any) -> Plan:
 
 
 def help_text() -> str:
-    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    groups = sorted(CONFIG_DIR.glob("*/"))
     lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
     lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]
     names = ("config.yaml", "model/blank_model.yaml", "lora/lora.yaml", "online/online.yaml", "loss/**/*.yaml")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -321,22 +322,29 @@ def _list_keys() -> dict[str, Key]:
 
 
 KEYS = _list_keys()
-REMOVED = {  # keys that went: the last commit that had it, and what to use
-    "dataset_sources.NAME.format": (
-        "9949121b; leave it out, as columns are recognized by their names, or name them with "
-        "dataset_sources.NAME.columns"
-    ),
+REMOVED = {  # patterns of keys and values that went: the last commit that had them, and what to use
+    ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
+    ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa, or eager for softcaps and attention sinks",
 }
+
+
+def find_removed(key: str, value: Any) -> str | None:
+    """What to use in place of a key or value that went; None for others."""
+    for (removed, values), use in REMOVED.items():
+        if fnmatchcase(key, removed) and fnmatchcase(str(value), values):
+            return f"{key}={value} was removed after {use}"
+    return None
+
 
 # --- defaults, from `config/` without Hydra ---------------------------------------------------------------------------
 
-CONFIG_DIR = Path(__file__).parents[2] / "config"
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
 OPEN_MAPPINGS = ("dataset_sources", "optimizer_args", "chat_template_args")  # mappings whose keys the user chooses
 MISSING = "???"  # the value of a key that has no default
 
 OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("project_dir", lambda: str(CONFIG_DIR.resolve().parent), replace=True)
+OmegaConf.register_new_resolver("project_dir", lambda: str(CONFIG_DIR.parent), replace=True)
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

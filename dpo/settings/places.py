@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.settings.keys import REMOVED, are_names, is_text, load_defaults
+from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir
 
@@ -79,8 +79,9 @@ class Source:
     def parse(cls, name: str, value: Any) -> Source:
         """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
         key, source = f"dataset_sources.{name}", value if isinstance(value, Mapping) else {"path": value}
-        if "format" in source:
-            raise InputError(f"{key}.format was removed after {REMOVED['dataset_sources.NAME.format']}")
+        for option, given in source.items():
+            if removed := find_removed(f"{key}.{option}", given):
+                raise InputError(removed)
         if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns"}:
             raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}

@@ -199,8 +199,13 @@ def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def find_value_problem(key: str, value: Any) -> str | None:
+    if removed := keys.find_removed(key, value):
+        return removed
     if key not in KEYS:
-        return explain_unknown_key(key)
+        if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
+            return f"unknown key {key}: here it is {name}"
+        similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
+        return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
     allowed = KEYS[key]
     how_to_set = f"give {key}=VALUE, {allowed.wanted}"
     if key == "model.name_or_path":
@@ -212,20 +217,10 @@ def find_value_problem(key: str, value: Any) -> str | None:
     return None if allowed.holds(value) else f"{key}={_as_typed(value)} must be {allowed.wanted}"
 
 
-def explain_unknown_key(key: str) -> str:
-    if key in keys.REMOVED:
-        return f"{key} was removed after {keys.REMOVED[key]}"
-    if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
-        return f"unknown key {key}: here it is {name}"
-    similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
-    return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
-
-
 def suggest(given: str, names: Sequence[str]) -> str:
     """ ": did you mean NAME?" if a name is similar to what was given, else ""."""
-    by_lower_case = {name.lower(): name for name in names}
-    similar = difflib.get_close_matches(given.lower(), by_lower_case, n=1)
-    return f": did you mean {by_lower_case[similar[0]]}?" if similar else ""
+    similar = difflib.get_close_matches(given.lower(), names, n=1)
+    return f": did you mean {similar[0]}?" if similar else ""
 
 
 def _as_typed(value: Any) -> Any:
@@ -239,17 +234,14 @@ def _as_typed(value: Any) -> Any:
 def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     """Read a run's `config.yaml`, ours or the reference implementation's.
 
-    Raises InputError if it is none, names no model or has an interpolation, which could put this machine's environment
-    into an export; of wrong values only for those of keys that begin with one of `prefixes`.
+    Raises InputError if it is none, names no model, or has a wrong value of a key that begins with one of `prefixes` or
+    an interpolation, which could put this machine's environment into an export.
     """
     config = read_yaml(path)
     try:
         if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
-        for name, source in (config.get("dataset_sources") or {}).items():
-            if isinstance(source, dict) and source.pop("format", None):
-                removed = keys.REMOVED["dataset_sources.NAME.format"]
-                print(f"{path}: dataset_sources.{name}.format is ignored: it was removed after {removed}")
+        _leave_removed_out(config, path)
         plan = resolve(config)
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
@@ -259,3 +251,12 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
         raise InputError(f"{path}: {'; '.join(sentences)}")
     return plan
+
+
+def _leave_removed_out(config: dict[str, Any], path: Path, prefix: str = "") -> None:
+    for name, value in [*config.items()]:
+        if isinstance(value, dict):
+            _leave_removed_out(value, path, f"{prefix}{name}.")
+        elif removed := keys.find_removed(f"{prefix}{name}", value):
+            print(f"{path}: ignored, as {removed}")
+            del config[name]

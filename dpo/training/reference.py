@@ -59,7 +59,7 @@ class ReferenceLogps:
         if state["identity"] == self.identity and logps.shape == self.table.shape:
             self.table = logps.astype(np.float64)
 
-    def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
+    def find_path(self, folder: str, reference_digest: str | None) -> Path:
         name = hashlib.sha256(repr((reference_digest, self.identity, self.table.shape)).encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 

@@ -12,14 +12,7 @@ import torch
 from support.runs import PARTS
 
 from dpo.checkpoint import files
-from dpo.checkpoint.files import (
-    DamagedCheckpoint,
-    check_complete,
-    find_checkpoints,
-    point,
-    prune,
-    tidy,
-)
+from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, point, prune, tidy
 from dpo.errors import RunError
 
 

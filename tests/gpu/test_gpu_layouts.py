@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import (
-    DEVICE,
-    GPU,
-    build,
-    describe,
-    limit,
-    needs_gpu,
-    pick,
-    random_pairs,
-)
+from support.gpu import DEVICE, GPU, build, describe, limit, needs_gpu, pick, random_pairs
 
 from dpo.models.attention import attend_by_segments
 from dpo.models.layouts import Layout, Padded, SharedPrefix, choose_layout

@@ -8,17 +8,7 @@ import shutil
 from typing import Any
 
 import pytest
-from support.gpu import (
-    COMMON,
-    GPU,
-    TINY,
-    WITHOUT_TF32,
-    WORDS,
-    Run,
-    few_words,
-    limit,
-    pick,
-)
+from support.gpu import COMMON, GPU, TINY, WITHOUT_TF32, WORDS, Run, few_words, limit, pick
 from support.runs import GOLDEN, distance, find_differences, golden_command
 
 FSDP = ("trainer=FSDPTrainer", "world_size=1")

@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import (
-    COMMON,
-    GPU,
-    TINY,
-    Run,
-    describe,
-    few_words,
-    limit,
-    pick,
-    train_here,
-    write_model,
-)
+from support.gpu import COMMON, GPU, TINY, Run, describe, few_words, limit, pick, train_here, write_model
 from support.runs import ROOT
 
 from dpo.training.objective import Objective

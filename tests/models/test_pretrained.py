@@ -184,10 +184,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}  # those that are not saved, too
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama, tied", torch.bfloat16), ("gpt-j", torch.float32)],
-)
+@pytest.mark.parametrize(("family", "dtype"), [("llama, tied", torch.bfloat16), ("gpt-j", torch.float32)])
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family == "gpt-j" else "sdpa"
     overwritten = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,11 @@ from support.commands import compose, find_refusals
 from support.runs import ROOT
 
 from dpo.checkpoint.resume import check_fits
-from dpo.losses import LOSSES
+from dpo.losses import LOSSES, PairOptions
 from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, flatten, resolve
-from dpo.settings.validation import find_problems, find_warnings
+from dpo.settings.validation import find_problems, find_warnings, read_plan
 
 CONFIG = ROOT / "config"
 EXPERIMENTS = sorted(file.stem for file in CONFIG.glob("experiment/*.yaml"))
@@ -44,7 +44,9 @@ def test_every_key_is_declared_in_python_and_in_yaml():
 OPTION_FILES = [file for group in ("loss", "lora", "online") for file in sorted(CONFIG.glob(f"{group}/**/*.yaml"))]
 
 
-@pytest.mark.parametrize("file", [CONFIG / "config.yaml", CONFIG / "model" / "blank_model.yaml", *OPTION_FILES])
+@pytest.mark.parametrize(
+    "file", [CONFIG / "config.yaml", CONFIG / "model" / "blank_model.yaml", *OPTION_FILES], ids=str
+)
 def test_every_key_has_a_comment_above_it_or_on_its_line(file):
     lines = file.read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
     keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
@@ -77,6 +79,10 @@ def test_defaults_are_the_references():
     assert {key: values[key] for key in expected} == expected
 
 
+def test_an_option_of_pairs_that_a_loss_lacks_counts_as_its_default():
+    assert asdict(PairOptions()).items() <= load_defaults(loss="dpo")["loss"].items()
+
+
 def test_files_are_read_as_hydra_reads_them():
     for group, name in (("loss", "dpo"), ("loss", "mix"), ("lora", "qlora"), ("online", "online")):
         assert OmegaConf.to_container(compose(f"{group}={name}")[group]) == load_defaults(**{group: name})[group]
@@ -104,13 +110,26 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
     assert [p.name for p in tmp_path.rglob("*")] == ["second"]
 
 
-def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_config(monkeypatch, capsys):
-    monkeypatch.setitem(REMOVED, "old.rate", "0123abcd; use lr")
-    assert find_refusals("exp_name=x model.name_or_path=gpt2 old.rate=1") == [
-        "old.rate was removed after 0123abcd; use lr"
-    ]
+def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_config(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(REMOVED, ("old.rate", "*"), "0123abcd; use lr")
+    sentence = "old.rate=1 was removed after 0123abcd; use lr"
+    assert find_refusals("exp_name=x model.name_or_path=gpt2 old.rate=1") == [sentence]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nold: {rate: 1}\n")
+    assert find_refusals(f"--config-dir={tmp_path} experiment=mine exp_name=x model.name_or_path=gpt2") == [sentence]
     check_fits({"config": {"old.rate": 1}}, {}, where=Path("step-8"))
-    assert capsys.readouterr().out == "old.rate=1 of step-8 is ignored: it was removed after 0123abcd; use lr\n"
+    assert capsys.readouterr().out == f"step-8: ignored, as {sentence}\n"
+
+
+def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, capsys):
+    (path := tmp_path / "config.yaml").write_text(
+        "model: {name_or_path: gpt2, attn_implementation: flex_attention}\n"
+        "dataset_sources: {mine: {path: /data, format: alpaca}}\n"
+    )
+    plan = read_plan(path, prefixes=("model.", "dataset"))
+    assert (plan.model.attn_implementation, plan.data.dataset_sources["mine"]) == ("sdpa", {"path": "/data"})
+    printed = re.findall(r"ignored, as (\S+) was removed after 9949121b; ", capsys.readouterr().out)
+    assert printed == ["model.attn_implementation=flex_attention", "dataset_sources.mine.format=alpaca"]
 
 
 def test_aliases_lead_to_keys_and_are_no_keys():

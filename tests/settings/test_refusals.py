@@ -60,7 +60,7 @@ REFUSED = [
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'} must map some of"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
-    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after 9949121b; leave it out"),
+    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format=alpaca was removed after 9949121b; leave"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps * processes = 3"),
     ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),
@@ -105,10 +105,7 @@ DISCOURAGED = [
     ("list_pairs=best_worst", "list_pairs=best_worst needs a loss of pairs, such as loss=dpo"),
     ("cache_reference_logps=all", "cache_reference_logps=all needs a loss with a reference, such as loss=dpo"),
     (f"{DRAWN} online.keyword=yes", "online.keyword=yes needs online.scorer=keyword"),
-    (
-        "dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y",
-        "dataset_sources has hh, which datasets=['shp']",
-    ),
+    ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "dataset_sources has hh, which datasets=['shp']"),
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),

@@ -28,14 +28,7 @@ COMMON = {
     "pad_token_id": 60,
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2}
-GPT = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": VOCABULARY,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
