@@ -164,7 +164,6 @@ QUICK = {
     "padded, in parts": "aot, kto, all options, lora with bradley_terry",
     "in parts": "sft",
     "references first": "lora from an adapter",
-    "cut": "lora",
     "resumed": "online a following reference, lora with dropout",
     "killed, resumed": "online lora",
     "sharded, resumed": "dpo",

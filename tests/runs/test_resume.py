@@ -233,7 +233,7 @@ def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ
     assert any(accuracies)
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", ["train", pytest.param("test", marks=pytest.mark.slow)])
 def test_changed_data_is_noticed(split, run, rows, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
