@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.runs import GOLDEN, ROOT, read_metrics, run_python, train, write_rows
+from support.runs import GOLDEN, ROOT, find_undocumented, read_metrics, run_python, train, write_rows
 
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.table import LOGS
@@ -114,16 +114,6 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
 OF_EVERY_RUN = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
 
 
-def list_documented_metrics() -> set[str]:
-    """The names in the tables of docs/metrics.md, of which `/NAME` stands for another last part of the one before."""
-    names, prefix = set(), ""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))):
-        prefix = prefix if name.startswith("/") else name.rpartition("/")[0]
-        names.add(prefix + name if name.startswith("/") else name)
-    return {name.replace("SPLIT", split) for name in names for split in ("train", "eval")}
-
-
 def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     demo = ("model=demo", "datasets=[demo]", *TINY[1:], "max_length=96", "max_prompt_length=88", "lr=1e-4")
     options = ("n_examples=16", "eval_every=8", "warmup_steps=0", "do_first_sampling=true")
@@ -147,9 +137,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     assert "4 updates of 4 examples will run" in first.stdout
     assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
     assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8, 16]
-    logged = {name for split in ("train", "eval") for name in read_metrics(run, split)[-1]}
-    lacking = logged - list_documented_metrics() - {"split", "examples", "updates"}
-    assert lacking == set(), f"docs/metrics.md lacks {lacking}"
+    assert find_undocumented(run) == set(), "docs/metrics.md lacks these metrics"
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [s["examples"] for s in samples] == [0] * 4 + [8] * 4 + [16] * 4
     assert all(s["prompt"] and isinstance(s["policy"], str) and isinstance(s["reference"], str) for s in samples)

@@ -15,6 +15,7 @@ from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gp
 
 from dpo.data.custom import get_custom
 from dpo.data.table import iterate_prompts
+from dpo.settings.places import FORMS
 
 Q, YES, NO = "Which colour?", "Blue.", "Green."
 TEXTS = {"chosen": YES, "rejected": NO}
@@ -218,6 +219,10 @@ TABLE = [
         chat="never",
     ),
 ]
+
+
+def test_every_kind_of_data_has_a_row():
+    assert FORMS.keys() - {KINDS[frozen.kind][0] for frozen in TABLE} == set(), "TABLE lacks these kinds of data"
 
 
 @pytest.mark.parametrize("frozen", TABLE)

@@ -21,7 +21,7 @@ import torch
 from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import find_differences, read_metrics, train, train_here
+from support.runs import find_differences, find_undocumented, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch
 
 from dpo.analysis.page import write_report
@@ -94,6 +94,7 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path
         assert line["online/score_worst"] <= line["online/score"] <= line["online/score_best"]
         assert 0 < line["online/sampling_share"] < 1
         assert line["online/seconds_per_token"] > 0
+    assert find_undocumented(tmp_path / "run") == set(), "docs/metrics.md lacks these metrics"
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
 
@@ -195,6 +196,7 @@ def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     evaluations = read_metrics(tmp_path / "run", "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
+    assert find_undocumented(tmp_path / "run") == set(), "docs/metrics.md lacks these metrics"
     assert all(line["loss/train"] > 0 for line in read_metrics(tmp_path / "run", "train"))
     best = max(evaluations[1:], key=lambda line: line["online_eval/score"])  # the first of them
     assert (tmp_path / "run" / "BEST").resolve().name == f"step-{best['examples']}"

@@ -10,7 +10,8 @@ from dpo.data.demo import COURTEOUS
 from scripts import demo
 
 
-@pytest.mark.slow  # about a minute
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # two minutes on 2 idle cores
 def test_dpo_makes_the_demo_courteous(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DEMO", tmp_path)
     demo.main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,18 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
 def read_metrics(run_dir: Path, split: str) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
+
+
+def find_undocumented(run_dir: Path) -> set[str]:
+    """The metrics of a run that docs/metrics.md lacks; `/NAME` in a table is another last part of the name before."""
+    names, prefix = {"split", "examples", "updates"}, ""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))):
+        prefix = prefix if name.startswith("/") else name.rpartition("/")[0]
+        names.add(prefix + name if name.startswith("/") else name)
+    lines = [line for split in ("train", "eval") for line in read_metrics(run_dir, split)[-1:]]
+    logged = {name.removesuffix("_se") for line in lines for name in line}
+    return logged - {name.replace("SPLIT", split) for name in names for split in ("train", "eval")}
 
 
 def distance(ours: float, theirs: float, metric: str) -> float:
