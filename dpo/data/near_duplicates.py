@@ -42,7 +42,8 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
     control = find_control(tokenizer)
     sample = train[:: 1 + len(train) // SAMPLED]
     n_having = Counter(word for prompt in sample for word in {*find_words(prompt.written)[-MOST_COMPARED:]})
-    most = max(len(sample) / 2, 5)  # words that more prompts have, as a system prompt's, say nothing
+    # what most prompts have, as a system prompt's words, says nothing
+    common = {word for word, n in n_having.items() if n > max(len(sample) / 2, 5)}
 
     def show(text: str) -> str:
         return " ".join(unescape(control.sub(" ", text)).split())
@@ -54,7 +55,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
 
     def find_own(words: Sequence[str]) -> frozenset[str]:
         """Find the words that few prompts have; none if too few."""
-        own = frozenset(word for word in words[-MOST_COMPARED:] if n_having[word] <= most)
+        own = frozenset(words[-MOST_COMPARED:]) - common
         return own if len(own) >= FEWEST_COMPARED else frozenset()
 
     by_words = defaultdict(list)  # numbers of held-out prompts
@@ -77,7 +78,8 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         own = find_own(words)
         hits = Counter(number for word in own & by_rare.keys() for number in by_rare[word])
         for number, n in hits.items():
-            if n >= FEWEST_HITS and len(own & word_sets[number]) >= SHARED * len(own | word_sets[number]):
+            n_shared = len(own & word_sets[number]) if n >= FEWEST_HITS and number not in prompts else 0
+            if n_shared >= SHARED * (len(own) + len(word_sets[number]) - n_shared):
                 found.append(number)
         for number in found:
             prompts.setdefault(number, prompt.written[-2 * SHOWN :])  # with control tokens

@@ -324,12 +324,12 @@ def _list_keys() -> dict[str, Key]:
 KEYS = _list_keys()
 REMOVED = {  # patterns of keys and values that went: the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
-    ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa, or eager for softcaps and attention sinks",
+    ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",
 }
 
 
 def find_removed(key: str, value: Any) -> str | None:
-    """What to use in place of a key or value that went; None for others."""
+    """Say what to use in place of what went."""
     for (removed, values), use in REMOVED.items():
         if fnmatchcase(key, removed) and fnmatchcase(str(value), values):
             return f"{key}={value} was removed after {use}"

@@ -40,7 +40,7 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
-    """`PREFIX/USER` for the first prefix that exists, else for the last; not created, unlike in the reference code."""
+    """`PREFIX/USER` for the first prefix that exists, else for the last."""
     prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
     return os.path.join(prefix, getpass.getuser())
 
