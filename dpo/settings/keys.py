@@ -329,7 +329,7 @@ REMOVED = {  # patterns of keys and values that went: the last commit that had t
 
 
 def find_removed(key: str, value: Any) -> str | None:
-    """Say what to use in place of what went."""
+    """Say what to use instead of a removed key or value."""
     for (removed, values), use in REMOVED.items():
         if fnmatchcase(key, removed) and fnmatchcase(str(value), values):
             return f"{key}={value} was removed after {use}"

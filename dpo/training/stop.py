@@ -25,6 +25,6 @@ class StopRequest:
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """`raise_if_any`, if due before this token of answers."""
+        """`raise_if_any`, if due before this token."""
         if self._mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()
