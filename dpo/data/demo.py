@@ -56,4 +56,5 @@ def get_demo(split: str) -> PreferenceData:
             if not any(prompt in each for each in data.values()):
                 target = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
                 data[name].add(prompt, answers, [(0, 1)], target)
+    data["train"].held_out = data["test"]
     return data[split]

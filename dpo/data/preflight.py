@@ -351,8 +351,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
                 bad_records=data.bad_records,
             )
             _check_suits(plan, name, loaded)
-            if loaded.held_out is not None:
-                held_out[name] = loaded.held_out
+            held_out[name] = loaded.held_out
             notes.extend(loaded.notes)
             report.problems += [(name, number, BAD, reason) for number, reason in loaded.bad_records]
             yield name, loaded
@@ -375,8 +374,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
         reports[split] = asdict(report)
-    train, test = tables
-    reports["test"] |= find_near_duplicates(train, test, tokenizer)
+    reports["test"] |= find_near_duplicates(*tables, tokenizer)
     return {**reports, "notes": notes, "largest": encode.largest}
 
 
