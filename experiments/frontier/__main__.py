@@ -7,10 +7,9 @@ This is figure 2 (left) of the DPO paper on a task of its own, which docs/fronti
 of `methods.py` is trained with several betas and seeds. Expected true reward and KL(policy || reference) of each policy
 are computed by enumeration, and compared with those of pi*.
 
-Writes `frontier.json` (a row for each policy), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and
-prints tables; --read only prints the tables of such files. --quick has one seed on two fifths of the pairs. The same
-command continues a sweep that was stopped. With `trainer=FSDPTrainer world_size=2` each run of train.py has two
-processes.
+Writes `frontier.json` (a row for each policy) and `frontier.png` to DIR (.cache/frontier), and prints tables; --read
+only prints the tables of such files. --quick has one seed on two fifths of the pairs. The same command continues a
+sweep that was stopped. With `trainer=FSDPTrainer world_size=2` each run of train.py has two processes.
 """
 
 from __future__ import annotations
@@ -23,38 +22,34 @@ from pathlib import Path
 
 from dpo.settings.command_line import check_command_line
 from experiments.frontier.jobs import run_command, write_rows
+from experiments.frontier.reading import make_tables
 from experiments.frontier.sweep import Size, Sweep, list_runs
 from experiments.frontier.task import Task
 
-OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
+CACHE = Path(__file__).resolve().parents[2] / ".cache"
 PAPER = Size(pairs=2496, sft_epochs=12, seeds=(0, 1, 2))
 QUICK = Size(pairs=1024, sft_epochs=4, seeds=(0,), most_passes=2)
-QUICKLY_MEASURED = 100  # held-out prompts of --quick
 
 
 def run_sweep(sweep: Sweep) -> None:
-    """Make all runs, write rows and pictures, and print tables."""
+    """Make all runs, write rows and a picture, and print tables."""
     from experiments.frontier.picture import draw
-    from experiments.frontier.reading import tables
 
-    wanted, out = list_runs(sweep.size), sweep.out
+    out = sweep.out
     out.mkdir(parents=True, exist_ok=True)
     sweep.train_reference()
     sweep.write_preferences()
-    rows = sweep.list_known() + sweep.train_all(wanted)
+    rows = sweep.list_known() + sweep.train_all(list_runs(sweep.size))
     write_rows(out / "frontier.json", rows)
-    for name, dark in (("frontier.png", False), ("frontier-dark.png", True)):
-        (out / name).write_bytes(draw(rows, dark=dark))
-    print("\n\n".join(tables(rows)), f"\n\nwritten to {out}")
+    draw(rows, out / "frontier.png")
+    print(f"{make_tables(rows)}\n\nwritten to {out}")
 
 
 def read_tables(files: Sequence[Path]) -> str:
     """Read the rows of sweeps, and make their tables."""
-    from experiments.frontier.reading import tables
-
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
     # in earlier sweeps responses could have free length too
-    return "\n\n".join(tables([row for row in rows if row.get("fixed_length", True)]))
+    return make_tables([row for row in rows if row.get("fixed_length", True)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,10 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.read:
         return run_command(lambda: print(read_tables(options.read)))
     check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *options.overrides])  # exits if it refuses
-    default_out = OUT.with_name("frontier-quick") if options.quick else OUT
-    out = (options.out or default_out).expanduser().resolve()
-    held_out = QUICKLY_MEASURED if options.quick else Task.held_out
-    task = Task(seed=options.task, held_out=held_out)
+    out = (options.out or CACHE / ("frontier-quick" if options.quick else "frontier")).expanduser().resolve()
+    task = Task(seed=options.task, held_out=100 if options.quick else Task.held_out)
     sweep = Sweep(out, task, QUICK if options.quick else PAPER, options.overrides)
     return run_command(lambda: run_sweep(sweep))
 

@@ -1,6 +1,6 @@
-"""Reward, KL, optima and the objective of exact RL, by enumeration.
+"""Reward, KL and optima, by enumeration.
 
-Log-probabilities, rewards and scores of all responses to all prompts are arrays (prompts, leaves), in float64. Means
+Log-probabilities and rewards of all responses to all prompts are arrays (prompts, leaves), in float64. Means
 weigh prompts equally. docs/frontier.md has the formulas, and the reason why no policy is above pi*.
 """
 
@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from experiments.frontier.task import Task
 
@@ -34,7 +35,6 @@ def iterate_levels(model: Any, task: Task, prompts: Any, *, depth: int) -> Itera
     A text's tokens before its last are in the cache, which all texts that continue it share. Rows are in the order of
     `task.leaves`: n**t texts of the first prompt, then those of the next.
     """
-    import torch
     from transformers import DynamicCache
 
     cache, tokens = DynamicCache(config=model.config), prompts
@@ -46,8 +46,6 @@ def iterate_levels(model: Any, task: Task, prompts: Any, *, depth: int) -> Itera
 
 def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
     """Log-probability of every response to every prompt, a tensor (prompts, leaves)."""
-    import torch
-
     text_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # of all texts of t symbols, (prompts, n**t)
     for output in iterate_levels(model, task, prompts, depth=task.response_length - 1):
         logits = output.logits[:, -1].unflatten(0, text_logps.shape)  # (prompts, n**t, symbols)
@@ -55,27 +53,8 @@ def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
     return text_logps
 
 
-def compute_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
-    """A reward model's score of every response, (prompts, leaves).
-
-    `head` turns a token's hidden state into a score. A response's score is its last token's, or the sum over its tokens
-    if `per_token`.
-    """
-    import torch
-
-    text_scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
-    levels = iterate_levels(trunk, task, prompts, depth=task.response_length)
-    next(levels)  # the prompts alone have no score
-    for output in levels:
-        last_scores = head(output.last_hidden_state[:, -1]).view(len(prompts), -1)
-        text_scores = text_scores.repeat_interleave(task.symbols, 1) + last_scores if per_token else last_scores
-    return text_scores
-
-
 def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
     """Compute values of all leaves, (prompts, leaves), AT_ONCE prompts at a time."""
-    import torch
-
     with torch.no_grad():
         parts = [compute(part).double() for part in torch.from_numpy(prompts).split(AT_ONCE)]
     return torch.cat(parts).numpy()
@@ -88,8 +67,6 @@ def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw a response to each prompt, (prompts, response_length)."""
-    import torch
-
     texts = prompts
     with torch.no_grad():
         for _ in range(task.response_length):
@@ -97,17 +74,6 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
             tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
             texts = np.concatenate([texts, tokens[:, None]], axis=1)
     return texts[:, task.prompt_length :]
-
-
-def expected_objective(
-    model: Any, reference_logps: np.ndarray, rewards: np.ndarray, beta: float, task: Task, prompts: np.ndarray
-) -> Any:
-    """Mean over prompts of E[r] - beta KL, with its exact gradient."""
-    import torch
-
-    logps = compute_logps(model, task, torch.from_numpy(prompts))
-    values = torch.from_numpy(rewards) - beta * (logps - torch.from_numpy(reference_logps))
-    return (logps.exp() * values).sum(-1).mean()
 
 
 # --- optima -----------------------------------------------------------------------------------------------------------

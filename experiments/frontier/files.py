@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.frontier.jobs import write_whole
 from experiments.frontier.task import SYMBOLS, Pairs, Task
 
@@ -16,7 +18,6 @@ MODEL = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 64,
     "initializer_range": 0.06,
 }
@@ -68,8 +69,6 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
 
 def load_policy(model: Path, archive: Path) -> Any:
     """Load a model with the weights of a `policy.pt`, to measure it."""
-    import torch
-
     from dpo.models.pretrained import Source, load_model
 
     # `model` has a config and no weights; the archive has all of them

@@ -12,7 +12,6 @@ import runpy
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -23,10 +22,6 @@ from dpo.errors import InputError, RunError
 from dpo.system.signals import handling_signals
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-QUIET = (
-    "do_first_eval=false", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0",
-    "optimizer=AdamW", "schedule=cosine",
-)  # fmt: skip
 IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "dpo.checkpoint.resume",
     "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
@@ -81,7 +76,6 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], list[Row]]) -> Iterator
     waiting = [job for job in jobs if job not in done]
     yield from ((job, _read_rows(job)) for job in done)
     running = {}  # a process's sentinel: (job, process)
-    started = time.perf_counter()
     try:
         while waiting or running:
             while waiting and len(running) < len(os.sched_getaffinity(0)):
@@ -97,9 +91,8 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], list[Row]]) -> Iterator
                     lines = (job.directory / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
                     text = "\n".join([f"{job.directory.name} ended with status {process.exitcode}:", *lines[-15:]])
                     raise (InputError if process.exitcode == BAD_INPUT else RunError)(text)
-                n_left = len(waiting) + len(running)
-                secs = (time.perf_counter() - started) / (len(jobs) - len(done) - n_left) * n_left
-                print(f"{len(jobs) - n_left}/{len(jobs)}  {job.directory.name}  {secs:.0f} s left", flush=True)
+                n_done = len(jobs) - len(waiting) - len(running)
+                print(f"{n_done}/{len(jobs)}  {job.directory.name}", flush=True)
                 yield job, _read_rows(job)
     finally:
         with handling_signals(signal.SIG_IGN):  # another signal must not leave runs behind
@@ -131,10 +124,7 @@ def _run_job(job: Job, finish: Callable[[Job], list[Row]]) -> None:
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """Run an experiment's command; return its exit status.
-
-    Every stop signal ends it as Ctrl-C does, with the processes of its runs.
-    """
+    """Run a command, which any stop signal ends as Ctrl-C does; return its exit status."""
     try:
         with handling_signals(signal.default_int_handler):
             command()

@@ -10,8 +10,8 @@ BATCH = 64  # pairs of an update
 class Method(NamedTuple):
     """A kind of run.
 
-    The names in braces in `overrides` stand for arguments of `list_overrides`. A method without overrides of train.py
-    is trained by `plain.py`.
+    `Sweep.make_job` fills in the names in braces in `overrides`. A method without overrides of train.py is trained by
+    `plain.py`.
     """
 
     overrides: tuple[str, ...]
@@ -22,9 +22,6 @@ class Method(NamedTuple):
     fresh: bool = False  # uses each prompt once, in smaller batches for as many updates
     pairs: int = BATCH  # of an update; a fresh method divides them by its passes
     examples_per_pair: int = 1
-
-    def list_overrides(self, **values: object) -> tuple[str, ...]:
-        return tuple(text.format(**values) for text in self.overrides)
 
 
 DPO = ("loss=dpo", "loss.beta={beta}", "model.reference_dtype=float32")
@@ -49,9 +46,7 @@ METHODS = {
 
 RM_BETAS = (2.0, 1.0, 0.7, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)  # of a reward model's pi*
 
-# --- comparisons planned before the runs ------------------------------------------------------------------------------
-
-
+# comparisons planned before the runs
 PLANNED_KLS = (1.0, 2.0, 4.0)
 PLANNED = (  # the first method's reward less the second's at equal KL
     # the paper's claim: DPO against PPO (bounded by the reward models' optima), Unlikelihood and SFT on the chosen

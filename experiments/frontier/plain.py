@@ -7,8 +7,9 @@ pairs or prompts with the optimizer and the schedule of the other methods.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,12 @@ from torch.nn.functional import logsigmoid
 from dpo.settings.plan import resolve
 from dpo.training.optimization import Schedule
 from experiments.frontier import exact
+from experiments.frontier.methods import REWARD_MODELS
+from experiments.frontier.sweep import Run
 from experiments.frontier.task import Pairs, Task
-
-if TYPE_CHECKING:
-    from experiments.frontier.sweep import Run
 
 WARMUP = 10  # updates, as in the runs of train.py
 MAX_GRAD_NORM = 10.0
-Loss = Callable[[np.ndarray], torch.Tensor]  # computes the loss of these rows of the pairs
 
 
 class RewardModel(torch.nn.Module):
@@ -46,43 +45,64 @@ class RewardModel(torch.nn.Module):
         scores = self.head(hidden[:, -responses.shape[1] :]).squeeze(-1)  # (rows, response_length)
         return scores.sum(-1) if self.per_token else scores[:, -1]
 
-    def leaf_scores(self, task: Task, prompts: np.ndarray) -> np.ndarray:
-        """Score of every response to every prompt, (prompts, leaves)."""
-
-        def compute(part: Any) -> Any:  # for a part of the prompts
-            return exact.compute_scores(self.trunk, self.head, task, part, per_token=self.per_token)
-
-        return exact.leaf_values(compute, prompts)
+    def compute_scores(self, task: Task, prompts: Any) -> Any:
+        """Score every response to every prompt, a tensor (prompts, leaves)."""
+        scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
+        levels = exact.iterate_levels(self.trunk, task, prompts, depth=task.response_length)
+        next(levels)  # the prompts alone have no score
+        for output in levels:
+            last_scores = self.head(output.last_hidden_state[:, -1]).view(len(prompts), -1)
+            scores = scores.repeat_interleave(task.symbols, 1) + last_scores if self.per_token else last_scores
+        return scores
 
 
 def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> Any:
     """Train a copy of the reference, or a reward model."""
-    model, compute_loss = MAKERS[run.method](reference, task, pairs, run)
+    if run.method in REWARD_MODELS:
+        torch.manual_seed(run.seed)
+        model: Any = RewardModel(reference, per_token=run.method == "rm_tokens").train()
+    else:
+        model = copy.deepcopy(reference).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr)
     training = resolve({"schedule": "cosine", "warmup_steps": WARMUP}).training
     schedule = Schedule(training, optimizer, updates=updates, data_size=1)
-    batches = _draw_batches(len(pairs.prompts), run.batch, np.random.default_rng([task.seed, 8, run.seed]))
-    for _ in range(updates):
+    batches = _draw_batches(pairs, run.batch, np.random.default_rng([task.seed, 8, run.seed]))
+    for batch in itertools.islice(batches, updates):
+        if run.method == "unlikelihood":
+            loss = compute_unlikelihood(model, batch, run.beta or 0.0)
+        elif run.method == "exact_rl":
+            loss = -compute_objective(model, reference, task, batch.prompts, run.beta or 0.0)
+        else:  # a reward model, by Bradley and Terry
+            chosen, rejected = (model(batch.prompts, responses) for responses in (batch.chosen, batch.rejected))
+            loss = -logsigmoid(chosen - rejected).mean()
         optimizer.zero_grad()
-        compute_loss(next(batches)).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
     return model.eval()
 
 
-def _draw_batches(n: int, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield each batch's rows, in a new order in each pass."""
+def _draw_batches(pairs: Pairs, size: int, rng: np.random.Generator) -> Iterator[Pairs]:
+    """Yield batches of whole passes, each in a new order."""
     while True:
-        rows = rng.permutation(n)
-        for start in range(0, n - size + 1, size):
-            yield rows[start : start + size]
+        rows = rng.permutation(len(pairs.prompts))
+        for start in range(0, len(rows) - size + 1, size):
+            yield Pairs(*(part[rows[start : start + size]] for part in pairs))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+def compute_unlikelihood(policy: Any, batch: Pairs, alpha: float) -> torch.Tensor:
+    """Loss of Unlikelihood, whose second term is from arXiv 1908.04319.
+
+    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
+    """
+    chosen = _token_logps(policy, batch.prompts, batch.chosen).sum(-1)
+    rejected = _token_logps(policy, batch.prompts, batch.rejected).clamp(max=-1e-6)  # 1 - pi is above 0
+    penalty = torch.log(-torch.expm1(rejected)).sum(-1)  # sum of log(1 - pi)
+    return -(chosen + alpha * penalty).mean()
 
 
-def token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
+def _token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
     """Compute log pi of the tokens of responses, (rows, response_length)."""
     token_ids = torch.from_numpy(np.concatenate([prompts, responses], axis=1))
     n = responses.shape[1]
@@ -90,50 +110,10 @@ def token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torch
     return logits.log_softmax(-1).gather(-1, token_ids[:, -n:, None]).squeeze(-1)
 
 
-def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, run: Run) -> tuple[Any, Loss]:
-    """Make a policy and the loss of Unlikelihood.
-
-    The loss is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is from arXiv 1908.04319.
-    """
-    policy, alpha = copy.deepcopy(reference).train(), run.beta or 0.0
-
-    def compute_loss(rows: np.ndarray) -> torch.Tensor:
-        chosen = token_logps(policy, pairs.prompts[rows], pairs.chosen[rows]).sum(-1)
-        rejected = token_logps(policy, pairs.prompts[rows], pairs.rejected[rows]).clamp(max=-1e-6)  # 1 - pi is above 0
-        penalty = torch.log(-torch.expm1(rejected)).sum(-1)  # sum of log(1 - pi)
-        return -(chosen + alpha * penalty).mean()
-
-    return policy, compute_loss
-
-
-def make_exact_rl(reference: Any, task: Task, pairs: Pairs, run: Run) -> tuple[Any, Loss]:
-    """Make a policy and the exact objective that PPO estimates."""
-    policy, beta = copy.deepcopy(reference).train(), run.beta or 0.0
-
-    def compute_loss(rows: np.ndarray) -> torch.Tensor:
-        prompts = pairs.prompts[rows]
-        rewards = task.reward(prompts[:, None], task.leaves[None])
-        reference_logps = exact.leaf_logps(reference, task, prompts)
-        return -exact.expected_objective(policy, reference_logps, rewards, beta, task, prompts)
-
-    return policy, compute_loss
-
-
-def make_reward_model(reference: Any, task: Task, pairs: Pairs, run: Run) -> tuple[Any, Loss]:
-    """Make a reward model and the loss of Bradley and Terry."""
-    torch.manual_seed(run.seed)
-    model = RewardModel(reference, per_token=run.method == "rm_tokens").train()
-
-    def compute_loss(rows: np.ndarray) -> torch.Tensor:
-        chosen, rejected = (model(pairs.prompts[rows], responses[rows]) for responses in (pairs.chosen, pairs.rejected))
-        return -logsigmoid(chosen - rejected).mean()
-
-    return model, compute_loss
-
-
-MAKERS = {
-    "unlikelihood": make_unlikelihood,
-    "exact_rl": make_exact_rl,
-    "rm_last": make_reward_model,
-    "rm_tokens": make_reward_model,
-}
+def compute_objective(policy: Any, reference: Any, task: Task, prompts: np.ndarray, beta: float) -> torch.Tensor:
+    """Mean over prompts of E[r] - beta KL, which PPO estimates, with its exact gradient."""
+    rewards = task.reward(prompts[:, None], task.leaves[None])
+    reference_logps = exact.leaf_logps(reference, task, prompts)
+    logps = exact.compute_logps(policy, task, torch.from_numpy(prompts))
+    values = torch.from_numpy(rewards) - beta * (logps - torch.from_numpy(reference_logps))
+    return (logps.exp() * values).sum(-1).mean()

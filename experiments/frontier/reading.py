@@ -85,7 +85,7 @@ def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
 
     The text is `-` if a value is missing. `sign` is "+" for differences: an interval that excludes 0 is then bold.
     """
-    if not len(values) or np.isnan(values).any():
+    if np.isnan(values).any():
         return "-"
     mean, n = values.mean(), len(values)
     if n == 1:
@@ -103,7 +103,7 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
     common. If a few units have no value, the number of units that have one is given.
     """
     is_there = ~np.isnan(values)
-    if not is_there.any() or is_there.mean() < COVERED:
+    if is_there.mean() < COVERED:
         return "-"
     tasks = np.array([task for task, _ in units])
     averaged = values[is_there]
@@ -119,9 +119,9 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables(rows: Sequence[Row]) -> list[str]:
+def make_tables(rows: Sequence[Row]) -> str:
     """Make Markdown tables: planned comparisons, and rewards at equal KL."""
-    return [table for table in (_make_planned_table(rows), _make_reward_table(rows)) if table]
+    return f"{_make_planned_table(rows)}\n\n{_make_reward_table(rows)}"
 
 
 def _make_planned_table(rows: Sequence[Row]) -> str:
@@ -135,7 +135,7 @@ def _make_planned_table(rows: Sequence[Row]) -> str:
             # the first's reward less the second's: each is pi*'s less a gap
             differences = [find_gaps(curves[second], kl) - find_gaps(curves[first], kl) for kl in PLANNED_KLS]
             lines.append([f"{first} - {second}", *(summarize(values, units, "+") for values in differences)])
-    return format_table(lines) if len(lines) > 1 else ""
+    return format_table(lines)
 
 
 def _make_reward_table(rows: Sequence[Row]) -> str:

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.frontier import exact, files
-from experiments.frontier.jobs import QUIET, Job, Row, import_all, run_all
+from experiments.frontier.jobs import Job, Row, import_all, run_all
 from experiments.frontier.methods import BATCH, METHODS, REWARD_MODELS, RM_BETAS
 from experiments.frontier.task import Pairs, Task, draw_pairs
 
-COMMON = (*QUIET, "n_eval_examples=16", "eval_batch_size=16", "eval_every=1000000000")
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
 
@@ -94,8 +93,6 @@ class Sweep:
         root, task = self.root, self.task
         rng = np.random.default_rng([task.seed, 5])
         import_all()
-        if (root / "reference.pt").exists():
-            return
         files.write_model(root / "model", task)
 
         def demonstrate(prompts: np.ndarray) -> Pairs:  # SFT trains on the chosen responses alone
@@ -106,8 +103,7 @@ class Sweep:
         overrides = (*self._list_common("sft"), *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides)
 
         def keep_policy(job: Job) -> list[Row]:
-            shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.part")
-            (root / "reference.part").replace(root / "reference.pt")
+            shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.pt")
             return []
 
         list(run_all([Job(root / "runs" / "sft", overrides)], keep_policy))
@@ -119,7 +115,9 @@ class Sweep:
         return (
             f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true",
             f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]",
-            f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON,
+            f"max_length={length}", f"max_prompt_length={task.prompt_length}", "optimizer=AdamW", "schedule=cosine",
+            "do_first_eval=false", f"n_eval_examples={EVALUATED}", f"eval_batch_size={EVALUATED}",
+            "eval_every=1000000000", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0",
             "layout=padded",  # without EOS there is no token to pad with, and rows of one length need none
         )  # fmt: skip
 
@@ -154,9 +152,10 @@ class Sweep:
         if not method.overrides:
             return Job(directory)
         scorer = files.write_scorer(self.root, self.task, run.seed)
+        values = {"beta": run.beta, "scorer": scorer, "longest": self.task.response_length}
         overrides = [
             *self._list_common(f"pairs_{run.seed}"),
-            *method.list_overrides(beta=run.beta, scorer=scorer, longest=self.task.response_length),
+            *(text.format(**values) for text in method.overrides),
             f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}",
             f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={run.batch * method.examples_per_pair}",
             "warmup_steps=10",
@@ -175,11 +174,11 @@ class Sweep:
             updates = self.size.pairs // BATCH * run.passes
             model = plain.train(self.reference, task, pairs, run, updates)
         if run.method in REWARD_MODELS:
-            scores, reference = model.leaf_scores(task, task.test_prompts), self.limit.reference
-            optima = {beta: exact.optimum(beta, reference, scores) for beta in RM_BETAS}
-            return [self.make_row(run.method, run, logps, beta=beta) for beta, logps in optima.items()]
+            scores = exact.leaf_values(partial(model.compute_scores, task), task.test_prompts)
+            optima = {beta: exact.optimum(beta, self.limit.reference, scores) for beta in RM_BETAS}
+            return [self.make_row(run.method, logps, run, beta=beta) for beta, logps in optima.items()]
         logps = exact.leaf_logps(model, task, task.test_prompts)
-        return [self.make_row(run.method, run, logps, **_read_ties(job))]
+        return [self.make_row(run.method, logps, run, **_read_ties(job))]
 
     def train_all(self, wanted: Sequence[Run]) -> list[Row]:
         """Train all runs, and return their rows in the order of `wanted`."""
@@ -191,17 +190,12 @@ class Sweep:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def make_row(self, method: str, run: Run | None, logps: np.ndarray, **others: Any) -> Row:
+    def make_row(self, method: str, logps: np.ndarray, run: Run | None = None, **others: Any) -> Row:
         """Make the row of a policy; `run`, if any, trained the policy."""
-        row = {
-            "task": self.task.seed,
-            "method": method,
-            "beta": None if run is None else run.beta,
-            "seed": None if run is None else run.seed,
-            **self.limit.measure(logps, optimal=method == "pi_star"),
-        }
+        row = {"task": self.task.seed, "method": method, "beta": None, "seed": None}
+        row |= self.limit.measure(logps, optimal=method == "pi_star")
         if run is not None:
-            row |= {"lr": run.lr, "passes": run.passes}
+            row |= {"beta": run.beta, "seed": run.seed, "lr": run.lr, "passes": run.passes}
         return row | others
 
     def list_known(self) -> list[Row]:
@@ -209,8 +203,8 @@ class Sweep:
         reference, rewards = self.limit.reference, self.limit.rewards
         betas = map(float, exact.OPTIMAL_BETAS)
         return [
-            self.make_row("sft", None, reference),
-            *(self.make_row("pi_star", None, exact.optimum(beta, reference, rewards), beta=beta) for beta in betas),
+            self.make_row("sft", reference),
+            *(self.make_row("pi_star", exact.optimum(beta, reference, rewards), beta=beta) for beta in betas),
         ]
 
 

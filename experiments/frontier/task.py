@@ -133,10 +133,7 @@ class Task:
 
 
 def draw_pairs(
-    task: Task,
-    prompts: np.ndarray,
-    write: Callable[[np.ndarray], np.ndarray],
-    rng: np.random.Generator,
+    task: Task, prompts: np.ndarray, write: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
 ) -> Pairs:
     """Draw two different responses to each prompt with `write`, and label them.
 
