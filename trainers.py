@@ -148,7 +148,8 @@ class Trainer:
         )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
-        state.count_update(len(batch.examples))  # an update that a callback refuses counts too
+        state.batch_counter += 1  # an update that a callback refuses counts too
+        state.example_counter += len(batch.examples)
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
         counters = (state.batch_counter, state.example_counter)
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)

@@ -60,11 +60,6 @@ class Line(NamedTuple):
     evaluations: tuple[np.ndarray, np.ndarray]
 
 
-def draw_all(runs: Sequence[Run]) -> list[tuple]:
-    """(title, PNG) of each chart for which a run has values."""
-    return [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(runs)]
-
-
 def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
     """Without the loss, if losses cannot be compared."""
     for chart in CHARTS:

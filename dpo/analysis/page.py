@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dpo.analysis.curves import draw_all
+from dpo.analysis.curves import draw, plan_charts
 from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
@@ -45,7 +45,8 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
         out.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(page) and not (page.is_file() and TITLE_END in page.read_bytes()):
             raise InputError(f"{page} is no report of a run: give another directory with --out")
-        html = render(contents, draw_all(contents))
+        pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
+        html = render(contents, pictures)
         with replacing(page) as unfinished:
             unfinished.write_bytes(html.encode("utf-8", "replace"))
     except OSError as error:

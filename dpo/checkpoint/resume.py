@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +24,16 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.settings.keys import KEYS, Resume, dotted, find_removed
+from dpo.settings.keys import KEYS, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import move_aside, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_record, write_record
 
 VERSION_KEY = "transformers_version"  # key of a model's config
-# keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
-WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
-DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys without effect, as dropout is always off
+# keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them;
+# dropout is always off
+WITHOUT_EFFECT = re.compile(r"_.*|architectures|(torch_)?dtype|use_cache|id2label|label2id|.*(dropout|pdrop|layerdrop)")
 
 # --- the directory and its checkpoint --------------------------------------------------------------------------------
 
@@ -193,9 +194,7 @@ def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
     changed = defaultdict(list)
     for key, saved_value in manifest["config"].items():
-        if removed := find_removed(key, saved_value):
-            print(f"{where}: ignored, as {removed}")
-        elif config.get(key) != saved_value:
+        if config.get(key) != saved_value:
             rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:
@@ -216,12 +215,8 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict:
 
 def find_model_facts(model_config: Any) -> dict:
     """The entries of a model's config that affect its outputs."""
-
-    def is_without_effect(name: str) -> bool:
-        return name.startswith("_") or name in WITHOUT_EFFECT or name.endswith(DROPOUT_ENDINGS)
-
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {key: value for key, value in facts if not any(map(is_without_effect, key.split(".")))}
+    return {key: value for key, value in facts if not any(map(WITHOUT_EFFECT.fullmatch, key.split(".")))}
 
 
 def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:

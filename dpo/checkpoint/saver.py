@@ -105,10 +105,6 @@ class RunState:
             self._frozen_digest = reference.digest
             self._states["reference_logps"] = reference.logps
 
-    def count_update(self, n_examples: int) -> None:
-        self.batch_counter += 1
-        self.example_counter += n_examples
-
     def state_dict(self) -> dict:
         return {
             **{name: getattr(self, name) for name in COUNTERS},

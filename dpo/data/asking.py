@@ -69,7 +69,7 @@ def is_prefilled(prompt: Messages) -> bool:
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
 
 
-def render_open(tokenizer: Any, messages: Messages, *, tools: Any = None, continued: bool = False) -> str:
+def render_open(tokenizer: Any, messages: Messages, *, tools: Any, continued: bool) -> str:
     """Render messages up to the answer: with the generation prompt, or, `continued`, to the end of the last content."""
     if not continued:
         return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)

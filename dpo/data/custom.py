@@ -67,7 +67,8 @@ def get_custom(
     changes, bad, n_records = [], data.bad_records, 0
     for records, bad_ones, changed in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
         for record in records:
-            data.add_record(record)
+            entry = data.add(record.prompt, record.responses, record.pairs, record.target)
+            entry.setdefault("records", []).append(record)
         n_records += len(records)
         bad += bad_ones
         changes += changed

@@ -11,6 +11,7 @@ import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from math import log
 from typing import Any
 
 from dpo.data.table import PromptTable
@@ -45,6 +46,9 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
     # what most prompts have, as a system prompt's words, says nothing
     common = {word for word, n in n_having.items() if n > max(len(sample) / 2, 5)}
 
+    def weigh_by_rarity(words: Iterable[str]) -> float:
+        return sum(log((len(sample) + 1) / (n_having[word] + 0.5)) for word in words)
+
     def show(text: str) -> str:
         return " ".join(unescape(control.sub(" ", text)).split())
 
@@ -78,9 +82,13 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         own = find_own(words)
         hits = Counter(number for word in own & by_rare.keys() for number in by_rare[word])
         for number, n in hits.items():
-            n_shared = len(own & word_sets[number]) if n >= FEWEST_HITS and number not in prompts else 0
-            if n_shared >= SHARED * (len(own) + len(word_sets[number]) - n_shared):
-                found.append(number)
+            other = word_sets[number]
+            shared = own & other if n >= FEWEST_HITS and number not in prompts else ()
+            if 2 * len(shared) >= max(len(own), len(other)):
+                # where each has words of its own, as "France" and "Spain", rare words count for more
+                weigh = len if shared in (own, other) else weigh_by_rarity
+                if weigh(shared) >= SHARED * weigh(own | other):
+                    found.append(number)
         for number in found:
             prompts.setdefault(number, prompt.written[-2 * SHOWN :])  # with control tokens
         for key, response in zip(make_keys(prompt.responses), prompt.responses, strict=True):

@@ -374,7 +374,8 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
         reports[split] = asdict(report)
-    reports["test"] |= find_near_duplicates(*tables, tokenizer)
+    train, test = tables
+    reports["test"] |= find_near_duplicates(train, test, tokenizer)
     return {**reports, "notes": notes, "largest": encode.largest}
 
 

@@ -105,10 +105,6 @@ class PreferenceData(dict[str, Entry]):
             entry["sft_target"] = sft_target
         return entry
 
-    def add_record(self, record: Record) -> None:
-        entry = self.add(record.prompt, record.responses, record.pairs, record.target)
-        entry.setdefault("records", []).append(record)
-
     def hold_out(self) -> PreferenceData:
         """Take out a random tenth of the prompts, at least one, as a test split."""
         prompts = list(self)

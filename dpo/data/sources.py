@@ -74,7 +74,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
     return rows
 
 
-def identify_source(source: Source, cache_dir: str | None = None) -> Any:
+def identify_source(source: Source, cache_dir: str | None) -> Any:
     """Make a JSON value that changes whenever the source, or its cache, does; None if there are no files."""
     path = source.local
     if path is None:

@@ -226,7 +226,7 @@ def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) ->
     load_adapter(model, stored, name)
 
 
-def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
+def load_adapter(model: Any, stored: StoredAdapter, name: str) -> None:
     """Copy a stored adapter's weights into the one called `name`; InputError if they do not fit."""
     parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
@@ -264,7 +264,7 @@ def base_weights(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A model's weights with an adapter merged, each sum rounded once, to `dtype` or the base's."""
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):

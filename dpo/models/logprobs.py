@@ -67,9 +67,7 @@ def _one_text_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-def packed_logps(
-    model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
-) -> TokenLogps:
+def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool) -> TokenLogps:
     """`sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +102,8 @@ def _run_users_code(code: Callable[[], Any], error_class: type[Exception], probl
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
     """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # the loader is given, so that a file of another suffix, or none, fails when it is read
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=SourceFileLoader(path.stem, str(path)))
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
     sys.path.append(str(path.parent))  # for imports of modules beside the file
@@ -149,9 +151,13 @@ class RewardModel:
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
         if form == "pair" and not separates:
             raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
-        self.form = form or ("chat" if tokenizer.chat_template else "pair" if separates else "text")
+        self.form = form or ("chat" if tokenizer.chat_template else "pair" if separates else "text_eos")
         # a tokenizer may append EOS itself
-        has_eos = tokenizer.eos_token is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        has_eos = (
+            self.form == "text_eos"
+            and tokenizer.eos_token
+            and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        )
         self.eos = tokenizer.eos_token if has_eos else ""
         # types tell the two segments apart; RoBERTa, for one, has none
         n_types = getattr(config, "type_vocab_size", 0)
@@ -171,7 +177,7 @@ class RewardModel:
 
     def encode(self, prompt: Prompt, answer: str, *, ended: bool) -> Inputs:
         """Prompt and answer, truncated on the left; InputError if the chat template rejects the prompt."""
-        if self.form in ("pair", "text"):
+        if self.form in ("pair", "text", "text_eos"):
             prompt_text = unescape(prompt.text)
             texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
             encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)

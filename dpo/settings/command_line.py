@@ -141,13 +141,13 @@ def _is_hydra_key(key: str) -> bool:
 
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     """Find the plan that `check_command_line` returns, and the problems of all jobs."""
-    found = {parse_key(override): _explain_override(override, line) for override in line.overrides}
+    found = {override: _explain_override(override, line) for override in line.overrides}
     problems = [*found.values()]
     for file in Path(line.config_dir).rglob("*.yaml") if line.config_dir else ():
         if (CONFIG_DIR / (name := file.relative_to(line.config_dir))).exists():
             problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     # what depends on a refused override is not known
-    unknown = tuple(f"{key}." for key, sentence in found.items() if sentence)
+    unknown = tuple(f"{parse_key(override)}." for override, sentence in found.items() if sentence)
     accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
     plan = None
     for job in itertools.product(*map(split_sweep, accepted)):

@@ -147,7 +147,7 @@ class OnlinePlan:
     n_samples: Annotated[int, "[2, 1024]"]
     scorer: Literal["reward_model", "function", "keyword", "shorter"]
     reward_model: str | None
-    reward_format: Literal["chat", "pair", "text"] | None
+    reward_format: Literal["chat", "pair", "text", "text_eos", "policy"] | None
     function: str | None
     keyword: str | None
     temperature: Positive

@@ -28,6 +28,8 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         # --- processes
         ((processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
+        (several and run.world_size not in (None, processes),
+         f"world_size={run.world_size}, but {processes} processes were launched: leave it out"),
         (several and p.dims.replicate_size * p.dims.shard_size * p.dims.tensor_size != processes,
          f"fsdp_shard_size={run.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not divide "
          f"the {processes} processes"),

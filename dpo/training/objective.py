@@ -180,7 +180,7 @@ class Objective:
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
 
-    def score(self, microbatch: Microbatch, cached: Tensor | None = None, *, with_reference: bool) -> NamedTensors:
+    def score(self, microbatch: Microbatch, cached: Tensor | None, *, with_reference: bool) -> NamedTensors:
         """Score a microbatch with the policy and, unless cached, with the reference."""
         reference = {}
         if with_reference and cached is not None:

@@ -12,7 +12,9 @@ from dpo.data.table import Prompt, PromptTable, write_prompts
 
 SYSTEM = "You are the patient assistant of a shop that sells every kind of battery and lamp to people at home."
 SUBJECTS = ("tides", "copper", "violins", "bees", "granite", "sonnets", "glaciers", "tax", "yeast", "comets")
-OTHERS = [f"{start} {subject}?" for subject in SUBJECTS for start in ("Explain to me", "Who has written about")]
+OTHERS = [
+    f"{start} {subject}?" for subject in SUBJECTS for start in ("Explain to me", "Who has written about", "A song on")
+]
 KEPT = "How long does the battery last?"
 
 
@@ -38,6 +40,7 @@ def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> Sp
         ("電池はどのくらい持ちますか?", "電池はどのくらい持ちますか", True),
         ("Explain to me rivers?", "Explain to me harps?", False),
         (KEPT, "How do I change the lamp of the hall?", False),
+        ("Explain to me who has written about rivers?", "Explain to me who has written about harps?", False),
     ],
 )
 def test_a_prompt_is_found_by_its_words_and_not_by_those_that_all_share(

@@ -100,7 +100,9 @@ def test_a_text_ends_with_eos_if_the_answer_did(padding, tokenizer, tmp_path):
     ]
     scorer = scorer_of(folder)
     assert scorer(PROMPTS, answers) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert scorer.notes == ["the reward model gets prompt and answer in the form text (docs/online.md)"]
+    assert scorer.notes == ["the reward model gets prompt and answer in the form text_eos (docs/online.md)"]
+    plain = [score_alone(folder, text) for text in texts]
+    assert scorer_of(folder, reward_format="text")(PROMPTS, answers) == pytest.approx(plain, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])

@@ -16,7 +16,7 @@ LINES = [evaluation(0, 0.69), update(1), evaluation(1, 0.6)]
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """They take seconds; tests/analysis/test_page.py draws them."""
-    monkeypatch.setattr(page, "draw_all", lambda runs: [])
+    monkeypatch.setattr(page, "plan_charts", lambda runs: [])
 
 
 def test_one_run_is_reported_in_its_directory(tmp_path, capsys):

@@ -30,6 +30,7 @@ def test_options_that_are_abbreviated_or_can_run_code_are_refused(option):
     [
         ["-m", "dataset_sources.my_token=s3cr3t-value"],
         ["wandb.api_key='s3cr3t-value"],
+        ["-m", "wandb.notes='https://user:s3cr3t-value@host/x'", "wandb.notes=b"],  # the last one counts
         ["-m", "dataset_sources.m='https://user:s3cr3t-value@host/x'"],
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
 from support.runs import ROOT
 
-from dpo.checkpoint.resume import check_fits
 from dpo.losses import LOSSES, PairOptions
 from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
 from dpo.settings.places import BUILT_IN
@@ -110,15 +108,13 @@ def test_the_run_directory_is_named_after_user_experiment_and_time_and_composing
     assert [p.name for p in tmp_path.rglob("*")] == ["second"]
 
 
-def test_a_removed_key_is_refused_with_what_to_use_and_ignored_in_a_recorded_config(monkeypatch, capsys, tmp_path):
+def test_a_removed_key_is_refused_with_what_to_use(monkeypatch, tmp_path):
     monkeypatch.setitem(REMOVED, ("old.rate", "*"), "0123abcd; use lr")
     sentence = "old.rate=1 was removed after 0123abcd; use lr"
     assert find_refusals("exp_name=x model.name_or_path=gpt2 old.rate=1") == [sentence]
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nold: {rate: 1}\n")
     assert find_refusals(f"--config-dir={tmp_path} experiment=mine exp_name=x model.name_or_path=gpt2") == [sentence]
-    check_fits({"config": {"old.rate": 1}}, {}, where=Path("step-8"))
-    assert capsys.readouterr().out == f"step-8: ignored, as {sentence}\n"
 
 
 def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, capsys):

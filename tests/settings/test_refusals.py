@@ -68,6 +68,7 @@ REFUSED = [
     ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
     # --- processes
     ("world_size=2", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
+    (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave it out"),
     (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another one with trainer="),
     ("fsdp_shard_size=2", "fsdp_shard_size=2 needs several processes: trainer=FSDPTrainer"),
     (COMPUTED, f"{COMPUTED} needs several processes: trainer=FSDPTrainer"),
