@@ -83,8 +83,8 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         hits = Counter(number for word in own & by_rare.keys() for number in by_rare[word])
         for number, n in hits.items():
             other = word_sets[number]
-            shared = own & other if n >= FEWEST_HITS and number not in prompts else ()
-            if 2 * len(shared) >= max(len(own), len(other)):
+            if n >= FEWEST_HITS and number not in prompts and 2 * len(own & other) >= max(len(own), len(other)):
+                shared = own & other
                 # where each has words of its own, as "France" and "Spain", rare words count for more
                 weigh = len if shared in (own, other) else weigh_by_rarity
                 if weigh(shared) >= SHARED * weigh(own | other):

@@ -207,21 +207,21 @@ class Backend:
             ]
         encodings = self._tokens.encode_batch(["".join(parts) for parts in read], add_special_tokens=False)
         for text, parts, encoding in zip(texts, read, encodings, strict=True):
-            starts = [start for start, _ in encoding.offsets]
             positions = accumulate(map(len, parts[:-1]))
-            limits = [self._find_limit(encoding, starts, position, parts) for position in positions]
+            limits = [self._find_limit(encoding, position, parts) for position in positions]
             ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
             cuts = pairwise((0, *limits, len(ids)))
             encoded[text] = None if None in limits else [ids[i:j] for i, j in cuts]
         return encoded
 
-    def _find_limit(self, encoding: Encoding, starts: Sequence[int], position: int, parts: Parts) -> int | None:
+    def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
         """Count the tokens before a position; None if one lies across it."""
-        n_before = bisect_left(starts, position)
-        if n_before == 0 or encoding.offsets[n_before - 1][1] <= position:
+        offsets = encoding.offsets
+        n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
+        if n_before == 0 or offsets[n_before - 1][1] <= position:
             return n_before
         token = self._tokens.id_to_token(encoding.ids[n_before - 1])
-        begin = "".join(parts).find(token, starts[n_before - 1]) if token in self._stripping else -1
+        begin = "".join(parts).find(token, offsets[n_before - 1][0]) if token in self._stripping else -1
         if position <= begin:  # only the spaces that the token takes from the text beside it are before
             return n_before - 1
         return n_before if 0 <= begin <= position - len(token) else None
