@@ -316,7 +316,7 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
 # --- the model card --------------------------------------------------------------------------------------------------
 
 
-def _write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None) -> None:
+def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, model: Any = None) -> None:
     """Write `README.md`, without a `model` for an `adapter` alone."""
     plan, is_adapter = origin.plan, model is None
     checkpoint = read_file(origin.policy) if origin.policy else {}
