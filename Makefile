@@ -3,7 +3,7 @@
 # make test-all  all tests, also those marked slow; before a release
 # make doctor what this machine has, what is wrong with it
 # make gpu-check the acceptance run on a GPU (tests/gpu), at most 30 minutes; without a GPU, what makes sense on a CPU, small
-# make lock   write requirements.lock again, after requirements.txt or requirements-dev.txt changed
+# make lock   write requirements.lock again, after the requirements in pyproject.toml changed
 # make golden the comparison with the published reference only, on every mesh
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE  # each process would compile the tests anew
 .PHONY: demo test tests test-all lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
-	$(RUN) -m scripts.demo
+	$(VENV)/bin/dpo demo
 
 # together: the check of types alone would leave all cores but one idle
 test: $(VENV)/.installed-dev
@@ -24,7 +24,7 @@ test: $(VENV)/.installed-dev
 tests:
 	$(RUN) -m pytest -q $(IN_PARALLEL) --durations=30
 
-test-all: lint
+test-all: $(VENV)/.installed-all lint
 	$(RUN) -m pytest -q $(IN_PARALLEL) -m ""
 
 lint: $(VENV)/.installed-dev
@@ -33,7 +33,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/basedpyright --pythonpath $(RUN)
 
 doctor: $(VENV)/.installed
-	$(RUN) -m scripts.doctor
+	$(VENV)/bin/dpo doctor
 
 gpu-check: $(VENV)/.installed-dev
 	$(RUN) -m scripts.gpu_check
@@ -48,9 +48,9 @@ format: $(VENV)/.installed-dev
 # what a fresh environment gets, without the suffix of torch's build (+cpu, +cu130)
 lock:
 	$(PYTHON) -m venv --clear .cache/lock
-	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,eval,docs]' torch==2.13.0
 	{ echo "# every version the tests ran with, transitive ones too; made by: make lock"; \
-	  .cache/lock/bin/python -m pip freeze --all --exclude pip | sed 's/+.*//'; } > requirements.lock
+	  .cache/lock/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed 's/+.*//'; } > requirements.lock
 	rm -r .cache/lock
 
 clean-demo:
@@ -60,10 +60,16 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: requirements.txt requirements.lock | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt -c requirements.lock
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c requirements.lock
+
+$(VENV)/.installed: pyproject.toml requirements.txt requirements.lock | $(VENV)/bin/python
+	$(INSTALL) -r requirements.txt -e .
 	touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c requirements.lock
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-all: $(VENV)/.installed-dev
+	$(INSTALL) -e '.[dev,eval,docs]'
 	touch $@

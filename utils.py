@@ -1,68 +1,7 @@
-"""The reference implementation's small helpers, under its names."""
+"""The reference code's name of `dpo.utils`: `import utils` gives that module."""
 
-from __future__ import annotations
+import sys
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from dpo import utils
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from dpo.data.collation import pad_to_length  # noqa: F401
-from dpo.models.pretrained import disable_dropout  # noqa: F401
-from dpo.parallel.sharding import get_block_class_from_model  # noqa: F401
-from dpo.system.launching import get_open_port, init_distributed  # noqa: F401
-from dpo.system.run_directory import get_local_dir, get_local_run_dir  # noqa: F401
-
-
-def rank0_print(*args: Any, **kwargs: Any) -> None:
-    """`print`, on rank 0 only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*args, **kwargs)
-
-
-def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Every rank's `values` concatenated along dimension 0, in rank order."""
-    if world_size == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(world_size)]
-    dist.all_gather(parts, values.contiguous())
-    return torch.cat(parts, dim=0)
-
-
-def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch, on `device`."""
-    n_rows = len(next(iter(batch.values())))
-    if n_rows % world_size:  # the reference implementation silently drops the remainder
-        raise ValueError(f"{n_rows} rows cannot be cut into {world_size} equal parts: give a multiple")
-    part = slice(rank * n_rows // world_size, (rank + 1) * n_rows // world_size)
-    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
-
-
-def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
-    """Format floats to five significant digits, for printing."""
-    return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in d.items()}
-
-
-def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
-    """Print this process's allocated and peak memory on each visible GPU, or on GPU `rank` alone."""
-    for device in range(torch.cuda.device_count()) if rank is None else (rank,):
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        print(f"{message} GPU {device}: {now / 2**30:.2f} GiB allocated, {peak / 2**30:.2f} GiB at the peak")
-
-
-@contextmanager
-def TemporarilySeededRandom(seed: int) -> Iterator[None]:
-    """Seed `random` and `numpy.random` inside, then restore them."""
-    states = random.getstate(), np.random.get_state()
-    seed = int(seed)  # Python 3.11's random.seed refuses numpy integers
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+sys.modules[__name__] = utils

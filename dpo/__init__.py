@@ -1,0 +1,3 @@
+"""Preference training: DPO and its relatives."""
+
+__version__ = "1.0.0"

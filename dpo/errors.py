@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 LONGEST = 300  # characters of a library's message
@@ -43,6 +43,11 @@ def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise make(one_sentence(error)) from error
+
+
+def needing(package: str) -> AbstractContextManager:
+    """Inside, the lack of an optional package is an InputError that says how to install it."""
+    return explaining(ModuleNotFoundError, lambda why: InputError(f"{why}: pip install {package}"))
 
 
 @contextmanager

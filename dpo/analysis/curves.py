@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import matplotlib.style
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from dpo.analysis.runs import Run
+from dpo.errors import needing
 
 FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
 LONGEST_LABEL = 48
@@ -85,6 +83,11 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
     """Without pyplot no window opens, and no global state changes."""
+    with needing("matplotlib"):
+        import matplotlib.style
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, PercentFormatter
+
     with matplotlib.style.context(STYLE):
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpo import __version__
 from dpo.checkpoint.files import DamagedCheckpoint, point, prune, read_state, write_checkpoint
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
@@ -159,7 +160,7 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        facts = {**facts, "run": self.run, "best_at": self.best_at}
+        facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
         write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
         for link in links:
             point(self.run_dir / link, directory)

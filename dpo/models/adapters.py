@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.saver import ModelPart
-from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.errors import InputError, explaining_library, needing, one_sentence
 from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.quantization import Linear4bit
 from dpo.models.text_part import rename_layers
@@ -58,7 +58,8 @@ def read_adapter(directory: Path) -> StoredAdapter:
         check_readable(directory / WEIGHTS)
         config, weights = read_json(directory / CONFIG), load_file(directory / WEIGHTS)
         silence_bitsandbytes()
-        import peft  # not at the top, as importing it takes a second, and most runs read no adapter
+        with needing("peft"):
+            import peft  # not at the top, as importing it takes a second, and most runs read no adapter
 
         defaults, r, alpha = vars(peft.LoraConfig()), config["r"], config["lora_alpha"]
         if not (type(r) is int and r > 0 and 0 < alpha < math.inf):

@@ -186,7 +186,7 @@ def export_last(plan: Plan, rank: int) -> None:
             merge = " --merge" if "give --merge" in why else ""
             print(
                 f"warning: the run is complete, but its export failed: {type(error).__name__}: {why}; to export it, "
-                f"run python -m scripts.export {plan.run.local_run_dir} DIR{merge}",
+                f"run dpo export {plan.run.local_run_dir} DIR{merge}",
                 file=sys.stderr,
             )
 
@@ -203,7 +203,7 @@ def _find_base_for_peft(origin: Origin) -> str:
             return str(exported)
         raise InputError(
             f"the base of {adapter} is {archive}, which PEFT cannot load: give --merge, or export the base first: "
-            f"python -m scripts.export {archive} {exported}"
+            f"dpo export {archive} {exported}"
         )
     if origin.plan.model.random_init:
         raise InputError(f"the base of {adapter} has random weights, which PEFT cannot load: give --merge")

@@ -69,7 +69,7 @@ def find_weights(plan: Plan) -> Weights:
     if weights.adapter is not None and (plan.lora is None or plan.reference == "base"):
         keys = "lora=lora lora.reference=adapter" if plan.loss.reference else "lora=lora"
         raise InputError(
-            f"model.archive={archive} is an adapter: choose {keys}, or merge it first: python -m scripts.export "
+            f"model.archive={archive} is an adapter: choose {keys}, or merge it first: dpo export "
             f"{archive} DIR --merge, then model.name_or_path=DIR"
         )
     return weights

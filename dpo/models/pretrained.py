@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -49,7 +49,7 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
             f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
-            f"model.name_or_path; or merge both: python -m scripts.export {name} DIR --merge"
+            f"model.name_or_path; or merge both: dpo export {name} DIR --merge"
         )
     with explaining_load_errors("model", name):
         labels = {"num_labels": 1} if source.scalar_head else {}
@@ -88,6 +88,14 @@ def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None
     )
 
 
+def load_onto(device_map: str | dict | None, load: Callable[..., Any], **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model and what its loader says; without accelerate, its weights go to a device by way of the CPU."""
+    if transformers.utils.is_accelerate_available():
+        return load(**options, device_map=device_map, output_loading_info=True)
+    model, loading = load(**options, output_loading_info=True)
+    return (model.to(device_map[""]) if isinstance(device_map, dict) else model), loading
+
+
 def load_model(
     source: Source,
     *,
@@ -121,9 +129,7 @@ def load_model(
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
         # transformers casts and places the weights one by one, so that there is no second copy
-        model, loading = load(
-            dtype=dtype, attn_implementation=attention, device_map=device_map, output_loading_info=True
-        )
+        model, loading = load_onto(device_map, load, dtype=dtype, attn_implementation=attention)
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
             loading["missing_keys"].remove(HEAD_WEIGHT)
             with torch.no_grad():

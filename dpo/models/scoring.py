@@ -32,6 +32,7 @@ from dpo.models.pretrained import (
     count_positions,
     disable_dropout,
     find_changing_ropes,
+    load_onto,
     refuse_gaps,
 )
 from dpo.models.weights import model_digest
@@ -230,10 +231,8 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         if model_config.num_labels != 1:
             model_class = ", ".join(model_config.architectures or ["model"])
             raise InputError(f"{key} is a {model_class} with {model_config.num_labels} outputs (num_labels): {advice}")
-        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
-        )
-        model, loading = loaded
+        load = partial(transformers.AutoModelForSequenceClassification.from_pretrained, name, **source)
+        model, loading = load_onto({"": device}, load, dtype="auto")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     refuse_gaps(loading, key, f"{advice}, saved with its head")
     disable_dropout(model)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
@@ -83,9 +82,15 @@ def distribute(
 @torch.compiler.disable
 def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does."""
-    return recursively_apply(
-        lambda x: x.to(dtype), (args, kwargs), test_type=lambda x: torch.is_tensor(x) and x.is_floating_point()
-    )
+
+    def cast(value: Any) -> Any:
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value.to(dtype)
+        if isinstance(value, dict):
+            return {name: cast(part) for name, part in value.items()}
+        return type(value)(map(cast, value)) if type(value) in (tuple, list) else value
+
+    return cast(args), cast(kwargs)
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
@@ -333,6 +338,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
+    """A map for `dpo.models.pretrained.place_weights`."""
     if gpus == 0:
         return None
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU

@@ -34,5 +34,5 @@ class ReportWriter(Callback):
             )
             self.log(f"report: {page}")
         except subprocess.SubprocessError:
-            command = f"python -m scripts.report {self.run_dir}"
+            command = f"dpo report {self.run_dir}"
             self.log(f"warning: the report was not written; {command} writes it, or says why not")

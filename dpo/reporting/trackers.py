@@ -13,6 +13,7 @@ from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
+from dpo.system.host import is_installed
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
@@ -70,7 +71,8 @@ class WandbLogger(Callback):
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.plan.wandb.enabled and not context.plan.run.debug
+        wanted = context.plan.wandb.enabled and not context.plan.run.debug and is_installed("wandb")
+        return super().is_wanted(context) and wanted
 
     def on_start(self) -> None:
         import wandb

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from dpo import __version__
 from dpo.errors import InputError, one_sentence
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
 from dpo.settings.plan import Plan, resolve
@@ -21,9 +22,9 @@ from dpo.settings.validation import find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
 from dpo.system.redaction import redact
 
-MULTIRUN, HELP = ("-m", "--multirun"), ("-h", "--help")
+MULTIRUN, HELP, VERSION = ("-m", "--multirun"), ("-h", "--help"), "--version"
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-FLAGS = (*MULTIRUN, *HELP, "--hydra-help", "--version", "--resolve")
+FLAGS = (*MULTIRUN, *HELP, VERSION, "--hydra-help", "--resolve")
 WITH_VALUE = (
     "-c", "--cfg", *CONFIG_DIR_OPTIONS, "-p", "--package", "-i", "--info", "-sc", "--shell-completion",
 )  # fmt: skip
@@ -67,6 +68,9 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
         exit_with([str(error)])
     if not {*HELP}.isdisjoint(line.options):
         print(help_text())
+        sys.exit()
+    if VERSION in line.options:
+        print(f"dpo {__version__}")
         sys.exit()
     plan, problems = check_line(line)
     if problems:
@@ -242,7 +246,7 @@ def help_text() -> str:
 
 USAGE = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
 
-python train.py loss=dpo loss.beta=0.1 model=pythia28 exp_name=dpo ...
+dpo train loss=dpo loss.beta=0.1 model=pythia28 exp_name=dpo ...
 
 Config groups (choose with group=option):"""
 END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).

@@ -338,13 +338,14 @@ def find_removed(key: str, value: Any) -> str | None:
 
 # --- defaults, from `config/` without Hydra ---------------------------------------------------------------------------
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+CONFIG_DIR = PACKAGE_DIR / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
 OPEN_MAPPINGS = ("dataset_sources", "optimizer_args", "chat_template_args")  # mappings whose keys the user chooses
 MISSING = "???"  # the value of a key that has no default
 
 OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("project_dir", lambda: str(CONFIG_DIR.parent), replace=True)
+OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace=True)
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from dpo.settings import keys
 from dpo.settings.keys import KEYS, MISSING, find_defaults
 from dpo.settings.places import Problem, find_dataset_problems
 from dpo.settings.plan import Plan, resolve
+from dpo.system.host import is_installed
 from dpo.system.plain_files import read_yaml
 
 
@@ -106,13 +107,29 @@ def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
     wrong = find_value_problems(values)
     found = [Problem("", sentence) for conflict, sentence in list_conflicts(plan) if conflict]
-    found += _find_unmet(plan, refused=True)
+    found += [*_find_unmet(plan, refused=True), *_find_missing_packages(plan)]
     wrong_keys = {problem.key for problem in wrong}
     return [
         *wrong,  # a sentence on several keys says nothing if one of them has a wrong value
         *(p for p in found if not any(re.search(rf"\b{key}=", p.sentence) for key in wrong_keys)),
         *find_dataset_problems([] if "datasets" in wrong_keys else values["datasets"], values["dataset_sources"]),
     ]
+
+
+def _find_missing_packages(p: Plan) -> Iterator[Problem]:
+    # fmt: off
+    needs = [
+        ("lora=qlora", p.quantized, "bitsandbytes"),
+        ("tensorboard.enabled=true", p.tensorboard, "tensorboard"),
+        ("tensor_parallel.backend=tensor_parallel", p.trainer == keys.PACKAGE, "tensor-parallel"),
+        ("report=true", p.run.report, "matplotlib"),
+        ("datasets=[se]", "se" in p.data.datasets, "beautifulsoup4"),
+        (f"trainer=BasicTrainer on {p.gpus} GPUs", p.trainer == keys.BASIC and p.gpus > 1, "accelerate"),
+    ]
+    # fmt: on
+    for what, needed, package in needs:
+        if needed and not is_installed(package):
+            yield Problem("", f"{what} needs {package}, which is not installed: pip install {package}")
 
 
 def find_warnings(p: Plan) -> list[str]:
@@ -132,6 +149,7 @@ def find_warnings(p: Plan) -> list[str]:
         (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
          f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
          "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
+        (p.wandb.enabled and not is_installed("wandb"), "W&B gets nothing, as wandb is not installed"),
         (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
     ]
     # fmt: on
@@ -207,7 +225,7 @@ def find_value_problem(key: str, value: Any) -> str | None:
         if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
             return f"unknown key {key}: here it is {name}"
         similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
-        return f"unknown key {key}{similar or ': python train.py --help shows all keys'}"
+        return f"unknown key {key}{similar or ': dpo train --help shows all keys'}"
     allowed = KEYS[key]
     how_to_set = f"give {key}=VALUE, {allowed.wanted}"
     if key == "model.name_or_path":

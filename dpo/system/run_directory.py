@@ -17,13 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
+from dpo import __version__
 from dpo.errors import InputError, RunError, explaining
+from dpo.system.host import is_installed
 from dpo.system.plain_files import read_json, replacing
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
@@ -113,10 +115,8 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
     """
     import torch  # not at the top, as the report imports this file without torch
 
-    versions, git = {}, []
-    for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    # not all installed packages, as listing them takes a while
+    versions, git = {name: version(name) for name in PACKAGES.split() if is_installed(name)}, []
     run, seconds_before = secrets.token_hex(8), 0.0
     if former is not None:
         run, saved_at = former
@@ -125,12 +125,15 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
         if seconds_before is not None:
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(record["started"]).timestamp())
     options = ["--porcelain=v2", "--branch", "--untracked-files=no", "."]  # runs of the user are untracked files
-    command = ["git", "-C", str(Path(__file__).parents[2]), "status", *options]
-    with suppress(OSError):  # there is no git
-        git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    checkout = Path(__file__).parents[2]
+    command = ["git", "-C", str(checkout), "status", *options]
+    if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
+        with suppress(OSError):  # there is no git
+            git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     commit = next((line.split()[-1] for line in git if line.startswith("# branch.oid")), None)
     facts = {
         "run": run,
+        "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,

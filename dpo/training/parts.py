@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_module
 
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
@@ -131,6 +130,8 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
         n_slices = plan.run.tensor_parallel_size or len(gpus)
         return split_over_devices(model, gpus[:n_slices] if gpus else ["cpu"] * n_slices)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        from accelerate.hooks import remove_hook_from_module  # transformers needed it to place the layers
+
         # accelerate would move the logits of all tokens back to the first GPU; the model's parts keep their hooks
         remove_hook_from_module(model)
     return model

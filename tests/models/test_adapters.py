@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import GROUPED, build, list_examples
 
+from dpo.commands.export import main as export_by_hand
 from dpo.errors import InputError
 from dpo.models import logprobs
 from dpo.models.adapters import (
@@ -33,7 +34,6 @@ from dpo.models.adapters import (
 )
 from dpo.models.layouts import SharedPrefix
 from dpo.models.pretrained import checkpoint_activations, remarks
-from scripts.export import main as export_by_hand
 
 IDS = torch.arange(20).view(2, 10)
 

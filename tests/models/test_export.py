@@ -269,7 +269,7 @@ def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
     base(FAMILIES["llama"]())
     sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
     logits = adapter_of_run(tmp_path / "run", "llama", sft)
-    with pytest.raises(InputError, match=rf"or export the base first: python -m scripts.export {sft} (.*)/hf$"):
+    with pytest.raises(InputError, match=rf"or export the base first: dpo export {sft} (.*)/hf$"):
         export(tmp_path / "run", tmp_path / "out")
 
     export(sft, tmp_path / "hf", model=str(tmp_path / "base"))

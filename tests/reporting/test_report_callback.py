@@ -26,5 +26,5 @@ def test_a_failure_is_one_line_and_does_not_end_the_run(program, tmp_path, monke
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
     ReportWriter(RunContext(make_plan({"report": True}), tmp_path / "run", 0, None, logged.append)).on_end()
-    command = f"python -m scripts.report {tmp_path / 'run'}"
+    command = f"dpo report {tmp_path / 'run'}"
     assert logged == [f"warning: the report was not written; {command} writes it, or says why not"]

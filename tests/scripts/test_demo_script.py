@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from dpo.commands import demo
 from dpo.data.demo import COURTEOUS
-from scripts import demo
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m scripts.ledger` shows findings, with texts if they are there."""
+"""`dpo ledger` shows findings, with texts if they are there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import yaml
 from support.runs import GOLDEN, write_rows
 
 from dpo.analysis.ledger import STREAM, append
+from dpo.commands.ledger import main
 from dpo.data.examples import text_digest
-from scripts.ledger import main
 
 WRONG = {"prompt": "Hi", "chosen": " no\x1b[2J way", "rejected": " yes"}
 RIGHT = [{"prompt": f"Hi {i}", "chosen": " yes", "rejected": " no way"} for i in range(7)]

@@ -1,4 +1,4 @@
-"""`python -m scripts.report RUN [RUN ...] [--out DIR]`."""
+"""`dpo report RUN [RUN ...] [--out DIR]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from support.records import evaluation, update, write_run
 
 from dpo.analysis import page
-from scripts.report import main
+from dpo.commands.report import main
 
 LINES = [evaluation(0, 0.69), update(1), evaluation(1, 0.6)]
 

@@ -1,4 +1,4 @@
-"""`python -m scripts.sample` asks as a run was trained, and answers as its models do."""
+"""`dpo sample` asks as a run was trained, and answers as its models do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import transformers
 from support.models import COMMON
 from support.runs import GOLDEN
 
+from dpo.commands.sample import Panel, Side, converse, load_panel, main
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from dpo.models.export import export
 from dpo.models.pretrained import Source, load_model
-from scripts.sample import Panel, Side, converse, load_panel, main
 
 LLAMA = str(GOLDEN / "tiny-llama")
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]

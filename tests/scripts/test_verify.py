@@ -1,4 +1,4 @@
-"""`python -m scripts.verify` says of each checkpoint whether it is whole."""
+"""`dpo verify` says of each checkpoint whether it is whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from support.runs import PARTS
 
 from dpo.checkpoint.files import point, write_checkpoint
-from scripts.verify import main
+from dpo.commands.verify import main
 
 
 @pytest.fixture

@@ -189,4 +189,4 @@ def test_an_own_experiment_may_build_on_one_of_ours_but_not_have_its_name(tmp_pa
         assert f"--config-dir: {name} has the name of one of ours: rename it" in problems
     (folder / "mine.yaml").write_text("seed: [\n")  # other problems are listed beside it
     problems = find_refusals(f"--config-dir={tmp_path} experiment=mine lr=-1 foo=1")
-    assert {"lr=-1 must be a number above 0", "unknown key foo: python train.py --help shows all keys"} < {*problems}
+    assert {"lr=-1 must be a number above 0", "unknown key foo: dpo train --help shows all keys"} < {*problems}

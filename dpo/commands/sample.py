@@ -1,6 +1,6 @@
 """Ask a policy and its reference, and show their answers one after the other.
 
-    python -m scripts.sample CHECKPOINT_OR_DIR
+    dpo sample CHECKPOINT_OR_DIR
 
 CHECKPOINT_OR_DIR is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a
 directory in Hugging Face's format or PEFT's, or a Hub id. Prompts are put into the form that the model was trained on,
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
+from dpo.commands import add_trust_option
 from dpo.data.asking import CHAT, HH, HUMAN, MEANINGS, RAW
 from dpo.data.schema import ASSISTANT, Messages, Record
 from dpo.data.templates import ChatTemplate
@@ -35,7 +36,6 @@ from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import count_gpus
-from scripts import add_trust_option
 
 RESET = "/reset"
 
@@ -168,7 +168,7 @@ def converse(panel: Panel, sampling: Sampling) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="dpo sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")

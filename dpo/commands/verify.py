@@ -1,6 +1,6 @@
 """Verify checkpoints: compare every byte with the manifest's checksums.
 
-    python -m scripts.verify RUN_OR_CHECKPOINT [...]
+    dpo verify RUN_OR_CHECKPOINT [...]
 
 Exit status: 0 if all are intact, 1 if one is damaged or no checkpoint.
 """
@@ -16,7 +16,7 @@ from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.verify", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="dpo verify", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0
     for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):

@@ -1,6 +1,6 @@
 """Export a checkpoint as a model of transformers, with a model card.
 
-    python -m scripts.export CHECKPOINT OUT [--merge] [--dtype bfloat16]
+    dpo export CHECKPOINT OUT [--merge] [--dtype bfloat16]
 
 Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT may be such an adapter. Exit status: 0
 written, 1 could not be written, 2 bad input.
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import transformers
 
+from dpo.commands import add_trust_option
 from dpo.errors import InputError, RunError
 from dpo.models.export import export
 from dpo.models.pretrained import DTYPES
-from scripts import add_trust_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.export", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="dpo export", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.analysis.page import write_report
 from dpo.data.demo import COURTEOUS
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / ".cache" / "demo"
+DEMO = Path(".cache", "demo")
 # samples before training are what the page compares with
 COMMON = """model=demo datasets=[demo] max_length=96 max_prompt_length=72 batch_size=32 eval_batch_size=64
     n_eval_examples=256 do_first_sampling=true schedule=cosine wandb.enabled=false resume=auto"""
@@ -24,13 +25,14 @@ STAGES = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="dpo demo", description=__doc__).parse_args(arguments)
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
     for name, stage in STAGES.items():
         start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
         command = [*stage.split(), *COMMON.split(), *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
-        print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
-        if subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=one_thread, check=False).returncode:
+        print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
+        if subprocess.run([sys.executable, "-m", "dpo", "train", *command], env=one_thread, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
     samples = [json.loads(line) for line in (DEMO / "dpo" / "samples.jsonl").read_text("utf-8").splitlines()]
     for n_examples in (0, samples[-1]["examples"]):
@@ -39,7 +41,8 @@ def main() -> None:
         print(f"courteous answers to held-out prompts after {n_examples} examples of DPO: {share:.1%}")
     page = write_report([DEMO / "dpo"], DEMO / "report")
     print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """The hardest pairs of a ledger, and likely wrong labels.
 
-    python -m scripts.ledger RUN [--top 10]
+    dpo ledger RUN [--top 10]
 
 docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
@@ -23,8 +23,8 @@ LONGEST_TEXT = 300  # characters
 def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
     """Find the texts of pairs in a run's data; InputError if that cannot be loaded."""
     from dpo.data.examples import text_digest  # datasets and torch take seconds to import
+    from dpo.preference_datasets import load_data
     from dpo.settings.validation import read_plan
-    from preference_datasets import load_data
 
     plan = read_plan(run_dir / "config.yaml", prefixes=("model.", "local_dirs", "dataset"))
     # as in a dry run, which leaves no table behind, and without running a model's code
@@ -51,7 +51,7 @@ def list_pairs(pairs: Sequence[Pair], texts: Mapping[str, Mapping[str, str]]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.ledger", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="dpo ledger", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Report on one run or several: curves, and one page.
 
-    python -m scripts.report RUN [RUN ...] [--out DIR]
+    dpo report RUN [RUN ...] [--out DIR]
 
 RUN may still train or have crashed, or be a directory of runs, as a sweep makes it. Exit status: 0 written, 2 bad
 input.
@@ -19,7 +19,7 @@ from dpo.system.run_directory import REPORT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="dpo report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     options = parser.parse_args(arguments)

@@ -1,48 +1,67 @@
 """Print what a machine has, and what is wrong with it: exit status 1 if anything is.
 
-    python -m scripts.doctor
+    dpo doctor
 
 What may hang or crash (devices, an all-reduce) runs in a child process with a time limit.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from dpo.system.host import host_memory
+from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[1]
+from dpo import __version__
+from dpo.system.host import host_memory, is_installed
+
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
-OPTIONAL = ("tensor-parallel", "setuptools")
+
+
+def read_requirements() -> list[Requirement]:
+    """Those of the installed package and its extras; of a clone that is not installed what it always needs."""
+    try:
+        lines = requires("dpo-train") or []
+    except PackageNotFoundError:
+        lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    found = [Requirement(line) for line in lines if 'extra == "dev"' not in line]
+    return [requirement for requirement in found if requirement.name != "dpo-train"]  # an extra that names others
 
 
 def list_problems() -> list[str]:
     """Print what there is, and return what is wrong."""
-    problems, installed = [], []
-    for name, tested in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text("utf-8"), re.M):
-        try:
-            installed.append(f"{name} {importlib.metadata.version(name)} (tested {tested})")
-        except importlib.metadata.PackageNotFoundError:
-            if name not in OPTIONAL:
-                problems.append(f"{name} is not installed: pip install -r requirements.txt")
-    print(f"python {platform.python_version()}, {', '.join(installed)}")
+    problems, installed, optional = [], [f"python {platform.python_version()}"], []
+    for requirement in read_requirements():
+        name, wanted = requirement.name, requirement.specifier
+        if not is_installed(name) and requirement.marker:
+            optional.append(name)
+        elif not is_installed(name):
+            problems.append(f"{name} is not installed: pip install {name}")
+        elif wanted.contains(version(name), prereleases=True):
+            installed.append(f"{name} {version(name)}")
+        else:
+            problems.append(f"{name} {version(name)} does not fit: pip install '{name}{wanted}'")
+    print(f"dpo {__version__}, {', '.join(installed)}")
+    print(f"optional packages that are not installed: {', '.join(optional) or 'none'}")
     total, available = host_memory()
-    free, cores = shutil.disk_usage(ROOT).free, len(os.sched_getaffinity(0))
+    free, cores = shutil.disk_usage(".").free, len(os.sched_getaffinity(0))
     memory = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory"
     print(f"{cores} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available", flush=True)
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
-    command = [sys.executable, "-c", "from scripts import doctor; doctor.check_devices()"]
+    command = [sys.executable, "-c", "from dpo.commands import doctor; doctor.check_devices()"]
     try:
-        child = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
+        child = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
         if child.returncode:
             last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
             problems.append(f"devices: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
@@ -81,7 +100,12 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="dpo doctor", description=__doc__.split("\n")[0]).parse_args(arguments)
     found = list_problems()
     print("\n".join([f"problem: {problem}" for problem in found] or ["no problems"]))
-    sys.exit(1 if found else 0)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

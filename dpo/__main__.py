@@ -1,0 +1,5 @@
+import sys
+
+from dpo.commands import main
+
+sys.exit(main())

@@ -1,0 +1,55 @@
+"""The command `dpo`: each of its commands but `train` is a module of this package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dpo import __version__
+from dpo.system import host
+from dpo.system.signals import end_on_stop_signals
+
+COMMANDS = {
+    "train": "train: dpo train loss=dpo loss.beta=0.1 model=NAME ...; dpo train --help shows all keys",
+    "report": "curves and findings of runs, in one page",
+    "sample": "ask a policy and its reference",
+    "export": "write a policy as a model of transformers",
+    "ledger": "the hardest pairs of a run, and likely wrong labels",
+    "verify": "compare checkpoints with their checksums",
+    "doctor": "what this machine has, and what is wrong with it",
+    "demo": "train a small model in .cache/demo, in 3 minutes",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name == "train":  # before the imports, which take a while: a signal may come during them
+        host.print_whatever_happens()
+        end_on_stop_signals()
+        from dpo.train import start
+
+        start(rest)
+        return 0
+    if name in COMMANDS:
+        return importlib.import_module(f"dpo.commands.{name}").main(rest)
+    if name == "--version":
+        print(f"dpo {__version__}")
+        return 0
+    lines = [f"  {command:<9}{meaning}" for command, meaning in COMMANDS.items()]
+    usage = "\n".join(["usage: dpo COMMAND ..., dpo COMMAND --help, dpo --version", "", *lines])
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    print(f"dpo {name} is no command\n{usage}", file=sys.stderr)
+    return 2
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Add the only option by which a command runs a model's code; no config can set it."""
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that comes with a model or tokenizer; a run's config.yaml cannot allow it",
+    )

@@ -1,0 +1,358 @@
+"""The trainer, with parts that `train.py` makes, and the reference code's trainers, which make their own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+# concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
+from dpo.checkpoint.resume import record_config, record_inputs
+from dpo.checkpoint.saver import Checkpoints
+from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
+from dpo.data.preflight import TrainingData
+from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
+from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
+from dpo.models.adapters import seed_dropout
+from dpo.parallel.sharding import announce_backward, clip_gradient, release_gathered, step_optimizer
+from dpo.preference_datasets import load_data
+from dpo.reporting.events import Callbacks, Evaluation, Update
+from dpo.reporting.terminal import Progress
+from dpo.settings.places import store_rows
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import find_value_problems, raise_problems
+from dpo.system.host import list_own_gpus
+from dpo.system.signals import Stopped, on_stop_signals
+from dpo.training.batches import Batch, Batches
+from dpo.training.evaluation import Evaluator
+from dpo.training.objective import REFERENCE, Objective
+from dpo.training.parts import list_saved, make_parts
+from dpo.training.start import list_notes, self_test
+from dpo.training.stop import StopRequest
+
+
+@dataclass(eq=False)
+class Trainer:
+    plan: Plan
+    data: TrainingData
+    objective: Objective  # the policy, the reference, and the loss between them
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    batches: Batches
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    callbacks: Callbacks
+    base_digest: str | None  # of frozen weights under the policy's adapter, if they are the reference
+    progress: Progress
+    stop: StopRequest
+
+    def __post_init__(self) -> None:
+        self.state, self.parts = list_saved(
+            self.plan,
+            *(self.objective, self.optimizer, self.scheduler, self.base_digest),
+            **self.batches.states,
+            checkpoints=self.checkpoints,
+            callbacks=self.callbacks,
+        )
+        # for the manifests of checkpoints
+        self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
+
+    @property
+    def policy(self) -> nn.Module:
+        return self.objective.policy
+
+    @property
+    def reference_model(self) -> nn.Module | None:
+        """The separate reference model; None without one, or once it was freed as all examples are cached."""
+        reference = self.objective.reference
+        return None if reference is None or reference.model is self.policy else reference.model
+
+    @property
+    def example_counter(self) -> int:
+        return self.state.example_counter
+
+    @property
+    def batch_counter(self) -> int:
+        return self.state.batch_counter
+
+    @cached_property
+    def train_iterator(self) -> Iterator[Any]:
+        """The batches on which the run has not trained, once the state is restored."""
+        return self.batches.train(skip=self.batch_counter)
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train to the end of the data; after a stop signal, save and raise Stopped."""
+        n_updates, n_done = self.data.report.updates, self.batch_counter
+        if self.objective.mesh.rank == 0:
+            for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
+                self.progress.line(note)
+        self.callbacks.emit("start")
+        self.check_and_score_reference()
+        with self._finishing():
+            for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
+                metrics = self.evaluate_if_due()
+                self.save_if_due(metrics)
+                self.sample_if_due()
+                # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
+                batch = self.batches.make_batch(item, update=self.batch_counter)
+                self.callbacks.emit("update", self.train_step(batch))
+                self.stop.raise_if_agreed()
+            metrics = self.evaluate_if_due(is_last=True)
+            self.save_if_due(metrics, is_last=True)
+            self.sample_if_due()
+
+    def train_step(self, batch: Batch) -> Update:
+        """Make one update on a global batch; all processes get the same, each with its own microbatches."""
+        start = time.perf_counter()
+        objective, state, mesh = self.objective, self.state, self.objective.mesh
+        self.policy.train()
+        if self.plan.lora is not None and self.plan.lora.dropout:
+            # not by rank: the slices of a layer draw the same masks
+            seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)
+        context = objective.prepare(batch)
+        metrics = []
+        for i, microbatch in enumerate(batch.microbatches, start=1):
+            is_last = i == len(batch.microbatches)
+            announce_backward(self.policy, is_last=is_last, reduce_once=self.plan.fsdp.reduce_once)
+            microbatch = microbatch.to(objective.device)
+            losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
+            objective.weigh(losses, microbatch, context).backward()
+            metrics.append((microbatch.indices, columns))  # stay on the device: the host need not wait
+            del microbatch, losses  # inputs and graph are freed before the next microbatch is run
+            self.progress.part(i, len(batch.microbatches), "microbatch")
+        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
+        release_gathered(self.reference_model)
+        grad_norm = self.clip_gradient()
+        reduced = objective.reduce(  # only here does the host wait for the device
+            metrics,
+            len(batch.examples),
+            batch.cache_rows,
+            # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
+            grad_norm=grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
+            n_ranks_to_stop=torch.full_like(grad_norm, float(bool(self.stop.signals))),
+        )
+        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
+        [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
+        state.batch_counter += 1  # an update that a callback refuses counts too
+        state.example_counter += len(batch.examples)
+        means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
+        counters = (state.batch_counter, state.example_counter)
+        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
+        has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
+        if self.callbacks.allow(update) and has_loss:
+            step_optimizer(self.optimizer)
+            self.scheduler.step()
+            objective.after_step(update.metrics)
+        objective.sync_if_due(update.number)
+        self.policy.zero_grad()  # of a sharded policy, the optimizer has cleared the shards alone
+        logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
+        return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
+
+    def clip_gradient(self) -> Tensor:
+        return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
+
+    # --- before, between and after updates ---------------------------------------------------------------------------
+
+    def check_and_score_reference(self) -> None:
+        objective = self.objective
+        # the self-test expects equal models: after an update the policy differs from the reference
+        if self.batch_counter == 0 and self.plan.training.self_test:
+            self.progress.line(self_test(objective, self.evaluator.prompts[0], self.plan))
+        if self.plan.caches_reference_first:
+            # every training batch, even if the run was resumed, so that the file is the same
+            batches = itertools.chain(self.evaluator.batches, self.batches.train())
+            n_batches = len(self.evaluator.batches) + self.data.report.updates
+            batches = self.progress.over(batches, total=n_batches, what="score")
+            self.progress.line(objective.cache_reference(batches, folder=self.plan.run.local_dir))
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
+
+        After an error that other processes may not share, no collective is called.
+        """
+        with on_stop_signals(self._record_signal):
+            try:
+                yield
+                self.checkpoints.finish()
+            except (Stopped, NonFinite, ScorerFailed) as error:  # every process raises these at the same update
+                if isinstance(error, NonFinite):
+                    self.callbacks.emit("abort", str(error))
+                elif self._is_unsaved():
+                    self.save()
+                # before `finish`: there the other processes wait for rank 0, whose upload to W&B may take long
+                self.callbacks.emit("end")
+                self.checkpoints.finish()
+                raise
+            finally:
+                self.progress.close()
+        self.callbacks.emit("end")
+
+    def _record_signal(self, signal_number: int) -> str:
+        self.stop.signals.append(signal_number)
+        will_save = self.example_counter > 0 and not self.plan.run.debug
+        return "stopping after saving a checkpoint" if will_save else "stopping"
+
+    # --- evaluation and checkpoints --------------------------------------------------------------------------------
+
+    def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
+        """Return the mean metrics, if it evaluated."""
+        state, n_examples = self.state, self.example_counter
+        is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
+        is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+        if not (is_due or is_last) or state.evaluated_at == n_examples:
+            return None
+        evaluated = self.evaluator.metrics()
+        examples = [example for batch in self.evaluator.batches for example in batch.examples]
+        means = evaluated.means(examples, [example.weight for example in examples])
+        metrics = {**self.batches.evaluate(), **means}
+        evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, evaluated.examples)
+        self.callbacks.emit("evaluation", evaluation)
+        state.evaluated_at, state.samples_due = n_examples, self.evaluator.draws_samples(n_examples)
+        state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
+        return metrics
+
+    def sample_if_due(self) -> None:
+        """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
+        state, n_examples, samples = self.state, self.example_counter, []
+        is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
+        try:
+            if self.plan.evaluation.sample_during_eval and (is_first or (is_last and state.samples_due)):
+                self.callbacks.emit("answers", n_examples, self.evaluator.answers())
+            if state.samples_due:
+                samples = self.evaluator.samples(n_examples=n_examples)
+        except SamplingFailed as error:
+            why = f"as they could not be drawn: {error}"
+            self.progress.line(f"warning: no samples after {n_examples:,} examples, {why}")
+        if state.samples_due:
+            self.callbacks.emit("samples", n_examples, samples)
+        state.samples_due = False
+
+    def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
+        save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
+        is_due = is_last or self.example_counter % save_every == 0
+        if is_due and self._is_unsaved():
+            self.save(metrics=metrics)
+
+    def _is_unsaved(self) -> bool:
+        n_examples = self.example_counter
+        return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
+
+    def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
+        """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
+        state, (ranking_metric, sign) = self.state, self.plan.best
+        if output_dir is None:
+            state.saved_at = state.example_counter
+        self.checkpoints.save(
+            self.parts,
+            step_idx=state.example_counter,
+            metrics=metrics,
+            quality=None if metrics is None else sign * metrics.get(ranking_metric, math.nan),
+            facts={
+                "updates": state.batch_counter,
+                "evaluated": state.evaluated_at == state.example_counter,
+                "samples_due": state.samples_due,
+                **self.facts,
+            },
+            elsewhere=output_dir and Path(output_dir),
+        )
+
+
+def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of an update's time, with sampling and scoring, and of memory."""
+    seconds = step_seconds + sum(batch.seconds.values())
+    metrics = {
+        "examples_per_second": len(batch.examples) / seconds,
+        "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        "memory/peak_gb": peak_memory_gb(),
+        **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+    }
+    if batch.drawn:
+        n_tokens = sum(len(answer.tokens) for drawn in batch.drawn.values() for answer in drawn.answers)
+        metrics["online/seconds_per_token"] = batch.seconds["sampling"] / n_tokens
+    return metrics
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process in GB (1e9 bytes): of its GPUs if there are any, else resident."""
+    if torch.cuda.is_available():
+        gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class BasicTrainer(Trainer):
+    """The reference code's trainer (docs/porting.md), of models or of functions that load one."""
+
+    def __init__(
+        self,
+        policy: Any,
+        config: DictConfig,
+        seed: int,
+        run_dir: str | Path,
+        reference_model: Any = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
+        stored: Any = store_rows(config)
+        given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
+        given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
+        plan = resolve(given, world_size=world_size)
+        # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
+        raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
+        self.config = OmegaConf.create(plan.nested_values())
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        data = load_data(plan, silent=rank != 0)
+        super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
+        self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
+
+    name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says
+
+    def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
+        """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
+        logps = self.objective.forward(model, self._make_microbatch(batch))
+        return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
+
+    def get_batch_metrics(
+        self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of this process's batch, and its detached metrics, (B,) each."""
+        split = "train" if train else "eval"
+        losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
+        return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
+
+    def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
+        """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
+        n_examples = self.example_counter
+        models = self.evaluator.sampled_models()
+        policy, *reference = [self.evaluator.continuations(model, batch, n_examples=n_examples) for model in models]
+        return policy, (reference[0] if reference else [])
+
+    def _make_microbatch(self, batch: PaddedBatch) -> Any:
+        [microbatch] = self.objective.layout.split(find_examples(batch), 1)
+        return microbatch.to(self.objective.device)
+
+
+class FSDPTrainer(BasicTrainer):
+    name = "FSDPTrainer"  # what is trained is sharded, frozen weights are sharded or whole
+
+
+class TensorParallelTrainer(BasicTrainer):
+    name = "TensorParallelTrainer"  # layers are cut, over processes or, by the package `tensor_parallel`, over devices
