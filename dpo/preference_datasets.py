@@ -29,7 +29,8 @@ from dpo.data.schema import ASSISTANT, Entry, PreferenceData, Row, get_field, na
 from dpo.data.sources import identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
+from dpo.plugins import DATASETS, READERS, find_digests
 from dpo.settings.places import BUILT_IN, Source, store_rows
 from dpo.settings.plan import Plan
 from dpo.system.pool import map_chunks
@@ -182,6 +183,8 @@ def get_dataset(
     """
     configured = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
     place = configured.get(name) or BUILT_IN.get(name)
+    if name in DATASETS and not configured.get(name):
+        return _get_added(name, split, tokenizer, options)
     if place == "":  # the demo
         return get_demo(split)
     if place is None:
@@ -194,19 +197,44 @@ def get_dataset(
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
         origin = source.path if source.has_no_splits else f"{source.path} ({split})"
-        data = get_custom(load_rows(source, split, cache_dir), origin, tokenizer, source.columns, name=name, **options)
+        rows = _read(load_rows(source, split, cache_dir), source.reader)
+        data = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
     if source.has_no_splits and name != "se":  # se makes its own test split
-        n, test = len(data), data.hold_out()
-        test.notes.append(
-            f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(test):,} of {n:,}"
-        )
-        data = data if split == "train" else test
+        data = _split(data, split, f"test split of {name}: a tenth of the prompts of {source.path}")
     if not data:
         raise InputError(
             f"dataset {name} ({source.path}) has no examples in its {split} split; of one file, a tenth of the prompts "
             f"(at least one) is the test split"
         )
     return data
+
+
+def _get_added(name: str, split: str, tokenizer: Any, options: Mapping[str, Any]) -> PreferenceData:
+    """A plugin's dataset."""
+    rows, test_rows = (DATASETS[name](part) for part in ("train", "test"))
+    rows = list(rows if split == "train" or test_rows is None else test_rows)
+    data = get_custom(rows, f"{name} ({split})", tokenizer, name=name, **options)
+    return _split(data, split, f"test split of {name}: a tenth of its prompts") if test_rows is None else data
+
+
+def _split(data: PreferenceData, split: str, what: str) -> PreferenceData:
+    n, test = len(data), data.hold_out()
+    test.notes.append(f"{what}, at least one: {len(test):,} of {n:,}")
+    return data if split == "train" else test
+
+
+def _read(rows: Sequence[Any], reader: str | None) -> Sequence[Any]:
+    """Rows as a plugin's reader makes them, with its error in place of a row that it cannot read."""
+    if reader is None:
+        return rows
+
+    def read(row: Any) -> Any:
+        try:
+            return row if isinstance(row, Exception) else READERS[reader](row)
+        except Exception as error:  # of the user's code
+            return InputError(f"reader {reader}: {type(error).__name__}: {one_sentence(error)}")
+
+    return [made for row in rows if (made := read(row)) is not None]
 
 
 def check_columns(plan: Plan) -> None:
@@ -220,20 +248,21 @@ def check_columns(plan: Plan) -> None:
             continue
         options = {"name": name, "origin": source.path, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
         try:
-            recognize(load_rows(source, "train", limit=N_INSPECTED), source.columns, **options)
+            recognize(_read(load_rows(source, "train", limit=N_INSPECTED), source.reader), source.columns, **options)
         except InputError:
-            recognize(load_rows(source, "train"), source.columns, **options)
+            recognize(_read(load_rows(source, "train"), source.reader), source.columns, **options)
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
-    """Make a JSON value that changes with a dataset's content; None for a loader that a user put into LOADERS."""
+    """Make a JSON value that changes with a dataset's content; None for a loader of the user."""
     loader = LOADERS.get(name, get_custom)
-    if loader.__module__ not in (__name__, get_custom.__module__):
-        return None
     source = dataset_sources.get(name) or BUILT_IN.get(name)
+    if loader.__module__ not in (__name__, get_custom.__module__) or source is None:
+        return None
     if not source:  # the demo, whose content changes only with the code
         return name
-    return [name, identify_source(Source.parse(name, source), cache_dir)]
+    parsed = Source.parse(name, source)
+    return [name, identify_source(parsed, cache_dir), *([parsed.reader, find_digests()] if parsed.reader else [])]
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:

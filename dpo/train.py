@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_with, place_job
-from dpo.settings.keys import CONFIG_DIR
+from dpo.settings.keys import CONFIG_DIR, load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
@@ -52,6 +52,7 @@ def start(arguments: list[str]) -> None:
 def main(config: DictConfig) -> None:
     """Run a job of a sweep (-m); without one, Hydra only shows the config."""
     try:
+        load_plugins([*config.plugins])  # a launcher may use another process
         plan = place_job(resolve(config), HydraConfig.get())
         if problems := find_problems(plan):  # a launcher may use another machine
             exit_with([problem.sentence for problem in problems])
@@ -102,12 +103,12 @@ def dry_run(plan: Plan) -> None:
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.preference_datasets import check_columns, load_data
-    from dpo.reporting.table import LOGS
+    from dpo.reporting.table import list_logs
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import check_optimizer
     from dpo.training.start import list_first_tasks, set_up_libraries
 
-    resume_point = look_at_run(plan, LOGS)
+    resume_point = look_at_run(plan, list_logs())
     plan = plan.change("chat_template_date", find_template_date(plan, resume_point))
     set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     check_optimizer(plan.training)
@@ -130,8 +131,9 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
         with host.importing(freeze=models is None):  # the caller's models may be in reference cycles
             import dpo.trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import opening_run
-            from dpo.reporting.table import LOGS
-        with opening_run(plan, LOGS) if rank == 0 else nullcontext() as run:
+            from dpo.reporting.table import list_logs
+        load_plugins(plan.run.plugins)
+        with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
             work_in_run_dir(run, rank, plan, models)
 
 
@@ -223,6 +225,7 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
 
     from dpo.parallel.mesh import from_rank_0
 
+    load_plugins(OmegaConf.to_container(config).get("plugins"))
     plan = resolve(store_rows(config), world_size=world_size)
     if plan.trainer.multi_process:
         plan = plan.change("world_size", world_size)

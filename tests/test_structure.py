@@ -26,7 +26,20 @@ LIMITS = {  # lines and tokens of Python and Jinja; what adds to them names what
 DOCUMENT_KB, README_LINES, RECIPE_LINES = 260, 200, 250
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
 PACKAGES = (  # of `dpo`, and modules; each imports itself and those before it
-    *("", "errors", "numbers", "losses", "system", "settings", "data", "parallel", "checkpoint", "models", "analysis"),
+    *(
+        "",
+        "errors",
+        "numbers",
+        "losses",
+        "system",
+        "plugins",
+        "settings",
+        "data",
+        "parallel",
+        "checkpoint",
+        "models",
+        "analysis",
+    ),
     *("reporting", "training", "preference_datasets", "trainers", "utils", "train", "commands", "__main__"),
 )
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")  # the reference code's files

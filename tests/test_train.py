@@ -15,7 +15,7 @@ import yaml
 from support.runs import GOLDEN, ROOT, find_undocumented, read_metrics, run_python, train, write_rows
 
 from dpo.reporting.ledger import Ledger
-from dpo.reporting.table import LOGS
+from dpo.reporting.table import list_logs
 from dpo.settings.keys import KEYS
 
 SCRIPT = str(ROOT / "train.py")
@@ -124,12 +124,12 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     *_, directory, verdict = first.stdout.splitlines()
     assert directory == f"run directory: {run}"
     assert verdict.startswith("The model changed: ")
-    logs = {*LOGS} - {*Ledger.files, *Ledger.derived}
+    logs = {*list_logs()} - {*Ledger.files, *Ledger.derived}
     assert {p.name for p in run.iterdir()} == OF_EVERY_RUN | logs | {"step-8", "step-16", "LATEST", "BEST"}
     config = yaml.safe_load((run / "config.yaml").read_text())
     own = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
     assert list(config["loss"].items())[:4] == list(own.items())
-    assert config["model"]["name_or_path"] == str(ROOT / "demo")
+    assert config["model"]["name_or_path"] == str(ROOT / "dpo" / "demo_model")
     env = json.loads((run / "env.json").read_text())
     assert {"torch", "transformers"} <= env["packages"].keys()
     assert env["started"] <= env["ended"]
@@ -163,5 +163,5 @@ def test_debug_writes_no_checkpoints_and_no_wandb(tmp_path):
     data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", tmp_path / "run"
     result = train(*TINY, data, f"local_run_dir={run}", "debug=true", "wandb.enabled=true", "n_examples=4")
     assert result.returncode == 0, result.stderr
-    assert {p.name for p in run.iterdir()} - {*LOGS} == OF_EVERY_RUN
+    assert {p.name for p in run.iterdir()} - {*list_logs()} == OF_EVERY_RUN
     assert read_metrics(run, "train")

@@ -24,6 +24,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
+from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import move_aside, replacing
@@ -210,7 +211,8 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict:
     """What `check_inputs` compares, for a manifest."""
     train, test = data.report.train, data.report.test
     model = find_model_facts(model_config)
-    return {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "model": model}
+    digests = {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "code": find_digests()}
+    return digests | {"model": model}
 
 
 def find_model_facts(model_config: Any) -> dict:
@@ -223,7 +225,12 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if resume_point is None:
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)
-    names = {"data": "the training data", "test_data": "the test data", "tokens": "the tokenizer"}
+    names = {
+        "data": "the training data",
+        "test_data": "the test data",
+        "tokens": "the tokenizer",
+        "code": "the code of plugins",
+    }
     changed = [name for key, name in names.items() if saved[key] != current[key]]
     former, model = saved["model"], current["model"]
     keys = former.keys() | model.keys()

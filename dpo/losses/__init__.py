@@ -149,7 +149,7 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     parts = []
     for name, weight in options.get("weights", {}).items():
         if weight:
-            of_part = {key: options[key] for key in _list_parameters(LOSSES[name]) if key in options}
+            of_part = {key: options[key] for key in list_parameters(LOSSES[name]) if key in options}
             parts.append((weight, find_loss({"name": name, **of_part, **shared})))
     with_reference = [part for _, part in parts if part.reference]
     return replace(
@@ -161,7 +161,7 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     )
 
 
-def _list_parameters(loss: Loss) -> dict[str, Any]:
+def list_parameters(loss: Loss) -> dict[str, Any]:
     if loss.fn is None:
         return {}
     parameters = inspect.signature(loss.fn, eval_str=True).parameters.values()
@@ -172,7 +172,7 @@ def list_options() -> dict[str, Any]:
     """Every option that a loss may have, with its type and bounds."""
     types = get_type_hints(PairOptions, include_extras=True)
     for loss in LOSSES.values():
-        for name, annotation in _list_parameters(loss).items():
+        for name, annotation in list_parameters(loss).items():
             assert types.setdefault(name, annotation) == annotation, f"{name} has another type in another loss"
     return types
 

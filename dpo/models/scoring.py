@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import modulefinder
-import os
 import random
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +19,7 @@ from dpo.data.asking import TemplateRejects, apply_template, as_messages, escape
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
-from dpo.errors import InputError, ScorerFailed, explaining, one_sentence
+from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
 from dpo.models.pretrained import (
     check_positions,
@@ -38,7 +32,7 @@ from dpo.models.pretrained import (
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.settings.plan import Plan
-from dpo.system.signals import Stopped
+from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0
 
 LARGEST = 3.4e38  # the largest float32
@@ -56,13 +50,14 @@ class Scorer(NamedTuple):
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """Raises ScorerFailed for any error of the scorer, and for what is no score."""
 
+        @torch.no_grad()
         def compute() -> list[float]:
             given = list(self.score(prompts, answers))
             if text := next((score for score in given if isinstance(score, str | bytes)), None):
                 raise TypeError(f"the score {text!r} is text")
             return [float(score) for score in given]
 
-        scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
+        scores = run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
             raise ScorerFailed(f"{self.name} gave {len(scores)} scores to {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
@@ -86,45 +81,16 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def _run_users_code(code: Callable[[], Any], error_class: type[Exception], problem: str, file: Path | None) -> Any:
-    """Any error becomes an `error_class`, which names the `problem` and the line of `file`."""
-    try:
-        with torch.no_grad():
-            return code()
-    except (KeyboardInterrupt, Stopped):
-        raise
-    except BaseException as error:  # also SystemExit, if the code raises it
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" ({file}, line {frame.lineno})" for frame in frames if frame.filename == str(file)]
-        what = f"{type(error).__name__}: {one_sentence(error)}"
-        raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
-
-
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
     """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
-    # the loader is given, so that a file of another suffix, or none, fails when it is read
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=SourceFileLoader(path.stem, str(path)))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
-    sys.path.append(str(path.parent))  # for imports of modules beside the file
-    problem = f"online.function={function}: {path} cannot be run"
-    _run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, path)
+    module = load_module(path, f"online.function={function}: {path} cannot be run")
     users_function = getattr(module, name, None)
     if not callable(users_function):
         raise InputError(f"online.function={function}: {path} has no function {name}")
     return lambda prompts, answers: users_function(
         [unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers]
     )
-
-
-def hash_code(file: Path) -> str:
-    """Hash a file and what it imports from its directory, also inside functions."""
-    finder = modulefinder.ModuleFinder(path=[str(file.parent)])
-    finder.run_script(str(file))
-    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
-    contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
-    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any

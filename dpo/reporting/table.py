@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dpo import plugins
 from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard
+from dpo.reporting.events import Callback
 from dpo.reporting.files import FileLogger
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.report import ReportWriter
@@ -15,4 +17,12 @@ CALLBACKS = {
     "wandb": WandbLogger,
     "collapse": CollapseWarner,
 }
-LOGS = tuple(name for callback in CALLBACKS.values() for name in (*callback.files, *callback.derived))
+
+
+def list_callbacks() -> dict[str, type[Callback]]:
+    return CALLBACKS | plugins.CALLBACKS
+
+
+def list_logs() -> list[str]:
+    """Names of files that callbacks write."""
+    return [name for callback in list_callbacks().values() for name in (*callback.files, *callback.derived)]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple, NoReturn
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from dpo import __version__
 from dpo.errors import InputError, one_sentence
-from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted
+from dpo.plugins import ADDED_LOSSES
+from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_added_loss, load_plugins
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
@@ -32,7 +36,11 @@ WITH_VALUE = (
 ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[./](launcher|sweeper).*")
 # where Hydra records how it composed a config
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
-OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
+OUR_CODE_KEYS = (
+    "model.trust_remote_code",
+    "online.function",
+    "plugins",
+)  # keys of this project by which a config can run code
 
 PARSER = OverridesParser.create()
 
@@ -57,7 +65,8 @@ class CommandLine(NamedTuple):
     def list_options(self, group: str) -> list[str]:
         """List the options of a group, with the user's; none if it is no group."""
         folders = filter(None, (CONFIG_DIR, self.config_dir))
-        return sorted(file.stem for folder in folders for file in Path(folder, group).glob("*.yaml") if group)
+        options = [file.stem for folder in folders for file in Path(folder, group).glob("*.yaml") if group]
+        return sorted([*options, *(ADDED_LOSSES if group == "loss" else ())])
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
@@ -107,8 +116,19 @@ def parse(arguments: list[str]) -> CommandLine:
                 raise InputError(f"{name}={value} is not a directory")
         else:
             raise InputError(f"{name} is not an option here; the options are {', '.join((*FLAGS, *WITH_VALUE))}")
+    _load_plugins(overrides)
     line = CommandLine(options, overrides, config_dir)
     return line._replace(overrides=[_sign(override, line) for override in overrides])
+
+
+def _load_plugins(overrides: Sequence[str]) -> None:
+    """Load those that the command line names: a config file may name none."""
+    for override in overrides:
+        if parse_key(override) == "plugins":
+            with suppress(HydraException):  # `_explain_override` says so
+                load_plugins(PARSER.parse_override(override).value())
+    for name in ADDED_LOSSES:
+        ConfigStore.instance().store(f"{name}.yaml", find_added_loss(name), group="loss")
 
 
 def parse_key(override: str) -> str:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from omegaconf import OmegaConf
 
+from dpo import plugins
 from dpo.losses import LOSSES, list_options
 from dpo.losses.formulas import Fraction, Positive, Weight
 from dpo.system.run_directory import get_local_dir, get_local_run_dir
@@ -71,6 +72,7 @@ TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 
 @dataclass(frozen=True)
 class RunPlan:
+    plugins: Annotated[list[str], PER_RUN]
     seed: Annotated[int, "[0, 4294967295]"]
     exp_name: Name
     debug: Switch
@@ -242,13 +244,6 @@ SECTIONS = {  # by their names in a Plan, with the prefix of their keys
     "lora": (AdapterPlan, "lora."),
     "online": (OnlinePlan, "online."),
 }
-WITHOUT_SECTION = {  # keys that stand alone, and those of losses
-    "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
-    "tensorboard.enabled": Annotated[bool, CHANGE],
-    "loss.name": Literal[tuple(LOSSES)],
-    **{f"loss.{name}": annotation for name, annotation in list_options().items()},
-    **{f"loss.weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed},
-}
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -313,15 +308,32 @@ def is_within(value: float, bounds: str) -> bool:
 
 
 def _list_keys() -> dict[str, Key]:
-    annotations = {}
+    """All keys, those of plugins too."""
+    annotations: dict[str, Any] = {
+        "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
+        "tensorboard.enabled": Annotated[bool, CHANGE],
+        "loss.name": Literal[tuple(LOSSES)],
+        **{f"loss.{name}": annotation for name, annotation in list_options().items()},
+        **{f"loss.weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed},
+    }
     for section, prefix in SECTIONS.values():
         types = get_type_hints(section, include_extras=True)
         annotations |= {f"{prefix}{name}": annotation for name, annotation in types.items()}
     del annotations["dataset_sources"]  # `places.py` reads it
-    return {key: read_key(annotation) for key, annotation in (annotations | WITHOUT_SECTION).items()}
+    annotations["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
+    return {key: read_key(annotation) for key, annotation in annotations.items()}
 
 
 KEYS = _list_keys()
+
+
+def load_plugins(files: Any) -> None:
+    """Let files of the user add losses, and more (`dpo.plugins`), before a config is checked."""
+    if are_names(files):  # else the check of this key says what is wrong
+        plugins.run_plugins(files)
+        KEYS.update(_list_keys())
+
+
 REMOVED = {  # patterns of keys and values that went: the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
     ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",
@@ -369,7 +381,20 @@ def load_defaults(**options: Any) -> dict[str, Any]:
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
         file = files.get(str(options.get(group)), files.get("none"))
         defaults[group] = load_file(file) if file else {"name": MISSING}
+    if options.get("loss") in plugins.ADDED_LOSSES:
+        defaults["loss"] = find_added_loss(options["loss"])
     return defaults
+
+
+def find_added_loss(name: str) -> dict[str, Any]:
+    """The options of a plugin's loss, with those that it shares with ours."""
+    loss, folder = LOSSES[name], CONFIG_DIR / "loss" / "options"
+    of_pairs = loss.trains_on == "pairs" and not loss.scalar_head
+    shared = {"of_pairs": of_pairs, "with_reference": of_pairs and loss.reference, "with_margin": loss.takes_offset}
+    options = {"name": name, **plugins.ADDED_LOSSES[name]}
+    return options | {
+        k: v for file, has in shared.items() if has for k, v in load_file(folder / f"{file}.yaml").items()
+    }
 
 
 @cache  # the files do not change while a process runs

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.plugins import DATASETS, READERS
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir
@@ -74,6 +75,7 @@ class Source:
     path: str  # local, or a Hub id
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     columns: Mapping[str, str | None] = field(default_factory=dict)  # by fields of FIELDS; None: it has no column
+    reader: str | None = None  # of a plugin: it makes rows of the source's
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
@@ -82,7 +84,7 @@ class Source:
         for option, given in source.items():
             if removed := find_removed(f"{key}.{option}", given):
                 raise InputError(removed)
-        if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns"}:
+        if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns", "reader"}:
             raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}
         are_mapped = isinstance(columns, Mapping) and all(
@@ -95,7 +97,10 @@ class Source:
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
                 f"{', '.join(BUILT_IN)} are fixed"
             )
-        return cls(source["path"], source.get("revision"), columns)
+        if (reader := source.get("reader")) is not None and reader not in READERS:
+            known = f"one of {', '.join(READERS)}" if READERS else "added by a plugin, and plugins adds none"
+            raise InputError(f"{key}.reader={reader} must be {known}")
+        return cls(source["path"], source.get("revision"), columns, reader)
 
     @property
     def local(self) -> Path | None:
@@ -116,6 +121,8 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     template, datasets, given = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
     if is_text(template):  # a later command may run in another directory
         placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
+    if are_names(values["plugins"]):
+        placed["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
     datasets = [datasets] if is_text(datasets) else datasets
     if not (are_names(datasets) and isinstance(given, Mapping)):
         return placed
@@ -133,7 +140,7 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_source(name: str, sources: Mapping[str, Any]) -> bool:
     source = sources.get(name)
-    return name in BUILT_IN or ("path" in source if isinstance(source, Mapping) else bool(source))
+    return name in BUILT_IN or name in DATASETS or ("path" in source if isinstance(source, Mapping) else bool(source))
 
 
 def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from dpo import plugins
 from dpo.errors import InputError, one_sentence
 from dpo.models.adapters import trained_parameters
 from dpo.parallel.sharding import optimized
@@ -31,7 +32,7 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 
 def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a model's trained weights, or InputError for arguments that its class does not take."""
-    optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args
+    optimizer_class, arguments = (OPTIMIZERS | plugins.OPTIMIZERS)[training.optimizer], training.optimizer_args
     try:
         return optimizer_class(optimized(trained_parameters(model)), lr=training.lr, **arguments)
     except Exception as error:  # of torch, for the user's arguments

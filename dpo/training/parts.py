@@ -19,7 +19,7 @@ from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.events import Callbacks, RunContext
-from dpo.reporting.table import CALLBACKS
+from dpo.reporting.table import list_callbacks
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
@@ -149,7 +149,7 @@ def make_checkpoints(plan: Plan, mesh: Mesh, evaluator: Evaluator, progress: Pro
 
 def make_callbacks(plan: Plan, data: TrainingData, mesh: Mesh, policy: Any, progress: Progress) -> Callbacks:
     context = RunContext(plan, Path(plan.run.local_run_dir), mesh.rank, data, progress.line, policy)
-    return Callbacks(CALLBACKS, context, terminal=progress)
+    return Callbacks(list_callbacks(), context, terminal=progress)
 
 
 def list_saved(

@@ -33,7 +33,7 @@ def test_the_better_response_of_a_pair_is_courteous_and_the_other_curt(demo):
 
 
 def test_the_models_tokenizer_has_a_token_for_each_word(demo):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "dpo" / "demo_model")
     texts = [text for prompt, entry in demo["train"].items() for text in (prompt, *entry["responses"])]
     words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+", text)}
     assert [word for word in sorted(words) if len(tokenizer.tokenize(word)) > 1] == []

@@ -72,7 +72,7 @@ def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
 def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check):
     archive = f"model.archive={adapter}"
     for overrides, said in (
-        ((), r"choose lora=lora lora.reference=adapter, or merge it first: python -m scripts\.export \S+ DIR --merge"),
+        ((), r"choose lora=lora lora.reference=adapter, or merge it first: dpo export \S+ DIR --merge"),
         (("loss=sft",), "is an adapter: choose lora=lora, or merge it first"),
         (("lora=lora", *ALIKE), "is an adapter: choose lora=lora lora.reference=adapter, or merge"),
         (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: give lora.r=4 lora.alpha=8"),

@@ -1,0 +1,86 @@
+"""Functions by which a Python file of the user adds a loss, a dataset and more; `plugins=[FILE.py]` runs such files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpo.errors import InputError
+from dpo.losses import LOSSES, Loss, Losses, list_options, list_parameters
+from dpo.system.users_code import hash_code, load_module
+
+Rows = Iterable[Mapping[str, Any]]
+ADDED_LOSSES: dict[str, dict[str, Any]] = {}  # options with their defaults, REQUIRED for those without
+DATASETS: dict[str, Callable[[str], Rows | None]] = {}
+READERS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]] = {}
+OPTIMIZERS: dict[str, type] = {}
+CALLBACKS: dict[str, type] = {}
+REQUIRED = "???"
+_digests: dict[Path, str] = {}  # of the files that have run
+
+
+def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
+    """Add `loss=NAME`, a function like those of `dpo.losses.formulas`; `needs` are fields of `dpo.losses.Loss`.
+
+    Its keyword-only parameters are the keys `loss.PARAMETER`, with their types, bounds and defaults.
+    """
+    _refuse_known(name, LOSSES, "loss")
+    loss, known = Loss(formula, **needs), list_options()
+    for option, annotation in list_parameters(loss).items():
+        if annotation is inspect.Parameter.empty or known.get(option, annotation) != annotation:
+            raise InputError(
+                f"loss {name}: its option {option} needs a type, that of other losses' options of its name"
+            )
+    parameters = inspect.signature(formula).parameters.values()
+    defaults = {option.name: option.default for option in parameters if option.kind is option.KEYWORD_ONLY}
+    ADDED_LOSSES[name] = {k: REQUIRED if v is inspect.Parameter.empty else v for k, v in defaults.items()}
+    LOSSES[name] = loss
+
+
+def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
+    """Add `datasets=[NAME]`: `load("train")` and `load("test")` give rows, as docs/formats.md describes.
+
+    If `load("test")` gives None, a tenth of the prompts are the test split.
+    """
+    _refuse_known(name, DATASETS, "dataset")
+    DATASETS[name] = load
+
+
+def add_reader(name: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> None:
+    """Add `dataset_sources.DATASET.reader=NAME`: makes a row of docs/formats.md from a row of the data, or None to
+    leave it out.
+    """
+    _refuse_known(name, READERS, "reader")
+    READERS[name] = read
+
+
+def add_optimizer(name: str, optimizer: type) -> None:
+    """Add `optimizer=NAME`, a class like those of `torch.optim`; its arguments are `optimizer_args`."""
+    _refuse_known(name, OPTIMIZERS, "optimizer")
+    OPTIMIZERS[name] = optimizer
+
+
+def add_callback(name: str, callback: type) -> None:
+    """Add a subclass of `dpo.reporting.events.Callback` to every run; `name` is that of its state in checkpoints."""
+    _refuse_known(name, CALLBACKS, "callback")
+    CALLBACKS[name] = callback
+
+
+def _refuse_known(name: str, table: Mapping[str, Any], what: str) -> None:
+    if name in table or not name.replace("-", "_").isidentifier():
+        raise InputError(f"{what} {name!r}: this name is taken, or no name of letters, digits and _: choose another")
+
+
+def run_plugins(files: Sequence[str]) -> None:
+    """Run files that have not run in this process; InputError for one that fails."""
+    for file in (Path(name).expanduser().resolve() for name in files):
+        if file not in _digests:
+            load_module(file, f"plugins: {file} cannot be run")
+            _digests[file] = hash_code(file)
+
+
+def find_digests() -> list[str]:
+    """Digests of the files that have run, which a resumed run compares."""
+    return sorted(_digests.values())

@@ -1,0 +1,58 @@
+"""Python files of the user: run as modules of their name, and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import modulefinder
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dpo.errors import InputError, one_sentence
+from dpo.system.signals import Stopped
+
+
+def load_module(file: Path, problem: str) -> ModuleType:
+    """Run a file, which may import modules beside it; InputError, which begins with the `problem`, if that fails.
+
+    A file that is already a module of its name is not run again.
+    """
+    name = file.stem
+    # the loader is given, so that a file of another suffix, or none, fails when it is read
+    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+    former = sys.modules.get(name)
+    if former is not None and getattr(former, "__file__", None) == str(file):
+        return former
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # dataclasses and pickle look the module up there
+    sys.path.append(str(file.parent))  # for imports of modules beside the file, and so that workers find it by its name
+    run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, file)
+    return module
+
+
+def run_users_code(code: Callable[[], Any], error_class: type[Exception], problem: str, file: Path | None) -> Any:
+    """Any error becomes an `error_class`, which names the `problem` and the line of `file`."""
+    try:
+        return code()
+    except (KeyboardInterrupt, Stopped):
+        raise
+    except BaseException as error:  # also SystemExit, if the code raises it
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" ({file}, line {frame.lineno})" for frame in frames if frame.filename == str(file)]
+        what = f"{type(error).__name__}: {one_sentence(error)}"
+        raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
+
+
+def hash_code(file: Path) -> str:
+    """Hash a file and what it imports from its directory, also inside functions."""
+    finder = modulefinder.ModuleFinder(path=[str(file.parent)])
+    finder.run_script(str(file))
+    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
+    return hashlib.sha256(repr(contents).encode()).hexdigest()

@@ -1,0 +1,89 @@
+"""The plugin of docs/plugins.md trains, on one process and several, and is part of what a resume checks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.runs import ROOT, read_metrics, run_python, small_run, write_rows
+
+[PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+ALL = ("plugins=[my.py]", "loss=cpo", "loss.beta=2.0", "optimizer=Lion", "lr=1e-4")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "my.py").write_text("from helper import *\n" + PLUGIN)
+    (tmp_path / "helper.py").write_text("")
+    votes = [
+        {"question": f"Which is larger, {i} or {i + 1}?", "a": str(i), "b": str(i + 1), "votes_a": i % 3, "votes_b": 1}
+        for i in range(60)
+    ]
+    write_rows(tmp_path / "votes.jsonl", votes)
+    return tmp_path
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    options = [o for o in small_run(folder, folder / "run") if not o.startswith(("dataset", "lr=", "loss", "optimizer"))]
+    return run_python(str(ROOT / "train.py"), *options, *overrides, cwd=folder)
+
+
+def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(folder):
+    data = ("datasets=[sums,mine]", "dataset_sources.mine.path=votes.jsonl", "dataset_sources.mine.reader=votes")
+    refused = train(folder, *ALL, *data, "loss.nll_weight=much", "loss.gamma=1")
+    result = train(folder, *ALL, *data)
+
+    sentences = ["loss.gamma does not exist with loss=cpo", "loss.nll_weight=much must be a number"]
+    assert (refused.returncode, sorted(refused.stderr.splitlines()[1:])) == (2, [f"  - {line}" for line in sentences])
+    assert result.returncode == 0, result.stderr
+    losses = [line["loss/train"] for line in read_metrics(folder / "run", "train")]
+    logged = [line.split(",") for line in (folder / "run" / "losses.csv").read_text().splitlines()]
+    assert [float(value) for _, value in logged] == losses
+    counts = json.loads((folder / "run" / "preflight.json").read_text())
+    assert counts["train"]["examples"] + counts["test"]["examples"] == 50 + 40  # of 60 rows with votes 20 are ties
+
+
+@pytest.mark.slow
+def test_a_resumed_run_needs_the_same_code(folder):
+    sums = (*ALL, "datasets=[sums]")
+    assert train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2").returncode == 0
+    (folder / "helper.py").write_text("changed = True")
+    changed = train(folder, *sums, "n_examples=16", "resume=auto")
+    (folder / "helper.py").write_text("")
+    went_on = train(folder, *sums, "n_examples=16", "resume=auto")
+
+    assert changed.returncode == 2
+    assert "the code of plugins has changed since" in changed.stderr
+    assert went_on.returncode == 0, went_on.stderr
+    assert len((folder / "run" / "losses.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("1 / 0", r"my.py cannot be run: ZeroDivisionError: division by zero \(.*my.py, line 1\)"),
+        ("import dpo.plugins as p\np.add_loss('dpo', print)", "loss 'dpo': this name is taken"),
+        (
+            "import dpo.plugins as p\np.add_loss('mine', lambda scores, *, beta: 0)",
+            "loss mine: its option beta needs a type",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_refused_with_its_line(folder, code, reason):
+    (folder / "my.py").write_text(code)
+    result = train(folder, "plugins=[my.py]", "loss=sft", "datasets=[demo]")
+    assert result.returncode == 2
+    assert re.search(reason, result.stderr)
+
+
+def test_a_config_file_cannot_name_a_plugin(folder):
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "evil.yaml").write_text("# @package _global_\nplugins: [my.py]\n")
+    (folder / "my.py").write_text("open('ran', 'w')")
+    result = train(folder, "--config-dir=.", "experiment=evil", "loss=sft", "datasets=[demo]")
+    assert result.returncode == 2
+    assert "plugins may not be set in a config file" in result.stderr
+    assert not (folder / "ran").exists()
