@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_with, place_job
@@ -52,8 +52,7 @@ def start(arguments: list[str]) -> None:
 def main(config: DictConfig) -> None:
     """Run a job of a sweep (-m); without one, Hydra only shows the config."""
     try:
-        load_plugins([*config.plugins])  # a launcher may use another process
-        plan = place_job(resolve(config), HydraConfig.get())
+        plan = place_job(resolve(config, with_plugins=True), HydraConfig.get())
         if problems := find_problems(plan):  # a launcher may use another machine
             exit_with([problem.sentence for problem in problems])
         run_or_exit(plan)
@@ -225,8 +224,7 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
 
     from dpo.parallel.mesh import from_rank_0
 
-    load_plugins(OmegaConf.to_container(config).get("plugins"))
-    plan = resolve(store_rows(config), world_size=world_size)
+    plan = resolve(store_rows(config), world_size=world_size, with_plugins=True)
     if plan.trainer.multi_process:
         plan = plan.change("world_size", world_size)
         if world_size > 1 and plan.run.fsdp_port is None and "MASTER_PORT" not in os.environ:

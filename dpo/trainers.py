@@ -31,7 +31,6 @@ from dpo.parallel.sharding import announce_backward, clip_gradient, release_gath
 from dpo.preference_datasets import load_data
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
-from dpo.settings.keys import load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems, raise_problems
@@ -315,8 +314,7 @@ class BasicTrainer(Trainer):
         stored: Any = store_rows(config)
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
-        load_plugins(given.get("plugins"))
-        plan = resolve(given, world_size=world_size)
+        plan = resolve(given, world_size=world_size, with_plugins=True)
         # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())

@@ -381,7 +381,7 @@ def load_defaults(**options: Any) -> dict[str, Any]:
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
         file = files.get(str(options.get(group)), files.get("none"))
         defaults[group] = load_file(file) if file else {"name": MISSING}
-    if options.get("loss") in plugins.ADDED_LOSSES:
+    if str(options.get("loss")) in plugins.ADDED_LOSSES:
         defaults["loss"] = find_added_loss(options["loss"])
     return defaults
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings import keys
-from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults
+from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults, load_plugins
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
@@ -110,12 +110,17 @@ class Plan:
         return _derive({**self.values, key: value}, self.gpus, self.dims.world_size, self.has_new_run_dir)
 
 
-def resolve(config: DictConfig | Mapping[str, Any], *, world_size: int | None = None) -> Plan:
+def resolve(
+    config: DictConfig | Mapping[str, Any], *, world_size: int | None = None, with_plugins: bool = False
+) -> Plan:
     """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
-    `world_size` follows from config and machine, unless it is given.
+    `world_size` follows from config and machine, unless it is given. `with_plugins` runs the plugins that the config
+    names: never do so with that of an earlier run, which may be someone else's.
     """
     nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
+    if with_plugins:
+        load_plugins(nested.get("plugins"))
     options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
     filled = OmegaConf.merge(load_defaults(**options), nested)
     values = place_datasets(flatten(filled))

@@ -27,7 +27,9 @@ def folder(tmp_path) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    options = [o for o in small_run(folder, folder / "run") if not o.startswith(("dataset", "lr=", "loss", "optimizer"))]
+    options = [
+        o for o in small_run(folder, folder / "run") if not o.startswith(("dataset", "lr=", "loss", "optimizer"))
+    ]
     return run_python(str(ROOT / "train.py"), *options, *overrides, cwd=folder)
 
 
