@@ -179,11 +179,16 @@ def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
     return f"because {' and '.join(others)} failed, was killed, or did not answer in time\n" if others else ""
 
 
-def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """The system kills it if its parent ends; the parent gets its status and message."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has ended before the call above
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Let the system send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # it has ended before the call above
         os._exit(FAILED)
+
+
+def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+    """The parent gets its status and message."""
+    end_with_parent(parent, signal.SIGKILL)
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)

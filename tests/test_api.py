@@ -1,0 +1,103 @@
+"""`dpo.run` trains as `dpo train` does, and leaves no process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.runs import make_environment, read_metrics, small_run
+
+import dpo
+from dpo.api import _write
+from dpo.errors import InputError
+from dpo.settings.command_line import PARSER, parse_key
+
+ROWS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": f" No {i}."} for i in range(40)]
+
+
+@pytest.fixture
+def keys(rows, tmp_path, monkeypatch) -> dict:
+    monkeypatch.chdir(tmp_path)
+    for name, value in make_environment().items():
+        monkeypatch.setenv(name, value)
+    given = {parse_key(o): PARSER.parse_override(o).value() for o in small_run(rows, tmp_path / "run")}
+    own = {key: value for key, value in given.items() if key != "datasets"}
+    return own | {"wandb.enabled": False, "do_first_eval": True, "sample_during_eval": True, "export": True}
+
+
+def list_processes(text: str) -> list[str]:
+    """Command lines with a text."""
+    listed = subprocess.run(["ps", "-ewwo", "args="], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if text in line]
+
+
+def test_rows_are_trained_on_and_the_result_has_metrics_samples_a_verdict_and_a_model(keys, capsys):
+    result = dpo.run(keys, data=ROWS)
+
+    assert list(result.metrics["loss/train"].dropna()) == [
+        line["loss/train"] for line in read_metrics(Path(keys["local_run_dir"]), "train")
+    ]
+    assert {"prompt", "policy", "reference"} <= {*result.samples.columns}
+    assert "held-out pairs" in result.verdict
+    assert (result.model / "config.json").exists()
+    assert repr(result).startswith(str(result.directory))
+    assert list_processes(keys["local_run_dir"]) == []
+    output = capsys.readouterr()
+    assert "evaluation after 0 examples" in output.out
+    assert re.search(r"6/6 \[", output.err)  # the bar
+
+
+@pytest.mark.slow
+def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
+    first = dpo.run(keys, data=ROWS).metrics["loss/train"].dropna()
+    text = " ".join(f"{key}={_write(value)}" for key, value in keys.items() if key != "local_run_dir")
+    second = dpo.run(text, data=datasets.Dataset.from_list(ROWS))
+    assert list(second.metrics["loss/train"].dropna()) == list(first)
+    assert second.directory.parent.parent == tmp_path
+
+
+def test_bad_input_is_an_error_with_all_problems(keys):
+    with pytest.raises(InputError, match=r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
+        dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
+    with pytest.raises(InputError, match="data is a str: give a list of mappings"):
+        dpo.run(keys, data="rows.csv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_whose_caller_is_interrupted_or_killed_saves_and_ends(keys, number, tmp_path):
+    keys |= {"n_examples": 4000, "eval_every": 4000}
+    code = f"import dpo; print(dpo.run({keys!r}, data={ROWS!r}))"
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+    while not (metrics.exists() and '"train"' in metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    caller.send_signal(number)
+    caller.communicate(timeout=100)
+    while list_processes(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+    assert caller.returncode == -number
+    assert (tmp_path / "run" / "LATEST" / "manifest.json").exists()
+    assert list_processes(str(tmp_path)) == []
+
+
+NAMES = st.from_regex("[a-z_]+", fullmatch=True)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(NAMES, parts, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(VALUES)
+def test_every_value_is_read_as_it_was_given(value):
+    assert PARSER.parse_override(f"key={_write(value)}").value() == value
