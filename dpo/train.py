@@ -98,7 +98,7 @@ def run(plan: Plan) -> None:
 
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing. Raises InputError wherever the run would."""
-    from dpo.checkpoint.resume import check_inputs, find_template_date, look_at_run
+    from dpo.checkpoint.resume import check_inputs, keep_choices, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.preference_datasets import check_columns, load_data
@@ -108,7 +108,7 @@ def dry_run(plan: Plan) -> None:
     from dpo.training.start import list_first_tasks, set_up_libraries
 
     resume_point = look_at_run(plan, list_logs())
-    plan = plan.change("chat_template_date", find_template_date(plan, resume_point))
+    plan = keep_choices(plan, resume_point)
     set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     check_optimizer(plan.training)
     check_columns(plan)
@@ -139,7 +139,7 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
 def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
     """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
-    from dpo.checkpoint.resume import check_inputs, find_model_facts, find_template_date
+    from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices
     from dpo.models.export import export_last
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
@@ -150,8 +150,9 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
-    date = find_template_date(plan, run.resume_point) if run else None
-    plan = plan.change("chat_template_date", from_rank_0(date))  # processes of a long start may see different days
+    plan = keep_choices(plan, run.resume_point) if run else plan
+    for key in ("chat_template_date", "model.autocast"):  # processes of a long start may see different days
+        plan = plan.change(key, from_rank_0(plan.values[key]))
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)

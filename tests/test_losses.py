@@ -11,7 +11,7 @@ import torch
 from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, SHARED, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
-from dpo.losses.formulas import bradley_terry
+from dpo.losses.formulas import bradley_terry, mean_sft, sft
 from dpo.settings.keys import load_defaults
 from dpo.training.objective import make_scores
 
@@ -163,6 +163,12 @@ def test_the_loss_of_a_reward_model_with_margin_and_centering():
     assert (chosen.tolist(), rejected.tolist()) == ([2, -1], [0.5, 1.5])
     losses = bradley_terry(rewards._replace(offset=torch.tensor([0.3, 0.6])), centering=0.0).losses
     assert losses.tolist() == pytest.approx([minus_log_sigmoid(1.2), minus_log_sigmoid(-3.1)], rel=1e-6)
+
+
+def test_sft_sums_over_tokens_or_takes_their_mean():
+    scores = Scores(torch.tensor([-6.0, -4.0]), torch.tensor([3, 1]))
+    assert sft(scores).losses.tolist() == [6, 4]
+    assert mean_sft(scores).losses.tolist() == [2, 4]
 
 
 def test_dpop_penalises_a_chosen_response_that_became_less_likely():

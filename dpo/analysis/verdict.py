@@ -129,7 +129,7 @@ def _describe_loss(run: Run) -> str:
     _, losses = run.eval.points("loss/eval")
     name, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
-        name, losses = "loss per token", losses / n_tokens
+        name, losses = "loss per token", losses if run.setting("sft_loss") == "mean" else losses / n_tokens
         if n_effective(run) < FEWEST:
             few = _say_too_few(count(n_evaluated(run), "target"))
     if losses[-1] == losses[0]:

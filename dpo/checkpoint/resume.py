@@ -151,7 +151,10 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
-            check_fits(manifest, record_config(plan), where=checkpoint)
+            config = record_config(plan)
+            if plan.may_change_autocast:
+                config["model.autocast"] = manifest["config"].get("model.autocast")
+            check_fits(manifest, config, where=checkpoint)
             return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
         return None
@@ -177,10 +180,14 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
     sync(run_dir)
 
 
-def find_template_date(plan: Plan, resume_point: ResumePoint | None) -> str:
-    """The date that a chat template writes in all of a run."""
-    recorded = resume_point.manifest["config"].get("chat_template_date") if resume_point else None
-    return plan.chat.template_date or recorded or date.today().isoformat()
+def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
+    """The plan with what a run chooses when it begins: the date that a chat template writes, and autocast."""
+    recorded = resume_point.manifest["config"] if resume_point else {}
+    today = recorded.get("chat_template_date") or date.today().isoformat()
+    plan = plan.change("chat_template_date", plan.chat.template_date or today)
+    if plan.may_change_autocast and resume_point:
+        plan = plan.change("model.autocast", recorded.get("model.autocast"))
+    return plan
 
 
 # --- what must be unchanged ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from dpo import __version__
-from dpo.system.host import host_memory, is_installed
+from dpo.system.host import has_bfloat16, host_memory, is_installed
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
@@ -79,7 +79,7 @@ def check_devices() -> None:
         free, total = torch.cuda.mem_get_info(i)
         ones = torch.ones(512, 512, device=f"cuda:{i}")
         assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
-        dtypes = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bfloat16"
+        dtypes = "bfloat16" if has_bfloat16() else "no bfloat16"
         print(f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {dtypes}")
     backend, size = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -138,6 +138,11 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
     return Losses(-scores.chosen)
 
 
+def mean_sft(scores: Scores, **_: Any) -> Losses:
+    """`sft` per token of each target."""
+    return Losses(-scores.chosen / scores.chosen_lengths)
+
+
 def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
     chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
     logps = (chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected)

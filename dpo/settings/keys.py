@@ -122,7 +122,7 @@ class ModelPlan:
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
-    autocast: Literal["bfloat16"] | None
+    autocast: Literal["bfloat16", "auto"] | None  # in a Plan, auto is decided
     attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
     cache_implementation: Annotated[Literal["static"], CHANGE] | None
     random_init: bool
@@ -201,6 +201,7 @@ class TrainingPlan:
     schedule: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Fraction
     max_grad_norm: Annotated[float, "(0, inf]"]
+    sft_loss: Literal["sum", "mean"]
     cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
     activation_checkpointing: Switch
     compile: Switch

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
+from dpo.losses.formulas import mean_sft
 from dpo.settings import keys
 from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults, load_plugins
 from dpo.settings.places import place_datasets
-from dpo.system.host import count_gpus
+from dpo.system.host import count_gpus, has_bfloat16
 from dpo.system.launching import find_rank_env
 from dpo.system.redaction import redact
 
@@ -52,6 +53,7 @@ class Plan:
     gpus: int  # number of this machine's GPUs
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
+    may_change_autocast: bool  # whether model.autocast=auto, so that a resumed run takes what it began with
     values: Mapping[str, Any]  # of all keys, by dotted key
     # --- the keys by section
     run: keys.RunPlan
@@ -107,7 +109,8 @@ class Plan:
 
     def change(self, key: str, value: Any) -> Plan:
         """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
-        return _derive({**self.values, key: value}, self.gpus, self.dims.world_size, self.has_new_run_dir)
+        given = {**self.values, key: value}
+        return _derive(given, self.gpus, self.dims.world_size, self.has_new_run_dir, self.may_change_autocast)
 
 
 def resolve(
@@ -150,9 +153,18 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     return _derive(given, count_gpus(), world_size, has_new_run_dir)
 
 
-def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
+def _derive(
+    given: Mapping[str, Any],
+    gpus: int,
+    world_size: int | None,
+    has_new_run_dir: bool,
+    may_change_autocast: bool = False,
+) -> Plan:
     right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     values = find_defaults(given) | right
+    if values["model.autocast"] == "auto":
+        autocast, may_change_autocast = "bfloat16" if gpus and has_bfloat16() else None, True
+        given, values["model.autocast"] = {**given, "model.autocast": autocast}, autocast
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
@@ -163,6 +175,8 @@ def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
+        if values["loss.name"] == "sft" and values["sft_loss"] == "mean":
+            loss = replace(loss, fn=mean_sft)
     sections = {
         name: section(**{field.name: values[prefix + field.name] for field in fields(section)})
         for name, (section, prefix) in keys.SECTIONS.items()
@@ -185,6 +199,7 @@ def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new
         gpus=gpus,
         tensorboard=values["tensorboard.enabled"],
         has_new_run_dir=has_new_run_dir,
+        may_change_autocast=may_change_autocast,
         values=given,
         **{"lora": None, "online": None, **sections},
     )

@@ -137,6 +137,13 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def has_bfloat16() -> bool:
+    """Whether the GPUs compute in bfloat16, and do not only emulate it."""
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def list_own_gpus(*, multi_process: bool) -> list[int]:
     """One under `multi_process`, else all."""
     import torch

@@ -140,6 +140,13 @@ def test_a_template_writes_the_date_on_which_the_run_began(run, tmp_path, monkey
     assert (tmp_path / "run" / "LATEST" / "hf" / "chat_template.jinja").read_text() == template
 
 
+def test_a_run_keeps_the_autocast_that_it_began_with(run, tmp_path):
+    run("run", "n_examples=8", "model.autocast=bfloat16")  # as auto chooses on a GPU
+    run("run", "n_examples=12", "model.autocast=auto", "resume=auto")
+    assert read_yaml(tmp_path / "run" / "config.yaml")["model"]["autocast"] == "bfloat16"
+    assert len(read_metrics(tmp_path / "run", "train")) == 3
+
+
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finished, tmp_path):
     whole = finished()
     before = (whole / "metrics.jsonl").read_bytes()

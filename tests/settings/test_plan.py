@@ -8,6 +8,7 @@ from support.commands import compose
 
 import preference_datasets
 import trainers
+from dpo.losses.formulas import mean_sft, sft
 from dpo.models.pretrained import DTYPES
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, Resume, load_defaults
@@ -67,6 +68,17 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
     assert (plan.compute_dtype, plan.reference_dtype) == (policy, reference)
     assert plan.reference == ("base" if plan.lora else "model")
     assert plan_of("loss=sft").reference is None
+
+
+@pytest.mark.parametrize(("has_it", "autocast"), [(True, "bfloat16"), (False, None)])
+def test_modern_computes_in_bfloat16_where_gpus_have_it_and_records_that(has_it, autocast, monkeypatch):
+    monkeypatch.setattr("dpo.settings.plan.has_bfloat16", lambda: has_it)
+    plan = plan_of("experiment=modern").change("seed", 1)
+    assert (plan.model.autocast, plan.values["model.autocast"]) == (autocast, autocast)
+    assert plan.reference_dtype == plan.compute_dtype == "float32"
+    assert (plan.loss.fn, plan_of("lr=1").loss.fn) == (mean_sft, sft)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert plan_of("experiment=modern_lora").model.autocast is None
 
 
 def test_the_names_of_the_config_are_those_of_the_tables():
