@@ -24,7 +24,7 @@ def percent(share: float) -> str:
     """With a decimal near 0 and 1."""
     if not math.isfinite(share):
         return "unknown"
-    digits = 1 if 0.99 < share < 1 or 0 < share < 0.01 else 0
+    digits = 1 if 0.99 < share < 0.9995 or 0.0005 <= share < 0.01 else 0
     text = f"{100 * share:.{digits}f}"
     return ("0 %" if float(text) == 0 else f"{text} %").replace("-", "\N{MINUS SIGN}")
 

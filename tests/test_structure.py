@@ -40,7 +40,18 @@ PACKAGES = (  # of `dpo`, and modules; each imports itself and those before it
         "models",
         "analysis",
     ),
-    *("reporting", "training", "preference_datasets", "trainers", "utils", "train", "commands", "api", "__main__"),
+    *(
+        "reporting",
+        "training",
+        "preference_datasets",
+        "judging",
+        "trainers",
+        "utils",
+        "train",
+        "commands",
+        "api",
+        "__main__",
+    ),
 )
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")  # the reference code's files
 PATHS = sorted((ROOT / "dpo").rglob("*.py"))

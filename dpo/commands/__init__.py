@@ -16,6 +16,7 @@ COMMANDS = {
     "report": "curves and findings of runs, in one page",
     "sample": "ask a policy and its reference",
     "export": "write a policy as a model of transformers",
+    "evaluate": "judge a model beside another: by people, a reward model, a language model, lm-eval",
     "ledger": "the hardest pairs of a run, and likely wrong labels",
     "verify": "compare checkpoints with their checksums",
     "doctor": "what this machine has, and what is wrong with it",
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"dpo {__version__}")
         return 0
-    lines = [f"  {command:<9}{meaning}" for command, meaning in COMMANDS.items()]
+    lines = [f"  {command:<10}{meaning}" for command, meaning in COMMANDS.items()]
     usage = "\n".join(["usage: dpo COMMAND ..., dpo COMMAND --help, dpo --version", "", *lines])
     if name in ("-h", "--help"):
         print(usage)

@@ -66,3 +66,20 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             remove(temporary)
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yield the values of JSON lines to which `append_line` adds, if there is such a file.
+
+    A last line that was cut off, as by a kill, is removed.
+    """
+    if path.exists():
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        os.truncate(path, end)
+        yield from map(json.loads, content[:end].splitlines())
+
+
+def append_line(path: Path, value: Any) -> None:
+    with path.open("ab") as file:
+        file.write(json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")

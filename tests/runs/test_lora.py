@@ -19,11 +19,11 @@ from support.runs import GOLDEN, assert_alike, compose, read_metrics
 from transformers import AutoModelForCausalLM
 
 from dpo.checkpoint.files import read_state
-from dpo.commands.sample import load_panel
 from dpo.errors import InputError
 from dpo.models.adapters import WEIGHTS, switch
 from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
+from dpo.models.panel import load_panel
 from dpo.models.pretrained import Source, load_model
 from dpo.models.quantization import Linear4bit, quantize
 from dpo.settings.plan import resolve

@@ -16,10 +16,11 @@ import transformers
 from support.models import COMMON
 from support.runs import GOLDEN
 
-from dpo.commands.sample import Panel, Side, converse, load_panel, main
+from dpo.commands.sample import converse, main
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from dpo.models.export import export
+from dpo.models.panel import Panel, Side, load_panel
 from dpo.models.pretrained import Source, load_model
 
 LLAMA = str(GOLDEN / "tiny-llama")

@@ -1,0 +1,235 @@
+"""Judge a model's answers beside those of another, by default of the model that its training began from.
+
+    dpo evaluate RUN_OR_MODEL [OTHER] --judge JUDGE [--prompts FILE]
+
+JUDGE is one of: human (writes a page on which people judge), verdicts:FILE (what that page saved), reward_model:DIR,
+function:FILE.py:NAME (scores answers), or the URL of a server with the chat completions protocol, whose key is in
+JUDGE_API_KEY or OPENAI_API_KEY. An interrupted evaluation goes on where it was. docs/evaluation.md explains it. Exit
+status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from dpo import __version__
+from dpo.commands import add_trust_option
+from dpo.data.asking import CHAT
+from dpo.errors import InputError, RunError
+from dpo.judging import judges
+from dpo.judging.answers import ANSWERS, AnswerFile, Contestant, Pair, draw_answers, list_labelled, load_prompts, show
+from dpo.judging.page import write_form, write_result
+from dpo.judging.server import Server
+from dpo.judging.statistics import find_rate, summarize
+from dpo.models.answers import choose_sampling, list_end_tokens
+from dpo.models.export import find_origin
+from dpo.models.panel import load_panel
+from dpo.numbers import count, percent
+from dpo.system.arithmetic import set_up_torch
+from dpo.system.host import is_installed
+from dpo.system.plain_files import replacing
+from dpo.system.run_directory import now
+
+SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dpo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("model", metavar="RUN_OR_MODEL")
+    option("other", metavar="OTHER", nargs="?", help="default: what training began from")
+    option("--judge", metavar="JUDGE")
+    option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
+    option("--limit", type=int, default=200, help="most prompts (default: 200)")
+    option("--labelled", type=int, default=100, help="most labelled pairs on which the judge is tested (default: 100)")
+    option("--out", type=Path, metavar="DIR", help="default: RUN/evaluation, or evaluation")
+    option("--seed", type=int, default=0)
+    option("--temperature", type=float, help="0: the most probable token")
+    option("--top-p", type=float)
+    option("--top-k", type=int)
+    option("--max-new-tokens", type=int, default=256)
+    option("--batch-size", type=int, default=16, help="prompts answered at a time (default: 16)")
+    option(
+        "--template", default="helpful", help="what a server is asked: helpful, paper_dialogue, paper_summary, a file"
+    )
+    option("--judge-model", metavar="NAME", help="the server's model; default: the first that it names")
+    option("--parallel", type=int, default=8, help="calls of a server at a time (default: 8)")
+    option("--timeout", type=float, default=60, help="seconds for a call (default: 60)")
+    option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
+    option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
+    add_trust_option(parser)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    options.next_command = shlex.join(["dpo", "evaluate", *(word.replace("human", SAVED) for word in given)])
+    if not (options.judge or options.lm_eval):
+        parser.error("give --judge, --lm-eval or both")
+    set_up_torch(deterministic=False, compiles=False)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        if options.lm_eval:
+            run_lm_eval(options)
+        if options.judge:
+            evaluate(options)
+    except (InputError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        print("what was answered and judged so far is kept: the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    kind, _, place = options.judge.partition(":")
+    if kind not in ("human", "verdicts", "reward_model", "function", "http", "https") or (
+        kind != "human" and not place
+    ):
+        raise InputError(f"--judge {options.judge} is none: see dpo evaluate --help")
+    template = judges.read_template(options.template)
+    trust = options.trust_remote_code
+    reference = "none" if options.other else None
+    panel = load_panel(options.model, reference=reference, trust_remote_code=trust)
+    panels = [panel, panel] if options.other is None else [panel, load_panel(options.other, reference="none")]
+    if options.other is None and len(panel.sides) < 2:
+        raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
+    names = (Path(options.model).name, Path(options.other).name if options.other else "its start")
+    sides = (panel.sides[0], panels[1].sides[-1])
+    contestants = [Contestant(*parts) for parts in zip(names, panels, sides, strict=True)]
+    folder = options.out or (panel.origin.run_dir / "evaluation" if panel.origin.run_dir else Path("evaluation"))
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = load_prompts(panel.origin, options.prompts, panel.tokenizer, limit=options.limit, seed=options.seed)
+    pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
+    if kind == "human":
+        write_form(folder / "judge.html", pairs)
+        print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
+        print(f"then: {options.next_command}")
+        return
+    if kind == "verdicts":
+        judge = judges.make_file_judge(place)
+    elif kind in ("http", "https"):
+        limits = {"parallel": options.parallel, "timeout": options.timeout}
+        server = Server(options.judge, options.judge_model, folder / "replies.jsonl", **limits)
+        judge = judges.make_server_judge(server, template)
+    else:
+        judge = judges.make_scoring_judge(scorer=kind, **{kind: place})
+    verdicts = judge(pairs)
+    labelled = [] if kind == "verdicts" else list_labelled(prompts, panel.tokenizer)[: options.labelled]
+    tested = judge(labelled) if labelled else []
+    settings = {
+        "judge": options.judge,
+        "template": options.template if kind in ("http", "https") else None,
+        "prompts": options.prompts or f"held out by {options.model}",
+        "answers": str(sampling),
+        "longest answer": f"{options.max_new_tokens} tokens",
+        "made": f"{now()} by dpo {__version__}",
+    }
+    report(folder, names, pairs, verdicts, tested, {key: value for key, value in settings.items() if value})
+
+
+def answer_both(contestants: Sequence[Contestant], prompts: Sequence[Any], file: Path, options: Any) -> tuple[Any, Any]:
+    """The pairs of answers to all prompts that both models have positions for, and how they were drawn."""
+    panel = contestants[0].panel
+    tokenizer = panel.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+    wanted, n_new = (
+        {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k},
+        options.max_new_tokens,
+    )
+    sampling = choose_sampling(
+        contestants[0].side.model,
+        panel.tokenizer,
+        wanted,
+        chat=panel.form == CHAT,
+        max_new_tokens=n_new,
+        seed=(options.seed,),
+    )
+    encoded = [[contestant.encode(prompt, tokenizer, n_new=n_new) for prompt in prompts] for contestant in contestants]
+    fitting = [i for i in range(len(prompts)) if None not in (encoded[0][i], encoded[1][i])]
+    if len(fitting) < len(prompts):
+        print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
+    if not fitting:
+        raise InputError("no prompt is left: give others, or a smaller --max-new-tokens")
+    kept, store, answers = [prompts[i] for i in fitting], AnswerFile(file), []
+    for contestant, tokens in zip(contestants, encoded, strict=True):
+        ends = list_end_tokens(contestant.side.model.generation_config, contestant.panel.tokenizer)
+        own = sampling._replace(end_tokens=ends)
+        answers.append(
+            draw_answers(contestant, kept, [tokens[i] for i in fitting], own, store, batch_size=options.batch_size)
+        )
+    questions = [show(prompt, panel.tokenizer) for prompt in kept]
+    return [Pair(*parts) for parts in zip(kept, questions, *answers, strict=True)], sampling
+
+
+def report(
+    folder: Path,
+    names: tuple[str, str],
+    pairs: Sequence[Pair],
+    verdicts: Sequence[judges.Verdict],
+    tested: Sequence[judges.Verdict],
+    settings: dict[str, Any],
+) -> None:
+    """Print the result, and write it as a page and as files."""
+    valid = [(verdict, pair) for verdict, pair in zip(verdicts, pairs, strict=True) if verdict.score is not None]
+    if not valid:
+        raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
+    lengths = [(len(pair.first.text), len(pair.second.text)) for _, pair in valid]
+    summary = summarize([verdict.score for verdict, _ in valid], lengths)
+    sentences, rates = [summary.describe(*names)], [("Win rate", summary.rate)]
+    if summary.controlled:
+        rates.append(("Length-controlled win rate", summary.controlled))
+    if n_flipped := sum(verdict.is_flipped for verdict, _ in valid):
+        share = percent(n_flipped / len(valid))
+        sentences.append(f"In {share} of the pairs the order of the answers decided, which counts as a tie.")
+    if len(valid) < len(pairs):
+        sentences.append(f"{count(len(pairs) - len(valid), 'pair')} without a valid verdict did not count.")
+    scores = np.array([verdict.score for verdict in tested if verdict.score is not None])
+    agreement = find_rate(scores, np.random.default_rng(0)) if len(scores) else None
+    if agreement:
+        sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
+        rates.append(("The judge's agreement with labels", agreement))
+    facts = {"policy": names[0], "other": names[1], "sentences": sentences, "rates": rates, "settings": settings}
+    write_result(folder / "evaluation.html", facts, pairs, verdicts)
+    rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]
+    numbers = {**summary._asdict(), "agreement": agreement, "invalid": len(pairs) - len(valid), "flipped": n_flipped}
+    for name, text in (
+        ("verdicts.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
+        ("evaluation.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
+    ):
+        with replacing(folder / name) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+    print(*sentences, f"page: {folder / 'evaluation.html'}", sep="\n")
+
+
+def run_lm_eval(options: argparse.Namespace) -> None:
+    """Run lm-eval's own command on the model of transformers that a run exported."""
+    if not is_installed("lm_eval"):
+        raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
+    origin = find_origin(options.model, hub=True, trust_remote_code=options.trust_remote_code)
+    model = origin.run_dir / "LATEST" / "hf" if origin.run_dir else Path(options.model)
+    if origin.run_dir and not model.exists():
+        raise InputError(f"{model} does not exist: run dpo export {options.model} DIR, and evaluate DIR")
+    folder = options.out or (origin.run_dir / "evaluation" if origin.run_dir else Path("evaluation"))
+    arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
+    if (model / "adapter_config.json").exists():
+        arguments = f"pretrained={origin.plan.model.name_or_path},peft={model}"
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
+    command += ["--output_path", str(folder / "lm-eval"), "--batch_size", str(options.batch_size)]
+    command += ["--include_path", options.include_path] if options.include_path else []
+    if subprocess.run(command, check=False).returncode:
+        raise RunError("lm-eval failed: its output above says why")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Prompts of held-out data or of a file, and the answers of two models to them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tqdm
+
+from dpo.data.asking import as_messages
+from dpo.data.custom import get_custom
+from dpo.data.sources import load_rows
+from dpo.data.table import Prompt, iterate_prompts
+from dpo.data.tokenization import TextEncoder, unescape
+from dpo.errors import InputError
+from dpo.models.adapters import switch
+from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
+from dpo.models.export import Origin
+from dpo.models.panel import Panel, Side
+from dpo.models.pretrained import check_positions
+from dpo.models.weights import model_digest
+from dpo.preference_datasets import load_data
+from dpo.settings.places import Source
+from dpo.system.plain_files import append_line, read_lines
+
+ANSWERS = "answers.jsonl"
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt; a verdict says how good the first is beside the second."""
+
+    prompt: Prompt
+    question: str  # the prompt for readers
+    first: Answer
+    second: Answer
+
+    @property
+    def id(self) -> str:
+        return hash_texts(self.question, self.first.text, self.second.text)
+
+
+def hash_texts(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def load_prompts(origin: Origin, file: str | None, tokenizer: Any, *, limit: int, seed: int) -> list[Prompt]:
+    """At most `limit` prompts, drawn by the seed: those of a file (docs/formats.md), or those that a run held out."""
+    if file is not None:
+        rows = load_rows(Source(file), "test")
+        data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
+        prompts: Sequence[Prompt] = list(iterate_prompts([("prompts", data)], "prompts"))
+    elif origin.run_dir is None:
+        raise InputError(f"{origin.plan.model.name_or_path} is no run, so it held out no prompts: give --prompts FILE")
+    else:  # as in a dry run, which leaves no table behind, and without running a model's code
+        plan = origin.plan.change("dry_run", True).change("model.trust_remote_code", False)
+        prompts = load_data(plan, silent=True).test
+    chosen = np.random.default_rng(seed).permutation(len(prompts))[:limit]
+    return [prompts[int(i)] for i in sorted(chosen)]
+
+
+def list_labelled(prompts: Sequence[Prompt], tokenizer: Any) -> list[Pair]:
+    """The first pair of each prompt that has one, the chosen response first."""
+    pairs = []
+    for prompt in prompts:
+        texts = prompt.texts(0)
+        if {"chosen", "rejected"} <= texts.keys():
+            answers = (Answer(unescape(texts[role]), (), ended=True) for role in ("chosen", "rejected"))
+            pairs.append(Pair(prompt, show(prompt, tokenizer), *answers))
+    return pairs
+
+
+def show(prompt: Prompt, tokenizer: Any) -> str:
+    return write_turns(prompt, unescape(prompt.text), tokenizer)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Contestant(NamedTuple):
+    """One of the two models."""
+
+    name: str
+    panel: Panel  # its tokenizer, and the form in which it is asked
+    side: Side
+
+    def encode(self, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
+        """Tokens as in training if the prompt was made with this tokenizer, else of its messages.
+
+        None if the model has no positions for them and `n_new` tokens more.
+        """
+        with suppress(InputError):
+            if tokenizer is not self.panel.tokenizer:
+                return self.panel.encode(as_messages(prompt, "")[:-1], n_new=n_new)
+            tokens = tuple(TextEncoder(tokenizer)([prompt.text])[prompt.text])
+            check_positions(self.side.model, len(tokens) + n_new)
+            return tokens
+        return None
+
+
+class AnswerFile:
+    """Answers that were drawn before, and those that are drawn now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.answers = path, {}
+        for line in read_lines(path):
+            self.answers[line["key"]] = Answer(line["answer"], tuple(line["tokens"]), line["ended"])
+
+    def add(self, key: str, answer: Answer, **facts: str) -> None:
+        self.answers[key] = answer
+        line = {"key": key, **facts, "answer": answer.text, "tokens": answer.tokens, "ended": answer.ended}
+        append_line(self.path, line)
+
+
+def draw_answers(
+    contestant: Contestant,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[Tokens],
+    sampling: Sampling,
+    file: AnswerFile,
+    *,
+    batch_size: int,
+) -> list[Answer]:
+    """An answer to each prompt, new or from the file; the longest first, so that memory runs out at once or never."""
+    model, tokenizer = contestant.side.model, contestant.panel.tokenizer
+    identity = model_digest(model, str(model.dtype), contestant.side.adapter)
+    keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
+    missing = sorted((i for i, key in enumerate(keys) if key not in file.answers), key=lambda i: -len(encoded[i]))
+    with switch(model, contestant.side.adapter)(), tqdm.tqdm(total=len(missing), desc=contestant.name) as bar:
+        for start in range(0, len(missing), batch_size):
+            batch = missing[start : start + batch_size]
+            drawn = answer(model, tokenizer, [encoded[i] for i in batch], batch, sampling)
+            for i, given in zip(batch, drawn, strict=True):
+                file.add(keys[i], given, model=contestant.name, prompt=show(prompts[i], tokenizer))
+            bar.update(len(batch))
+    return [file.answers[key] for key in keys]

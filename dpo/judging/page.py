@@ -1,0 +1,46 @@
+"""The pages of an evaluation: its result, and the form in which people judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from dpo.analysis import page
+from dpo.judging.answers import Pair
+from dpo.judging.judges import Verdict, is_shown_swapped
+from dpo.numbers import percent
+from dpo.system.plain_files import replacing
+
+MOST_SHOWN = 100  # pairs on the page; the files have all
+
+
+def write_result(file: Path, facts: Mapping[str, Any], pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
+    """Losses first, as they say most."""
+    order = sorted(range(len(pairs)), key=lambda i: (verdicts[i].score is None, verdicts[i].score or 0))
+    words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
+    cards = [
+        (words.get(verdicts[i].score, "wins in one order, ties in the other"), pairs[i], verdicts[i])
+        for i in order[:MOST_SHOWN]
+    ]
+    _write(file, "result.html.jinja", facts=facts, cards=cards, n_pairs=len(pairs), percent=percent)
+
+
+def write_form(file: Path, pairs: Sequence[Pair]) -> None:
+    """A page on which people judge without knowing whose answer is on which side."""
+    shown = []
+    for pair in pairs:
+        left, right = (pair.second, pair.first) if is_shown_swapped(pair) else (pair.first, pair.second)
+        shown.append({"id": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
+    # in a script, where `<` could end it
+    _write(file, "form.html.jinja", pairs=json.dumps(shown).replace("<", "\\u003c"), n_pairs=len(pairs))
+
+
+def _write(file: Path, template: str, **values: Any) -> None:
+    folders = [Path(__file__).parent, Path(page.__file__).parent]
+    jinja = Environment(loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    with replacing(file) as unfinished:
+        unfinished.write_bytes(jinja.get_template(template).render(values).encode("utf-8", "replace"))

@@ -1,0 +1,186 @@
+"""`dpo evaluate`: answers, judges and files, from one command to the next."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import save_reward_model
+from support.runs import GOLDEN, make_environment, write_rows
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from dpo.commands.evaluate import main
+from dpo.system.host import is_installed
+
+SHORT = ("--max-new-tokens", "6", "--out", "out")
+
+
+@pytest.fixture
+def run_dir(copied, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(prompts, answers):\n    return [len(answer) for answer in answers]\n")
+    return copied("run", "lr=1e-2")
+
+
+def read_result(folder: Path = Path("out")) -> dict:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, capsys):
+    assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
+    result, page = read_result(), Path("out/evaluation.html").read_text()
+    answers = [json.loads(line) for line in Path("out/answers.jsonl").read_text().splitlines()]
+    lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run", "its start")}
+    wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
+    assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
+    assert result["agreement"] is not None
+    assert result["sentences"][0] in capsys.readouterr().out
+    assert "length-controlled rate, give 100 prompts" in page
+    assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
+
+    assert main([str(run_dir), str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
+    assert read_result()["ties"] == result["n"]  # the run beside itself: equal answers, the first of which are kept
+    assert len(Path("out/answers.jsonl").read_text().splitlines()) == len(answers)
+
+
+def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, capsys):
+    assert main([str(run_dir), "--judge", "human", *SHORT]) == 0
+    command = re.search(r"then: dpo evaluate (.*)", capsys.readouterr().out)[1].split()
+    page = Path("out/judge.html").read_text()
+    pairs = json.loads(re.search(r"const pairs = (\[.*\]);", page)[1])
+    assert len(pairs) > 3
+    assert "its start" not in page
+    write_rows(Path("verdicts.jsonl"), [{"pair": pair["id"], "better": "left"} for pair in pairs[1:]])
+    assert main(command) == 0
+    result = read_result()
+    assert result["n"] + 1 == len(pairs) == result["n"] + result["invalid"]
+
+
+def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(run_dir, tokenizer, capsys):
+    for name in ("first", "second"):
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 40}
+        GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    rows = [{"prompt": f"Where is {i}?", "chosen": "Here.", "rejected": "Nowhere at all."} for i in range(5)]
+    write_rows(Path("asked.jsonl"), [*rows, {"prompt": "Where? " * 40, "chosen": "Here.", "rejected": "There."}])
+    arguments = ["--judge", "function:mine.py:score", "--prompts", "asked.jsonl", *SHORT]
+    assert main(["first", "second", *arguments]) == 0
+    result = read_result()
+    assert (result["n"], result["agreement"][0]) == (5, 0)  # the judge likes the longer answer, which is rejected
+    assert "1 prompt left out, too long" in capsys.readouterr().out
+    assert main(["first", "second", *arguments, "--max-new-tokens", "40"]) == 2
+    assert "no prompt is left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--judge", "gpt-4"], "--judge gpt-4 is none"),
+        (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
+        (["--judge", "function:mine.py:other"], "has no function other"),
+        (["--judge", "human", "--template", "paper"], "--template paper is none of helpful"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
+    assert main([str(run_dir), *SHORT, *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
+    assert main([str(GOLDEN / "tiny-llama"), "--judge", "human", *SHORT]) == 2
+    assert "does not say what it was trained from: give OTHER" in capsys.readouterr().err
+    assert main([str(GOLDEN / "tiny-llama"), str(run_dir), "--judge", "human", *SHORT]) == 2
+    assert "held out no prompts: give --prompts FILE" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_reward_model_judges(run_dir, tokenizer, tmp_path):
+    model = save_reward_model(tmp_path / "reward", "llama", tokenizer)
+    assert main([str(run_dir), "--judge", f"reward_model:{model}", *SHORT]) == 0
+    assert sum(read_result()[name] for name in ("wins", "ties", "losses")) == read_result()["n"]
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+
+def save_model_that_says_a(folder: Path) -> Path:
+    """A language model that answers A to everything: the embedding of each token but A leads to A, and A's to EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    [token] = tokenizer("A", add_special_tokens=False)["input_ids"][-1:]
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, max_position_embeddings=4096))
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        model.lm_head.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+        model.model.embed_tokens.weight[:, 0] = model.lm_head.weight[token, 0] = 1
+        model.model.embed_tokens.weight[token] = torch.eye(8)[1]
+        model.lm_head.weight[tokenizer.eos_token_id, 1] = 1
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_real_server_judges(run_dir, tmp_path):
+    if not is_installed("fastapi"):
+        pytest.skip("transformers serve needs fastapi: pip install 'dpo-train[eval]'")
+    model = save_model_that_says_a(tmp_path / "judge")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [shutil.which("transformers", path=str(Path(sys.executable).parent)), "serve", str(model)]
+    server = subprocess.Popen([*command, "--port", str(port)], env=make_environment(), stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        url = f"http://127.0.0.1:{port}/v1"
+        arguments = ["--judge", url, "--judge-model", str(model), "--template", "paper_dialogue", "--limit", "5"]
+        assert main([str(run_dir), *arguments, *SHORT]) == 0
+    finally:
+        server.terminate()
+        server.wait()
+    result = read_result()
+    assert (result["ties"], result["flipped"], result["invalid"]) == (result["n"], result["n"], 0)
+    assert result["sentences"][1] == "In 100 % of the pairs the order of the answers decided, which counts as a tie."
+
+
+TASK = """\
+task: where
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval_runs_a_task_of_ones_own_on_the_exported_model(copied, tmp_path):
+    if not is_installed("lm_eval"):
+        pytest.skip("lm-eval is not installed: pip install 'dpo-train[eval]'")
+    run_dir = copied("run", "export=true")
+    write_rows(tmp_path / "where.jsonl", [{"question": "Where?", "choices": ["Here", "There"], "answer": 0}] * 4)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "where.yaml").write_text(TASK.format(file=tmp_path / "where.jsonl"))
+    assert main([str(run_dir), "--lm-eval", "where", "--include-path", str(tmp_path / "tasks")]) == 0
+    [file] = (run_dir / "evaluation" / "lm-eval").rglob("results_*.json")
+    assert json.loads(file.read_text())["results"]["where"]["acc,none"] in (0, 1)

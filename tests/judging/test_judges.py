@@ -1,0 +1,120 @@
+"""Judges: what a reply, a file and a score say of a pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dpo.data.table import Prompt
+from dpo.errors import InputError
+from dpo.judging.answers import Pair
+from dpo.judging.judges import (
+    TEMPLATES,
+    is_shown_swapped,
+    make_file_judge,
+    make_scoring_judge,
+    make_server_judge,
+    read_template,
+    read_verdict,
+)
+from dpo.models.answers import Answer
+
+
+def make_pair(first: str, second: str, question: str = "Why?") -> Pair:
+    prompt = Prompt(question, [], [], "keep_start", rendered=False)
+    return Pair(prompt, question, Answer(first, (), ended=True), Answer(second, (), ended=True))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Comparison: A is clearer.\nMore helpful: A", 1),
+        ('Comparison: both are fine.\nPreferred: "B"', 0),
+        ("Comparison: equal.\n**Better: tie**", 0.5),
+        ("A says more.\n\nAnswer B.", 0),
+        ("Better: A\n\nI hope that this helps you to compare the two.", 1),
+        ("Better: A\nNo, on reflection:\nBetter: B", 0),
+        ("Final choice: [[A]]", 1),
+        ("Both answers are good, and A and B say the same.", None),
+        ("Response A:\nHello\nResponse B:\nHi", None),
+        ("Better: neither", None),
+        ("", None),
+    ],
+)
+def test_a_verdict_is_read_from_the_line_that_has_it(reply, score):
+    assert read_verdict(reply) == score
+
+
+class Biased:
+    """A server that prefers the longer answer, or else the one that is shown first."""
+
+    def __init__(self) -> None:
+        self.questions = []
+
+    def ask_all(self, questions):
+        self.questions += questions
+        return list(map(self.reply, questions))
+
+    def reply(self, question):
+        if "fail" in question:
+            return TimeoutError("timed out")
+        if "[Answer " not in question:
+            return "A"
+        a, b = (part.partition("\n[")[0].strip() for part in question.split("[Answer ")[1:3])
+        return "Better: ???" if "odd" in question else f"Better: {'B' if len(b) > len(a) else 'A'}"
+
+
+def test_both_orders_are_one_verdict_and_a_judge_who_follows_the_order_gives_a_tie():
+    server = Biased()
+    judge = make_server_judge(server, read_template("helpful"))
+    pairs = [
+        make_pair("long answer", "short"),
+        make_pair("short", "long answer"),
+        make_pair("equal", "alike"),
+        make_pair("odd", "x"),
+        make_pair("fail", "x"),
+    ]
+    verdicts = judge(pairs)
+    assert [verdict.score for verdict in verdicts] == [1, 0, 0.5, None, None]
+    assert [verdict.is_flipped for verdict in verdicts] == [False, False, True, False, False]
+    assert verdicts[4].reason == "timed out"
+    assert len(server.questions) == 10
+
+
+def test_a_text_with_the_name_of_a_place_stays_as_it_is():
+    server = Biased()
+    make_server_judge(server, "{prompt} | {a} | {b}")([make_pair("{b}", "{prompt}", "{a}?")])
+    assert server.questions == ["{a}? | {b} | {prompt}", "{a}? | {prompt} | {b}"]
+
+
+def test_templates_are_ours_or_a_file_with_all_places(tmp_path):
+    for file in TEMPLATES.glob("*.txt"):
+        read_template(file.stem)
+    (tmp_path / "mine.txt").write_text("{prompt} {a}")
+    with pytest.raises(InputError, match=r"lacks \{b\}"):
+        read_template(str(tmp_path / "mine.txt"))
+    with pytest.raises(InputError, match=r"is none of helpful, paper_dialogue, .* and no file"):
+        read_template("paper")
+
+
+def test_verdicts_of_people_are_by_side_and_what_they_skipped_does_not_count(tmp_path):
+    pairs = [make_pair(f"first {i}", f"second {i}") for i in range(20)]
+    assert 4 < sum(map(is_shown_swapped, pairs)) < 16
+    lines = [{"pair": pair.id, "better": "right" if is_shown_swapped(pair) else "left"} for pair in pairs[:18]]
+    lines[17]["better"] = "tie"
+    (tmp_path / "verdicts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    judge = make_file_judge(str(tmp_path / "verdicts.jsonl"))
+    assert [verdict.score for verdict in judge(pairs)] == [1] * 17 + [0.5, None, None]
+    (tmp_path / "verdicts.jsonl").write_text('{"pair": "x", "better": "A"}\n')
+    with pytest.raises(InputError, match=r"line 1 of .* is no verdict: write"):
+        make_file_judge(str(tmp_path / "verdicts.jsonl"))
+
+
+def test_a_function_scores_both_answers(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(prompts, answers):\n    return [len(answer) for answer in answers]\n")
+    judge = make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:score")
+    pairs = [make_pair("ab", "a"), make_pair("a", "b"), make_pair("a", "ab")]
+    assert [verdict.score for verdict in judge(pairs)] == [1, 0.5, 0]
+    with pytest.raises(InputError, match="has no function other"):
+        make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:other")

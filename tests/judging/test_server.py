@@ -1,0 +1,112 @@
+"""Calls of a server with the chat completions protocol, here a stub on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dpo.errors import InputError
+from dpo.judging import server as server_module
+from dpo.judging.server import KEYS, Server
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Replies with the question, after the failures that the question names."""
+
+    def do_GET(self):
+        self.send(200, {"data": [{"id": "small"}]})
+
+    def do_POST(self):
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = content["messages"][0]["content"]
+        self.server.calls.append((question, content["model"], self.headers.get("Authorization")))
+        n_before = sum(call[0] == question for call in self.server.calls) - 1
+        if question == "wait":
+            time.sleep(1.5)
+        if question == "busy" and n_before < 2:
+            return self.send(429, {"error": "slow down"})
+        if question == "moved":
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+            self.end_headers()
+            return None
+        if question == "refused":
+            return self.send(401, {"error": "no such key"})
+        if question == "strange":
+            return self.send(200, {"choices": []})
+        return self.send(200, {"choices": [{"message": {"content": f"re: {question}"}}]})
+
+    def send(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(server_module, "WAIT_SECS", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    server.calls = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def connect(stub, tmp_path, **options) -> Server:
+    url = f"http://127.0.0.1:{stub.server_address[1]}/v1"
+    return Server(url, options.pop("model", None), tmp_path / "replies.jsonl", parallel=4, timeout=1.0, **options)
+
+
+def test_replies_come_in_order_and_failures_are_tried_again_or_returned(stub, tmp_path):
+    replies = connect(stub, tmp_path).ask_all(["a", "busy", "strange", "wait", "b"])
+    assert replies[:2] == ["re: a", "re: busy"]
+    assert replies[4] == "re: b"
+    assert isinstance(replies[2], LookupError)
+    assert "timed out" in str(replies[3])
+    counts = [sum(call[0] == question for call in stub.calls) for question in ("a", "busy", "strange", "wait")]
+    assert counts == [1, 3, 1, server_module.N_TRIES]
+    assert {model for _, model, _ in stub.calls} == {"small"}
+
+
+def test_an_interrupted_evaluation_asks_only_what_is_missing(stub, tmp_path):
+    connect(stub, tmp_path).ask_all(["a", "b"])
+    with (tmp_path / "replies.jsonl").open("a") as file:
+        file.write('{"key": "cut o')
+    assert connect(stub, tmp_path).ask_all(["a", "b", "c"]) == ["re: a", "re: b", "re: c"]
+    assert [call[0] for call in stub.calls] == ["a", "b", "c"]
+    assert connect(stub, tmp_path, model="other").ask_all(["a"]) == ["re: a"]
+    assert len(stub.calls) == 4
+
+
+def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    server = connect(stub, tmp_path)
+    assert server.ask_all(["a"]) == ["re: a"]
+    assert stub.calls[0][2] == "Bearer secret-key"
+    with pytest.raises(InputError, match="status 302"):
+        server.ask_all(["moved"])
+    assert "secret" not in (tmp_path / "replies.jsonl").read_text()
+    with pytest.raises(InputError, match="would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted"):
+        Server("http://example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+    with pytest.raises(InputError, match="unencrypted"):
+        Server("http://127.0.0.1.example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+
+
+def test_a_server_that_refuses_is_named_before_all_is_asked(stub, tmp_path):
+    with pytest.raises(InputError, match=r"does not answer: status 401: .*no such key"):
+        connect(stub, tmp_path).ask_all(["refused", "a", "b"])
+    assert len(stub.calls) == 1
+    with pytest.raises(InputError, match=r"/v1/models cannot be read: .*refused.*; is it running"):
+        Server("http://127.0.0.1:1/v1", None, tmp_path / "r", parallel=1, timeout=1)
