@@ -1,41 +1,136 @@
-"""Export a checkpoint as a model of transformers, with a model card.
+"""Export a checkpoint as a model of transformers, with a model card; push it to the Hub, or convert it for llama.cpp.
 
-    dpo export CHECKPOINT OUT [--merge] [--dtype bfloat16]
+    dpo export CHECKPOINT OUT [--merge] [--dtype bfloat16] [--push USER/NAME]
 
-Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT may be such an adapter. Exit status: 0
-written, 1 could not be written, 2 bad input.
+Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT may be such an adapter. With `--push`, OUT
+may be left out. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import transformers
+from huggingface_hub import HfApi, ModelCard, hf_hub_download, metadata_load
 
+from dpo import __version__
+from dpo.analysis.curves import draw, plan_charts
+from dpo.analysis.runs import read_run
+from dpo.analysis.verdict import describe_result
 from dpo.commands import add_trust_option
-from dpo.errors import InputError, RunError
-from dpo.models.export import export
+from dpo.errors import InputError, RunError, explaining_library, one_sentence
+from dpo.models.export import export, find_origin
 from dpo.models.pretrained import DTYPES
+from dpo.system.host import is_installed
+from dpo.system.plain_files import read_json
+from dpo.system.redaction import redact
+from dpo.system.run_directory import read_record
+
+RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
+CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dpo export", description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
-    parser.add_argument("out", metavar="OUT", help="the directory to make")
-    parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")
-    parser.add_argument("--dtype", choices=[*DTYPES], help="dtype of the exported weights (default: unchanged)")
-    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of the run's own")
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
+    option("out", metavar="OUT", nargs="?", type=Path, help="the directory to make")
+    option("--merge", action="store_true", help="write an adapter and its base as one model")
+    option("--dtype", choices=[*DTYPES], help="dtype of the exported weights (default: unchanged)")
+    option("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of the run's own")
+    option("--push", metavar="USER/NAME", help="upload to a repository of the Hub, private if it is new")
+    option("--public", action="store_true", help="make the repository public")
+    option("--yes", action="store_true", help="also push to a repository that something else filled")
+    option("--gguf", metavar="TYPE", help="also write OUT/model-TYPE.gguf, as f16 or q8_0, by llama.cpp")
+    option("--llama-cpp", metavar="DIR", type=Path, help="a checkout of llama.cpp, for --gguf")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
+    if options.out is None and not options.push:
+        parser.error("give OUT, --push or both")
+    if bool(options.gguf) != bool(options.llama_cpp):
+        parser.error("--gguf and --llama-cpp go together")
     transformers.utils.logging.disable_progress_bar()
     try:
-        print(f"exported {export(**vars(options))}")
+        with tempfile.TemporaryDirectory() as scratch:
+            write(options, options.out or Path(scratch, "model"))
     except (InputError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
+
+
+def write(options: argparse.Namespace, out: Path) -> None:
+    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise InputError(f"--push {options.push} must be USER/NAME")
+    if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
+        raise InputError(f"--llama-cpp {options.llama_cpp} has no {CONVERTER}: give a checkout of llama.cpp")
+    trust = {"trust_remote_code": options.trust_remote_code}
+    folder = export(options.checkpoint, out, dtype=options.dtype, model=options.model, merge=options.merge, **trust)
+    print(f"exported {folder}")
+    if options.gguf:
+        convert(folder, options.gguf, options.llama_cpp)
+    if options.push:
+        run_dir = find_origin(options.checkpoint, model=options.model, **trust).run_dir
+        run = read_record(run_dir).get("run") if run_dir else None
+        complete_card(folder, run_dir, run)
+        push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
+
+
+def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder} is an adapter, and llama.cpp's converter takes a whole model: give --merge")
+    file = folder / f"model-{kind}.gguf"
+    command = [sys.executable, str(llama_cpp / CONVERTER), str(folder), "--outfile", str(file), "--outtype", kind]
+    if subprocess.run(command, check=False).returncode or not file.exists():
+        raise RunError(f"{file} was not written: the output of {CONVERTER} above says why; {folder} is complete")
+    print(f"converted {file}")
+
+
+def complete_card(folder: Path, run_dir: Path | None, run: str | None) -> None:
+    """Add the run's verdict, evaluation and curves to an exported model's card, for those who read it on the Hub."""
+    card = ModelCard.load(folder / "README.md")
+    card.data[RUN_KEY] = run
+    card.data.tags = [*(card.data.tags or []), "dpo-train"]
+    if run_dir is not None:
+        record = read_run(run_dir)
+        texts = ["## Results", describe_result(record)]
+        if (result := run_dir / "evaluation" / "evaluation.json").exists():
+            texts += read_json(result)["sentences"]
+        for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
+            (folder / "curves").mkdir(exist_ok=True)
+            (folder / "curves" / f"{i}.png").write_bytes(draw(chart, lines))
+            texts.append(f"![{chart.title}](curves/{i}.png)")
+        card.text = f"{card.text.rstrip()}\n\n{redact(chr(10).join(f'{text}{chr(10)}' for text in texts))}"
+    card.save(folder / "README.md")
+
+
+def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrite: bool) -> None:
+    """Upload a folder; InputError for a repository that something else than this run filled, unless it may be."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    print(f"these files go to {name} ({'public' if public else 'private'} if it is new):")
+    for file in files:
+        print(f"  {file.relative_to(folder)} ({file.stat().st_size / 1e6:,.2f} MB)", flush=True)
+    api = HfApi(library_name="dpo-train", library_version=__version__)
+    with explaining_library(lambda error: RunError(f"{name} was not pushed: {one_sentence(error)}")):
+        if not api.repo_exists(name):
+            api.create_repo(name, private=not public)
+        elif not may_overwrite and (run is None or _find_run(api, name) != run):
+            raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Trained by dpo {__version__}")
+    print(f"pushed to {api.endpoint}/{name}")
+
+
+def _find_run(api: HfApi, name: str) -> str | None:
+    """The run that made a repository, by its card."""
+    if not api.file_exists(name, "README.md"):
+        return None
+    return (metadata_load(hf_hub_download(name, "README.md", force_download=True)) or {}).get(RUN_KEY)
 
 
 if __name__ == "__main__":
