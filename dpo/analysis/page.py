@@ -40,21 +40,26 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
     """Raises InputError for what is no run, and if `out` cannot be written or has another file of the page's name."""
-    contents, page = read_runs(runs, ended=ended), out / REPORT.name
+    html, page = render_page(runs, ended=ended), out / REPORT.name
     try:
         out.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(page) and not (page.is_file() and TITLE_END in page.read_bytes()):
             raise InputError(f"{page} is no report of a run: give another directory with --out")
-        pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
-        html = render(contents, pictures)
         with replacing(page) as unfinished:
-            unfinished.write_bytes(html.encode("utf-8", "replace"))
+            unfinished.write_bytes(html)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return page
 
 
-def render(runs: Sequence[Run], pictures: Sequence[tuple]) -> str:
+def render_page(runs: Sequence[Path], *, ended: bool = False, links: Sequence[tuple[str, str]] = ()) -> bytes:
+    """The page of runs as they are now; `links` are names and addresses of other pages."""
+    contents = read_runs(runs, ended=ended)
+    pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
+    return render(contents, pictures, links).encode("utf-8", "replace")
+
+
+def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> str:
     """The page of a run, or of several compared."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -65,6 +70,7 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple]) -> str:
         warnings += [f"{run.name}: {text}" if several else text for text in found]
     context = {
         "several": several,
+        "links": links,
         "names": [run.name for run in runs] if several else (),
         "warnings": warnings,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],

@@ -1,39 +1,112 @@
 """Report on one run or several: curves, and one page.
 
     dpo report RUN [RUN ...] [--out DIR]
+    dpo report --serve RUN_OR_DIR [--port 8421]
 
-RUN may still train or have crashed, or be a directory of runs, as a sweep makes it. Exit status: 0 written, 2 bad
-input.
+RUN may still train or have crashed, or be a directory of runs, as a sweep makes it. `--serve` shows the page in a
+browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from collections.abc import Sequence
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote, unquote
 
-from dpo.analysis.page import write_report
+from dpo.analysis.page import render_page, write_report
 from dpo.errors import InputError
-from dpo.system.run_directory import REPORT
+from dpo.system.run_directory import REPORT, RUN_LOG, is_locked
+
+FOLLOW_SECS = 5  # between two looks at a run that trains
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dpo report", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or one of several runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
+    parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
+    parser.add_argument("--port", type=int, default=8421, help="of --serve (default: 8421)")
     options = parser.parse_args(arguments)
-    runs = []
-    for path in options.runs:
-        inside = sorted(file.parent for file in path.glob("*/config.yaml"))
-        runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside
-    default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     try:
-        print(f"report: {write_report(runs, options.out or default_out)}")
+        if options.serve:
+            serve(options.runs, options.port)
+        else:
+            runs = list_runs(options.runs)
+            default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
+            print(f"report: {write_report(runs, options.out or default_out)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def list_runs(paths: Sequence[Path]) -> list[Path]:
+    """Runs, and in place of a directory without one those inside."""
+    runs = []
+    for path in paths:
+        inside = sorted(file.parent for file in path.glob("*/config.yaml"))
+        runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside
+    return runs
+
+
+def serve(paths: Sequence[Path], port: int) -> None:
+    """Show the runs to browsers of this machine until Ctrl-C; InputError for what is no run."""
+    look(list_runs(paths))
+    drawing = threading.Lock()  # matplotlib's styles are global
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # a page of another site could reach this server by a name that it lets point to 127.0.0.1
+            is_ours = self.headers.get("Host", "") in (f"127.0.0.1:{port}", f"localhost:{port}")
+            runs, name = list_runs(paths), unquote(self.path.strip("/"))
+            chosen = [run for run in runs if run.name == name] if name else runs
+            try:
+                with drawing:
+                    body = look(chosen, links=runs if len(runs) > 1 else ()) if chosen and is_ours else b""
+            except InputError:  # a run that has been deleted
+                body = b""
+            self.send_response(200 if body else 404 if is_ours else 403)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            if any(map(is_locked, chosen)):
+                self.send_header("Refresh", str(FOLLOW_SECS))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise InputError(f"--port {port} cannot be served: {error}; give another --port") from error
+    port = server.server_port  # of --port 0
+    print(f"open http://127.0.0.1:{port} in a browser of this machine; Ctrl-C ends", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
+    """The page of runs as they are now, with links to each."""
+    states = tuple(
+        (file.stat().st_mtime_ns, is_locked(run)) if (file := run / RUN_LOG).exists() else () for run in runs
+    )
+    pages = (("all", "/"), *((run.name, f"/{quote(run.name)}") for run in links)) if links else ()
+    return _draw(tuple(runs), pages, states)
+
+
+@lru_cache(maxsize=16)  # a page without news is not drawn again, which takes a second
+def _draw(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], states: object) -> bytes:
+    return render_page(runs, links=links)
 
 
 if __name__ == "__main__":

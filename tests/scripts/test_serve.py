@@ -1,0 +1,111 @@
+"""`dpo report --serve` shows runs to this machine's browsers, and `dpo evaluate`'s page works in one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.browser import opening_browser
+from support.runs import ROOT, make_environment, small_run
+
+from dpo.judging.page import write_form
+
+
+@pytest.fixture
+def serve():
+    """A function that starts a server, and returns its port and process."""
+    processes = []
+
+    def start(*arguments: object) -> tuple[int, subprocess.Popen]:
+        command = [sys.executable, "-m", "dpo", "report", "--serve", "--port", "0", *map(str, arguments)]
+        process = subprocess.Popen(command, env=make_environment(), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        processes.append(process)
+        return int(re.search(r"127\.0\.0\.1:(\d+) in a browser", process.stdout.readline())[1]), process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def get(port: int, path: str, host: str = "") -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied, tmp_path):
+    copied("runs/first")
+    copied("runs/second")
+    port, process = serve(tmp_path / "runs")
+    status, page = get(port, "/")
+    assert (status, "2 runs compared" in page) == (200, True)
+    assert '<a href="/first">first</a>' in page
+    assert get(port, "/second", host=f"localhost:{port}")[0] == 200
+    for path in ("/third", "/first/config.yaml", "/../secret", "/%2e%2e/runs/first/config.yaml", "/first/../second"):
+        assert get(port, path) == (404, "")
+    for host in ("example.org", f"127.0.0.1:{port}.example.org", "127.0.0.1:80"):
+        assert get(port, "/", host=host) == (403, "")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.slow
+def test_a_browser_follows_a_run_that_trains_and_compares_finished_ones(serve, copied, rows, tmp_path):
+    copied("runs/first")
+    with opening_browser(tmp_path) as browser:
+        command = small_run(
+            rows, tmp_path / "runs" / "second", "n_examples=400000", "eval_every=400000", "exp_name=second"
+        )
+        train = subprocess.Popen(
+            [sys.executable, ROOT / "train.py", *command, "wandb.enabled=false"], env=make_environment(), cwd=ROOT
+        )
+        metrics = tmp_path / "runs" / "second" / "metrics.jsonl"
+        while not (metrics.exists() and '"train"' in metrics.read_text()):
+            time.sleep(0.1)
+            assert train.poll() is None
+        port, _ = serve(tmp_path / "runs")
+        browser.open(f"http://127.0.0.1:{port}/second")
+        said = "document.body.innerText.match(/Still training after ([0-9,]+) of/)"
+        first = browser.wait_for(said)[1]
+        browser.wait_for(f"({said} || [])[1] > '{first}' ? 1 : 0")  # the page loads itself again
+        browser.open(f"http://127.0.0.1:{port}/")
+        assert browser.run("document.querySelectorAll('img').length") > 3
+        assert browser.run("document.querySelector('h1').innerText") == "2 runs compared"
+        train.send_signal(signal.SIGTERM)
+        train.wait(timeout=60)
+        browser.wait_for("!document.body.innerText.includes('still training')")
+        browser.open(f"http://127.0.0.1:{port}/second")
+        browser.wait_for("document.body.innerText.includes('Stopped after')")
+
+
+@pytest.mark.slow
+def test_people_judge_in_a_browser_by_keys_and_buttons_and_save_their_verdicts(tmp_path):
+    from judging.test_judges import make_pair
+
+    pairs = [make_pair(f"</script><b>first {i}", f"second {i}", f"Question {i}?") for i in range(3)]
+    write_form(tmp_path / "judge.html", pairs)
+    with opening_browser(tmp_path) as browser:
+        browser.open((tmp_path / "judge.html").as_uri())
+        shown = browser.run("document.getElementById('left-text').innerText")
+        assert shown in ("</script><b>first 0", "second 0")
+        browser.run("document.getElementById('left').click()")
+        browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: '2'}))")
+        browser.open((tmp_path / "judge.html").as_uri())  # what was judged is remembered
+        assert browser.run("document.getElementById('done').innerText") == "2"
+        assert browser.run("document.getElementById('prompt').innerText") == "Question 2?"
+        browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: '3'}))")
+        browser.run("document.getElementById('save').click()")
+        saved, deadline = tmp_path / "verdicts.jsonl", time.monotonic() + 20
+        while not saved.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    lines = [json.loads(line) for line in Path(saved).read_text().splitlines()]
+    assert lines == [{"pair": p.id, "better": side} for p, side in zip(pairs, ("left", "tie", "right"), strict=True)]
