@@ -3,6 +3,7 @@
 # make test-all  all tests, also those marked slow; before a release
 # make doctor what this machine has, what is wrong with it
 # make gpu-check the acceptance run on a GPU (tests/gpu), at most 30 minutes; without a GPU, what makes sense on a CPU, small
+# make docs   build the site in site/
 # make lock   write requirements.lock again, after the requirements in pyproject.toml changed
 # make golden the comparison with the published reference only, on every mesh
 
@@ -12,7 +13,7 @@ RUN := $(VENV)/bin/python
 IN_PARALLEL := -n auto --dist worksteal  # tests/conftest.py says how many
 unexport PYTHONDONTWRITEBYTECODE  # each process would compile the tests anew
 
-.PHONY: demo test tests test-all lint doctor golden gpu-check format lock clean-demo
+.PHONY: demo docs test tests test-all lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/dpo demo
@@ -37,6 +38,9 @@ doctor: $(VENV)/.installed
 
 gpu-check: $(VENV)/.installed-dev
 	$(RUN) -m scripts.gpu_check
+
+docs: $(VENV)/.installed-all
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 golden: $(VENV)/.installed-dev
 	$(RUN) -m pytest -q tests/runs/test_golden.py -m "" $(IN_PARALLEL)
