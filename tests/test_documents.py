@@ -11,6 +11,9 @@ import pytest
 from support.commands import compose, find_refusals
 from support.runs import ROOT
 
+from dpo.commands import COMMANDS as ALL_COMMANDS
+
+COMMANDS = [name for name in ALL_COMMANDS if name != "train"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
@@ -18,7 +21,7 @@ FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
 # by readers who follow CONTRIBUTING.md (tests/runs/test_extensions.py does) or docs/online.md
-TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py")
+TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py", "optimizer=Lion", "plugins=[my.py]", "my.py")
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
 OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
 TEST_FILES = [*(ROOT / "tests").rglob("*.py")]
@@ -54,20 +57,25 @@ def filled_in(tmp_path):
     (tmp_path / "rewards.py").touch()
     (tmp_path / "data.csv").touch()
     values = {name: str(tmp_path / name) for name in ("RUN_OF_SFT", "MINE", "rewards.py")}
-    values |= {name: str(tmp_path / "data.csv") for name in ("DIR_FILE_OR_HUB_ID", "data/mine.csv")}
+    values |= {
+        name: str(tmp_path / "data.csv")
+        for name in ("DIR_FILE_OR_HUB_ID", "data/mine.csv", "data/pairs.jsonl", "data/dpo_en_demo.json")
+    }
     values |= {"=N": "=2", "$SLURM_JOB_ID": "1"}
 
     def fill_in(command: str) -> list[str]:
         for placeholder, value in values.items():
             command = re.sub(rf"{re.escape(placeholder)}\b", value, command)
         words = shlex.split(command)
-        start = next(i for i, word in enumerate(words) if word.endswith(("train.py", "train.sbatch")))
+        start = next(
+            i for i, word in enumerate(words) if word == "train" or word.endswith(("train.py", "train.sbatch"))
+        )
         return [w for w in words[start + 1 :] if not w.endswith("...") and w not in TO_BE_WRITTEN]
 
     return fill_in
 
 
-@pytest.mark.parametrize(("page", "command"), find_commands(r"\btrain\.(py|sbatch) [^)]"))
+@pytest.mark.parametrize(("page", "command"), find_commands(r"\b(dpo train|train\.py|train\.sbatch) [^)]"))
 def test_a_command_of_train_is_accepted(page, command, filled_in, monkeypatch):
     if "trainer=" in command:
         monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: GPUS)
@@ -77,12 +85,20 @@ def test_a_command_of_train_is_accepted(page, command, filled_in, monkeypatch):
 
 
 def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
-    assert len(find_commands(r"\btrain\.py ")) > 30
+    assert len(find_commands(r"\bdpo train ")) > 30
     for command in ("loss=dpo loss.betta=0.1 ...", "experiment=hh_pythia28_sft max_length=256"):
-        assert find_refusals(shlex.join(filled_in(f"python train.py {command}")))
+        assert find_refusals(shlex.join(filled_in(f"dpo train {command}")))
 
 
 # --- everything else that is run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "command"), find_commands(rf"^dpo ({'|'.join(COMMANDS)})\b"))
+def test_a_command_takes_its_flags(page, command):
+    name, arguments = re.search(r"dpo (\w+)(.*)", command).groups()
+    source = (ROOT / "dpo" / "commands" / f"{name}.py").read_text(encoding="utf-8")
+    flags = re.findall(r"(?<= )--[\w-]+", arguments)
+    assert [flag for flag in flags if f'"{flag}"' not in source and flag != "--trust-remote-code"] == []
 
 
 @pytest.mark.parametrize(
