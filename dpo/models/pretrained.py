@@ -228,7 +228,9 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 def checkpoint_activations(model: Any) -> None:
     draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
-    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
+    # the older name is that of transformers before 5.23
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": draws})
 
 
 def disable_dropout(model: nn.Module) -> None:
