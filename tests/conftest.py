@@ -18,6 +18,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "GPU_TEST_CHILD" not in os.environ:  # tests/gpu/conftest.py decides for its child processes
     os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny: threads would wait for each other
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job, whose children would not hear it either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 gc.disable()  # until tests are collected: nothing that the tests import is garbage
 
 

@@ -13,7 +13,7 @@ import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs import make_environment, read_metrics, small_run
+from support.runs import ROOT, make_environment, read_metrics, small_run
 
 import dpo
 from dpo.api import _write
@@ -53,6 +53,18 @@ def test_rows_are_trained_on_and_the_result_has_metrics_samples_a_verdict_and_a_
     output = capsys.readouterr()
     assert "evaluation after 0 examples" in output.out
     assert re.search(r"6/6 \[", output.err)  # the bar
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_readme_train(keys, monkeypatch, capsys):
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(lines.strip().splitlines()) == 5
+    train = dpo.run
+    # the model is on the Hub, and large
+    small = {"model": "demo", "wandb.enabled": False, "max_length": 48, "max_prompt_length": 32}
+    monkeypatch.setattr(dpo, "run", lambda keys, data: train(keys | small, data), raising=False)
+    exec(lines.replace("import dpo\n", ""), {"dpo": dpo})
+    assert "The model" in capsys.readouterr().out
 
 
 @pytest.mark.slow

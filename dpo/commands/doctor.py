@@ -51,7 +51,7 @@ def list_problems() -> list[str]:
             installed.append(f"{name} {version(name)}")
         else:
             problems.append(f"{name} {version(name)} does not fit: pip install '{name}{wanted}'")
-    print(f"dpo {__version__}, {', '.join(installed)}")
+    print(f"dpo {__version__}, {', '.join(dict.fromkeys(installed))}")
     print(f"optional packages that are not installed: {', '.join(optional) or 'none'}")
     total, available = host_memory()
     free, cores = shutil.disk_usage(".").free, len(os.sched_getaffinity(0))

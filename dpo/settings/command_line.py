@@ -269,5 +269,5 @@ USAGE = """Preference training: SFT, DPO and its relatives, of all weights or of
 dpo train loss=dpo loss.beta=0.1 model=pythia28 exp_name=dpo ...
 
 Config groups (choose with group=option):"""
-END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options), -sc install=bash (shell completion).
+END = """Also: --cfg job (the composed config), --hydra-help (Hydra's own options).
 Bad input ends with status 2; HYDRA_FULL_ERROR=1 shows the traceback."""
