@@ -32,7 +32,7 @@ from dpo.judging.page import write_form, write_result
 from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize
 from dpo.models.answers import choose_sampling, list_end_tokens
-from dpo.models.export import find_origin
+from dpo.models.export import Origin, find_origin
 from dpo.models.panel import load_panel
 from dpo.numbers import count, percent
 from dpo.system.arithmetic import set_up_torch
@@ -93,68 +93,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    kind, _, place = options.judge.partition(":")
-    if kind not in ("human", "verdicts", "reward_model", "function", "http", "https") or (
-        kind != "human" and not place
-    ):
-        raise InputError(f"--judge {options.judge} is none: see dpo evaluate --help")
-    template = judges.read_template(options.template)
-    trust = options.trust_remote_code
-    reference = "none" if options.other else None
-    panel = load_panel(options.model, reference=reference, trust_remote_code=trust)
-    panels = [panel, panel] if options.other is None else [panel, load_panel(options.other, reference="none")]
-    if options.other is None and len(panel.sides) < 2:
-        raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
-    names = (Path(options.model).name, Path(options.other).name if options.other else "its start")
-    sides = (panel.sides[0], panels[1].sides[-1])
-    contestants = [Contestant(*parts) for parts in zip(names, panels, sides, strict=True)]
-    folder = options.out or (panel.origin.run_dir / "evaluation" if panel.origin.run_dir else Path("evaluation"))
+    contestants, origin = load_contestants(options)
+    folder = find_folder(options, origin)
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = load_prompts(panel.origin, options.prompts, panel.tokenizer, limit=options.limit, seed=options.seed)
+    judge = make_judge(options, folder)  # before answers are drawn, which may take long
+    tokenizer = contestants[0].panel.tokenizer
+    prompts = load_prompts(origin, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
     pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
-    if kind == "human":
+    if judge is None:
         write_form(folder / "judge.html", pairs)
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         print(f"then: {options.next_command}")
         return
-    if kind == "verdicts":
-        judge = judges.make_file_judge(place)
-    elif kind in ("http", "https"):
-        limits = {"parallel": options.parallel, "timeout": options.timeout}
-        server = Server(options.judge, options.judge_model, folder / "replies.jsonl", **limits)
-        judge = judges.make_server_judge(server, template)
-    else:
-        judge = judges.make_scoring_judge(scorer=kind, **{kind: place})
     verdicts = judge(pairs)
-    labelled = [] if kind == "verdicts" else list_labelled(prompts, panel.tokenizer)[: options.labelled]
-    tested = judge(labelled) if labelled else []
+    is_recorded = options.judge.startswith("verdicts:")
+    labelled = [] if is_recorded else list_labelled(prompts, tokenizer)[: options.labelled]
     settings = {
         "judge": options.judge,
-        "template": options.template if kind in ("http", "https") else None,
+        "template": options.template if options.judge.startswith("http") else None,
         "prompts": options.prompts or f"held out by {options.model}",
         "answers": str(sampling),
         "longest answer": f"{options.max_new_tokens} tokens",
         "made": f"{now()} by dpo {__version__}",
     }
+    names = (contestants[0].name, contestants[1].name)
+    tested = judge(labelled) if labelled else []
     report(folder, names, pairs, verdicts, tested, {key: value for key, value in settings.items() if value})
+
+
+def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
+    return options.out or (origin.run_dir / "evaluation" if origin.run_dir else Path("evaluation"))
+
+
+def load_contestants(options: argparse.Namespace) -> tuple[list[Contestant], Origin]:
+    """The two models, and where the first is from."""
+    first = Path(options.model).name
+    if options.other is not None:
+        panels = [load_panel(options.model, reference="none", trust_remote_code=options.trust_remote_code)]
+        panels.append(load_panel(options.other, reference="none", trust_remote_code=options.trust_remote_code))
+        names = (first, Path(options.other).name)
+        return [Contestant(name, p, p.sides[0]) for name, p in zip(names, panels, strict=True)], panels[0].origin
+    panel = load_panel(options.model, trust_remote_code=options.trust_remote_code)
+    if len(panel.sides) < 2:
+        raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
+    return [Contestant(n, panel, s) for n, s in zip((first, "its start"), panel.sides, strict=True)], panel.origin
+
+
+def make_judge(options: argparse.Namespace, folder: Path) -> judges.Judge | None:
+    """None for people, who judge later."""
+    if options.judge == "human":
+        return None
+    kind, _, place = options.judge.partition(":")
+    if kind == "verdicts" and place:
+        return judges.make_file_judge(place)
+    if kind in ("http", "https"):
+        template = judges.read_template(options.template)
+        limits = {"parallel": options.parallel, "timeout": options.timeout}
+        server = Server(options.judge, options.judge_model, folder / "replies.jsonl", **limits)
+        return judges.make_server_judge(server, template)
+    if kind in ("reward_model", "function") and place:
+        return judges.make_scoring_judge(scorer=kind, **{kind: place})
+    raise InputError(f"--judge {options.judge} is none: see dpo evaluate --help")
 
 
 def answer_both(contestants: Sequence[Contestant], prompts: Sequence[Any], file: Path, options: Any) -> tuple[Any, Any]:
     """The pairs of answers to all prompts that both models have positions for, and how they were drawn."""
     panel = contestants[0].panel
     tokenizer = panel.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
-    wanted, n_new = (
-        {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k},
-        options.max_new_tokens,
-    )
-    sampling = choose_sampling(
-        contestants[0].side.model,
-        panel.tokenizer,
-        wanted,
-        chat=panel.form == CHAT,
-        max_new_tokens=n_new,
-        seed=(options.seed,),
-    )
+    n_new, model = options.max_new_tokens, contestants[0].side.model
+    limits = {"max_new_tokens": n_new, "seed": (options.seed,)}
+    sampling = choose_sampling(model, panel.tokenizer, vars(options), chat=panel.form == CHAT, **limits)
     encoded = [[contestant.encode(prompt, tokenizer, n_new=n_new) for prompt in prompts] for contestant in contestants]
     fitting = [i for i in range(len(prompts)) if None not in (encoded[0][i], encoded[1][i])]
     if len(fitting) < len(prompts):
@@ -204,7 +212,7 @@ def report(
     rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]
     numbers = {**summary._asdict(), "agreement": agreement, "invalid": len(pairs) - len(valid), "flipped": n_flipped}
     for name, text in (
-        ("verdicts.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
+        ("judged.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
         ("evaluation.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
     ):
         with replacing(folder / name) as unfinished:
@@ -220,7 +228,7 @@ def run_lm_eval(options: argparse.Namespace) -> None:
     model = origin.run_dir / "LATEST" / "hf" if origin.run_dir else Path(options.model)
     if origin.run_dir and not model.exists():
         raise InputError(f"{model} does not exist: run dpo export {options.model} DIR, and evaluate DIR")
-    folder = options.out or (origin.run_dir / "evaluation" if origin.run_dir else Path("evaluation"))
+    folder = find_folder(options, origin)
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():
         arguments = f"pretrained={origin.plan.model.name_or_path},peft={model}"

@@ -35,7 +35,7 @@ class Panel(NamedTuple):
     sides: list[Side]  # the policy, and the reference if there is one
     tokenizer: Any
     form: str  # of prompts, one of MEANINGS
-    origin: Origin | None = None  # of the policy
+    origin: Any = None  # the `Origin` of the policy
 
     def encode(self, messages: Messages, *, n_new: int) -> Tokens:
         """Encode messages as in training; InputError if a model has no positions for them and `n_new` tokens more."""

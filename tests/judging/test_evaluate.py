@@ -87,7 +87,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
         (["--judge", "gpt-4"], "--judge gpt-4 is none"),
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
-        (["--judge", "human", "--template", "paper"], "--template paper is none of helpful"),
+        (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is none of helpful"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
