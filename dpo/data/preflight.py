@@ -127,7 +127,7 @@ class SplitReport:
             held_out, training = self.like_train[0].values()
             yield (
                 f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
-                f"trained on. Put what belongs together into one split: give a test file of its own"
+                f"trained on. Put what belongs together into one split, such as a test file of its own"
             )
 
 

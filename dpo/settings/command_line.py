@@ -22,7 +22,7 @@ from dpo.errors import InputError, one_sentence
 from dpo.plugins import ADDED_LOSSES
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_added_loss, load_plugins
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_problems, find_value_problem, suggest
+from dpo.settings.validation import find_alias, find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
 from dpo.system.redaction import redact
 
@@ -234,6 +234,8 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     group = key.partition("@")[0]
     if options := line.list_options(group):
         for option in [str(PARSER.parse_override(job).value()) for job in split_sweep(override)]:
+            if name := find_alias(option) if option not in options else None:
+                return f"{group}={option}: here it is {name}"
             if option not in options:
                 return f"{group}={option} is not one of {', '.join(options)}{suggest(option, options)}"
         return None

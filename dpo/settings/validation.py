@@ -149,6 +149,9 @@ def find_warnings(p: Plan) -> list[str]:
         (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
          f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
          "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
+        (p.reference_dtype == "float16" and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
+         "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null, unless "
+         "you repeat a run of the reference code"),
         (p.wandb.enabled and not is_installed("wandb"), "W&B gets nothing, as wandb is not installed"),
         (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
     ]
@@ -218,11 +221,16 @@ def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def find_alias(name: str) -> str | None:
+    """What a name of another library is here."""
+    return keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(name)
+
+
 def find_value_problem(key: str, value: Any) -> str | None:
     if removed := keys.find_removed(key, value):
         return removed
     if key not in KEYS:
-        if name := keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(key.rpartition(".")[2]):
+        if name := find_alias(key.rpartition(".")[2]):
             return f"unknown key {key}: here it is {name}"
         similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
         return f"unknown key {key}{similar or ': dpo train --help shows all keys'}"

@@ -131,7 +131,7 @@ def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, 
 def test_aliases_lead_to_keys_and_are_no_keys():
     for name, ours in load_file(CONFIG / "aliases.yaml").items():
         assert name not in KEYS
-        ours = re.split("[=,]", ours)[0]
+        ours = re.split("[=,; ]", ours)[0]
         assert ours in {*KEYS, "loss", "lora", "online"} or ours.startswith("optimizer_args.")
 
 

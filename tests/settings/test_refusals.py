@@ -101,6 +101,10 @@ REFUSED = [
 ]
 
 DISCOURAGED = [
+    (
+        f"{DPO} model.name_or_path=/tmp",
+        "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly",
+    ),
     ("lr_scaling=sqrt", "lr_scaling=sqrt needs several processes"),
     (f"{DPO} loss.f_alpha=0.9", "loss.f_alpha=0.9 needs loss.f_divergence=alpha"),
     ("list_pairs=best_worst", "list_pairs=best_worst needs a loss of pairs, such as loss=dpo"),
