@@ -208,16 +208,18 @@ def report(
         sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
         rates.append(("The judge's agreement with labels", agreement))
     facts = {"policy": names[0], "other": names[1], "sentences": sentences, "rates": rates, "settings": settings}
-    write_result(folder / "evaluation.html", facts, pairs, verdicts)
+    kind = "server" if settings["judge"].startswith("http") else settings["judge"].partition(":")[0]
+    page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
+    write_result(page, facts, pairs, verdicts)
     rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]
     numbers = {**summary._asdict(), "agreement": agreement, "invalid": len(pairs) - len(valid), "flipped": n_flipped}
     for name, text in (
-        ("judged.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
-        ("evaluation.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
+        (f"judged-{kind}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
+        (f"evaluation-{kind}.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
     ):
         with replacing(folder / name) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-    print(*sentences, f"page: {folder / 'evaluation.html'}", sep="\n")
+    print(*sentences, f"page: {page}", sep="\n")
 
 
 def run_lm_eval(options: argparse.Namespace) -> None:

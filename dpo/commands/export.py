@@ -100,8 +100,8 @@ def complete_card(folder: Path, run_dir: Path | None, run: str | None) -> None:
     if run_dir is not None:
         record = read_run(run_dir)
         texts = ["## Results", describe_result(record)]
-        if (result := run_dir / "evaluation" / "evaluation.json").exists():
-            texts += read_json(result)["sentences"]
+        for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
+            texts.append(" ".join([f"Judged by {result.stem.partition('-')[2]}:", *read_json(result)["sentences"]]))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
             (folder / "curves").mkdir(exist_ok=True)
             (folder / "curves" / f"{i}.png").write_bytes(draw(chart, lines))

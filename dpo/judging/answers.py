@@ -133,7 +133,10 @@ def draw_answers(
     identity = model_digest(model, str(model.dtype), contestant.side.adapter)
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
     missing = sorted((i for i, key in enumerate(keys) if key not in file.answers), key=lambda i: -len(encoded[i]))
-    with switch(model, contestant.side.adapter)(), tqdm.tqdm(total=len(missing), desc=contestant.name) as bar:
+    with (
+        switch(model, contestant.side.adapter)(),
+        tqdm.tqdm(total=len(missing), desc=contestant.name, disable=not missing) as bar,
+    ):
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
             drawn = answer(model, tokenizer, [encoded[i] for i in batch], batch, sampling)

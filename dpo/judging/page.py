@@ -30,11 +30,13 @@ def write_result(file: Path, facts: Mapping[str, Any], pairs: Sequence[Pair], ve
 
 
 def write_form(file: Path, pairs: Sequence[Pair]) -> None:
-    """A page on which people judge without knowing whose answer is on which side."""
+    """A page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines."""
     shown = []
     for pair in pairs:
         left, right = (pair.second, pair.first) if is_shown_swapped(pair) else (pair.first, pair.second)
         shown.append({"id": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
+    with replacing(file.with_name("pairs.jsonl")) as unfinished:
+        unfinished.write_text("".join(f"{json.dumps(pair)}\n" for pair in shown), encoding="utf-8")
     # in a script, where `<` could end it
     _write(file, "form.html.jinja", pairs=json.dumps(shown).replace("<", "\\u003c"), n_pairs=len(pairs))
 

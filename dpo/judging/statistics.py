@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.analysis.verdict import share_interval
+from dpo.analysis.verdict import FEWEST, share_interval
 from dpo.numbers import count, percent
 
 N_RESAMPLES = 10_000  # of the bootstrap; of a fit, which takes longer, a tenth
@@ -40,6 +40,8 @@ class Summary(NamedTuple):
     def describe(self, name: str, other: str) -> str:
         judged = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{judged} against {other}: win rate {self.rate}."
+        if self.n < FEWEST:
+            return f"{text} So few say little: give {FEWEST} or more."
         text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %."
         if self.controlled is None:
             return f"{text} For a length-controlled rate, give {FEWEST_FOR_LENGTH} prompts or more."

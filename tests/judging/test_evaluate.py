@@ -31,20 +31,20 @@ def run_dir(copied, tmp_path, monkeypatch) -> Path:
     return copied("run", "lr=1e-2")
 
 
-def read_result(folder: Path = Path("out")) -> dict:
-    return json.loads((folder / "evaluation.json").read_text())
+def read_result(kind: str = "function") -> dict:
+    return json.loads(Path("out", f"evaluation-{kind}.json").read_text())
 
 
 def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, capsys):
     assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
-    result, page = read_result(), Path("out/evaluation.html").read_text()
+    result, page = read_result(), Path("out/evaluation-function.html").read_text()
     answers = [json.loads(line) for line in Path("out/answers.jsonl").read_text().splitlines()]
     lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run", "its start")}
     wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
     assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
     assert result["agreement"] is not None
     assert result["sentences"][0] in capsys.readouterr().out
-    assert "length-controlled rate, give 100 prompts" in page
+    assert "So few say little: give 30 or more." in page
     assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
 
     assert main([str(run_dir), str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
@@ -60,8 +60,9 @@ def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir,
     assert len(pairs) > 3
     assert "its start" not in page
     write_rows(Path("verdicts.jsonl"), [{"pair": pair["id"], "better": "left"} for pair in pairs[1:]])
+    assert [json.loads(line) for line in Path("out/pairs.jsonl").read_text().splitlines()] == pairs
     assert main(command) == 0
-    result = read_result()
+    result = read_result("verdicts")
     assert result["n"] + 1 == len(pairs) == result["n"] + result["invalid"]
 
 
@@ -106,7 +107,8 @@ def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
 def test_a_reward_model_judges(run_dir, tokenizer, tmp_path):
     model = save_reward_model(tmp_path / "reward", "llama", tokenizer)
     assert main([str(run_dir), "--judge", f"reward_model:{model}", *SHORT]) == 0
-    assert sum(read_result()[name] for name in ("wins", "ties", "losses")) == read_result()["n"]
+    result = read_result("reward_model")
+    assert sum(result[name] for name in ("wins", "ties", "losses")) == result["n"]
 
 
 # --- what is not ours -------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_a_real_server_judges(run_dir, tmp_path):
     finally:
         server.terminate()
         server.wait()
-    result = read_result()
+    result = read_result("server")
     assert (result["ties"], result["flipped"], result["invalid"]) == (result["n"], result["n"], 0)
     assert result["sentences"][1] == "In 100 % of the pairs the order of the answers decided, which counts as a tie."
 
