@@ -1,5 +1,5 @@
-# Trains on a CPU as it is: `docker build -t dpo . && docker run dpo train --help`. A GPU wants NVIDIA's base image, torch for
-# its CUDA, and the container toolkit on the host (torch's wheels bring CUDA's libraries along):
+# Trains on a CPU as it is: `docker build -t dpo . && docker run dpo train --help`. A GPU wants NVIDIA's base image,
+# torch for its CUDA, and the container toolkit on the host (torch's wheels bring CUDA's libraries along):
 #     docker build -t dpo --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 \
 #         --build-arg TORCH=https://download.pytorch.org/whl/cu130 .
 #     docker run --gpus all --shm-size 8g --user "$(id -u)" -v "$PWD:/work" dpo train loss=dpo loss.beta=0.1 ...
@@ -27,6 +27,7 @@ RUN pip install --no-deps --force-reinstall .
 
 # any user may run it, as with --user "$(id -u)", so that files in /work belong to whoever started it
 ENV HOME=/tmp USER=trainer
+RUN mkdir --mode=777 /work
 USER 10001
 WORKDIR /work
 ENTRYPOINT ["dpo"]

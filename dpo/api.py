@@ -12,28 +12,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import HydraException
 from tqdm.auto import tqdm
 
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
-from dpo.settings.command_line import PARSER, parse_key
-from dpo.settings.keys import PACKAGE_DIR, load_defaults
+from dpo.settings.command_line import check_command_line, parse_key
+from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import store_rows
+from dpo.system import host
+from dpo.system.launching import end_with_parent
 from dpo.system.plain_files import read_json
-from dpo.system.run_directory import get_local_run_dir
+from dpo.system.signals import end_on_stop_signals
+from dpo.train import run_or_exit
 
 if TYPE_CHECKING:
     import pandas as pd
 
 POLL_SECS = 0.3
-START = "from dpo.api import _start; _start({})"  # in the child; the number is that of its parent
+START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Result:
         return pd.DataFrame([json.loads(line) for line in _Tail(self.directory / name).read()])
 
     def __repr__(self) -> str:
-        return f"{self.directory}\n{self.verdict}"
+        has_run = (self.directory / "metrics.jsonl").exists()  # false after dry_run=true
+        return f"{self.directory}\n{self.verdict}" if has_run else str(self.directory)
 
 
 def run(keys: Mapping[str, Any] | Sequence[str] | str = (), data: Any = None) -> Result:
@@ -82,19 +84,15 @@ def run(keys: Mapping[str, Any] | Sequence[str] | str = (), data: Any = None) ->
         overrides = [f"{key}={_write(value)}" for key, value in keys.items()]
     else:
         overrides = shlex.split(keys) if isinstance(keys, str) else [*keys]
-    given: dict[str, Any] = {"exp_name": "notebook", "local_dirs": load_defaults()["local_dirs"]}
-    for override in overrides:
-        with suppress(HydraException):  # the run says what is wrong with it
-            given[parse_key(override)] = PARSER.parse_override(override).value()
+    given = {parse_key(override) for override in overrides}
     if data is not None:
-        stored = store_rows({"datasets": data, "local_dirs": given["local_dirs"]})
+        stored = store_rows({"datasets": data})
         if "dataset_sources" not in stored:
-            raise InputError(f"data is a {type(data).__name__}: give a list of mappings, or one split of a Dataset")
+            raise InputError(f"data is {data!r:.100}: give a list of mappings, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
-    run_dir = given.get("local_run_dir") or get_local_run_dir(given["exp_name"], given["local_dirs"])
-    directory = Path(run_dir).expanduser().absolute()
-    _train([f"exp_name={_write(given['exp_name'])}", *overrides, f"local_run_dir={_write(directory)}"], directory)
-    return Result(directory)
+    if not given & {"exp_name", "experiment"}:
+        overrides.append("exp_name=notebook")
+    return Result(_train(overrides))
 
 
 def _write(value: Any) -> str:
@@ -110,14 +108,14 @@ def _write(value: Any) -> str:
     return str(value)
 
 
-def _train(overrides: Sequence[str], directory: Path) -> None:
-    """Train in a child process; show its messages, and its updates as a bar."""
+def _train(overrides: Sequence[str]) -> Path:
+    """Train in a child process; show its messages, and its updates as a bar. Returns the run's directory."""
     paths = [str(PACKAGE_DIR.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
-        output, metrics = _Tail(Path(folder, "output.txt")), _Tail(directory / "metrics.jsonl")
+        output, place, metrics = _Tail(Path(folder, "output.txt")), Path(folder, "place.txt"), None
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                [sys.executable, "-c", START.format(os.getpid()), *overrides],
+                [sys.executable, "-c", START.format(os.getpid(), str(place)), *overrides],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -127,12 +125,14 @@ def _train(overrides: Sequence[str], directory: Path) -> None:
         try:
             while True:
                 has_ended = child.poll() is not None  # what it wrote before is read below
-                if bar.total is None and (directory / "preflight.json").exists():
-                    bar.total = read_json(directory / "preflight.json")["updates"]
+                if metrics is None and place.exists() and (written := place.read_text(encoding="utf-8")):
+                    metrics = _Tail(Path(written, "metrics.jsonl"))
+                if metrics and bar.total is None and (found := metrics.path.with_name("preflight.json")).exists():
+                    bar.total = read_json(found)["updates"]
                 for line in output.read():
                     if not line.startswith("update "):
                         bar.write(line)
-                for line in metrics.read():
+                for line in metrics.read() if metrics else ():
                     bar.update(json.loads(line)["updates"] - bar.n)
                 if has_ended:
                     break
@@ -141,9 +141,10 @@ def _train(overrides: Sequence[str], directory: Path) -> None:
             child.terminate()
             child.wait()
             raise
-    if child.returncode:
-        message = re.split("bad configuration:\n|error: ", "\n".join(output.lines[-20:]))[-1].strip()
+    if child.returncode or metrics is None:
+        message = re.split("bad configuration:\n|error: ", "\n".join(output.lines[-20:]), maxsplit=1)[-1].strip()
         raise (InputError if child.returncode == 2 else RunError)(message)
+    return metrics.path.parent
 
 
 class _Tail:
@@ -165,10 +166,14 @@ class _Tail:
         return new
 
 
-def _start(parent: int) -> None:
-    """Train in this process, which ends with its parent."""
-    from dpo.commands import main
-    from dpo.system.launching import end_with_parent
-
+def _start(parent: int, place: str) -> None:
+    """Train in this process, which ends with its parent; write the run's directory to a file."""
     end_with_parent(parent, signal.SIGTERM)
-    main(["train", *sys.argv[1:]])
+    host.print_whatever_happens()
+    end_on_stop_signals()
+    host.set_allocators(os.environ)
+    _, plan = check_command_line(sys.argv[1:])
+    if plan is None:
+        raise InputError("dpo.run trains one run: leave out options such as -m")
+    Path(place).write_text(str(Path(plan.run.local_run_dir).absolute()), encoding="utf-8")
+    run_or_exit(plan)

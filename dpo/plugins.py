@@ -29,7 +29,7 @@ def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
     _refuse_known(name, LOSSES, "loss")
     loss, known = Loss(formula, **needs), list_options()
     for option, annotation in list_parameters(loss).items():
-        if annotation is inspect.Parameter.empty or known.get(option, annotation) != annotation:
+        if option == "name" or annotation is inspect.Parameter.empty or known.get(option, annotation) != annotation:
             raise InputError(
                 f"loss {name}: its option {option} needs a type, that of other losses' options of its name"
             )

@@ -78,7 +78,7 @@ def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
 def test_bad_input_is_an_error_with_all_problems(keys):
     with pytest.raises(InputError, match=r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
-    with pytest.raises(InputError, match="data is a str: give a list of mappings"):
+    with pytest.raises(InputError, match=r"data is 'rows.csv': give a list of mappings"):
         dpo.run(keys, data="rows.csv")
 
 

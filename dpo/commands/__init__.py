@@ -47,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+def parse_count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} must be an integer above 0")
+    return int(text)
+
+
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
     """Add the only option by which a command runs a model's code; no config can set it."""
     parser.add_argument(

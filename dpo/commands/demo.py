@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dpo.analysis.page import write_report
 from dpo.data.demo import COURTEOUS
+from dpo.system.host import is_installed
 
 DEMO = Path(".cache", "demo")
 # samples before training are what the page compares with
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = [sample["policy"].strip() for sample in samples if sample["examples"] == n_examples]
         share = sum(answer.startswith(COURTEOUS) for answer in answers) / len(answers)
         print(f"courteous answers to held-out prompts after {n_examples} examples of DPO: {share:.1%}")
+    if not is_installed("matplotlib"):
+        return 0
     page = write_report([DEMO / "dpo"], DEMO / "report")
     print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
     return 0

@@ -23,7 +23,8 @@ import numpy as np
 import transformers
 
 from dpo import __version__
-from dpo.commands import add_trust_option
+from dpo.checkpoint.files import EXPORTED
+from dpo.commands import add_trust_option, parse_count
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError
 from dpo.judging import judges
@@ -52,27 +53,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("other", metavar="OTHER", nargs="?", help="default: what training began from")
     option("--judge", metavar="JUDGE")
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
-    option("--limit", type=int, default=200, help="most prompts (default: 200)")
-    option("--labelled", type=int, default=100, help="most labelled pairs on which the judge is tested (default: 100)")
+    option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
+    option(
+        "--labelled",
+        type=parse_count,
+        default=100,
+        help="most labelled pairs on which the judge is tested (default: 100)",
+    )
     option("--out", type=Path, metavar="DIR", help="default: RUN/evaluation, or evaluation")
     option("--seed", type=int, default=0)
     option("--temperature", type=float, help="0: the most probable token")
     option("--top-p", type=float)
     option("--top-k", type=int)
-    option("--max-new-tokens", type=int, default=256)
-    option("--batch-size", type=int, default=16, help="prompts answered at a time (default: 16)")
+    option("--max-new-tokens", type=parse_count, default=256)
+    option("--batch-size", type=parse_count, default=16, help="prompts answered at a time (default: 16)")
     option(
         "--template", default="helpful", help="what a server is asked: helpful, paper_dialogue, paper_summary, a file"
     )
     option("--judge-model", metavar="NAME", help="the server's model; default: the first that it names")
-    option("--parallel", type=int, default=8, help="calls of a server at a time (default: 8)")
+    option("--parallel", type=parse_count, default=8, help="calls of a server at a time (default: 8)")
     option("--timeout", type=float, default=60, help="seconds for a call (default: 60)")
     option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_trust_option(parser)
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    options.next_command = shlex.join(["dpo", "evaluate", *(word.replace("human", SAVED) for word in given)])
+    options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in given)])
     if not (options.judge or options.lm_eval):
         parser.error("give --judge, --lm-eval or both")
     set_up_torch(deterministic=False, compiles=False)
@@ -109,6 +115,7 @@ def evaluate(options: argparse.Namespace) -> None:
     is_recorded = options.judge.startswith("verdicts:")
     labelled = [] if is_recorded else list_labelled(prompts, tokenizer)[: options.labelled]
     settings = {
+        "model": str(origin.policy or options.model),
         "judge": options.judge,
         "template": options.template if options.judge.startswith("http") else None,
         "prompts": options.prompts or f"held out by {options.model}",
@@ -127,16 +134,23 @@ def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
 
 def load_contestants(options: argparse.Namespace) -> tuple[list[Contestant], Origin]:
     """The two models, and where the first is from."""
-    first = Path(options.model).name
     if options.other is not None:
         panels = [load_panel(options.model, reference="none", trust_remote_code=options.trust_remote_code)]
         panels.append(load_panel(options.other, reference="none", trust_remote_code=options.trust_remote_code))
-        names = (first, Path(options.other).name)
-        return [Contestant(name, p, p.sides[0]) for name, p in zip(names, panels, strict=True)], panels[0].origin
+        return [Contestant(name_model(panel.origin), panel, panel.sides[0]) for panel in panels], panels[0].origin
     panel = load_panel(options.model, trust_remote_code=options.trust_remote_code)
     if len(panel.sides) < 2:
         raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
-    return [Contestant(n, panel, s) for n, s in zip((first, "its start"), panel.sides, strict=True)], panel.origin
+    names = (name_model(panel.origin), "its start")
+    return [Contestant(n, panel, s) for n, s in zip(names, panel.sides, strict=True)], panel.origin
+
+
+def name_model(origin: Origin) -> str:
+    """Such as `mine/step-240`, of a run's checkpoint."""
+    file = origin.policy
+    if file and origin.run_dir:
+        return str(file.parent.relative_to(origin.run_dir.parent))
+    return Path(origin.weights.adapter or file or origin.plan.model.name_or_path).name
 
 
 def make_judge(options: argparse.Namespace, folder: Path) -> judges.Judge | None:
@@ -227,9 +241,9 @@ def run_lm_eval(options: argparse.Namespace) -> None:
     if not is_installed("lm_eval"):
         raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
     origin = find_origin(options.model, hub=True, trust_remote_code=options.trust_remote_code)
-    model = origin.run_dir / "LATEST" / "hf" if origin.run_dir else Path(options.model)
-    if origin.run_dir and not model.exists():
-        raise InputError(f"{model} does not exist: run dpo export {options.model} DIR, and evaluate DIR")
+    model = origin.policy.parent / EXPORTED if origin.policy else Path(options.model)
+    if (origin.policy and not model.exists()) or "," in str(model):
+        raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
     folder = find_folder(options, origin)
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():

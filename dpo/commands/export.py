@@ -25,7 +25,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.commands import add_trust_option
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.models.export import export, find_origin
+from dpo.models.export import Origin, export, find_origin
 from dpo.models.pretrained import DTYPES
 from dpo.system.host import is_installed
 from dpo.system.plain_files import read_json
@@ -76,9 +76,9 @@ def write(options: argparse.Namespace, out: Path) -> None:
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:
-        run_dir = find_origin(options.checkpoint, model=options.model, **trust).run_dir
-        run = read_record(run_dir).get("run") if run_dir else None
-        complete_card(folder, run_dir, run)
+        origin = find_origin(options.checkpoint, model=options.model, **trust)
+        run = read_record(origin.run_dir).get("run") if origin.run_dir else None
+        complete_card(folder, origin, run)
         push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
 
 
@@ -92,8 +92,9 @@ def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
     print(f"converted {file}")
 
 
-def complete_card(folder: Path, run_dir: Path | None, run: str | None) -> None:
-    """Add the run's verdict, evaluation and curves to an exported model's card, for those who read it on the Hub."""
+def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
+    """Add the run's verdict and curves, and evaluations of this model, to its card."""
+    run_dir = origin.run_dir
     card = ModelCard.load(folder / "README.md")
     card.data[RUN_KEY] = run
     card.data.tags = [*(card.data.tags or []), "dpo-train"]
@@ -101,7 +102,9 @@ def complete_card(folder: Path, run_dir: Path | None, run: str | None) -> None:
         record = read_run(run_dir)
         texts = ["## Results", describe_result(record)]
         for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
-            texts.append(" ".join([f"Judged by {result.stem.partition('-')[2]}:", *read_json(result)["sentences"]]))
+            found = read_json(result)
+            if found["settings"]["model"] == str(origin.policy):
+                texts.append(" ".join([f"Judged by {result.stem.partition('-')[2]}:", *found["sentences"]]))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
             (folder / "curves").mkdir(exist_ok=True)
             (folder / "curves" / f"{i}.png").write_bytes(draw(chart, lines))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from dpo.analysis.page import render_page, write_report
 from dpo.errors import InputError
@@ -63,8 +62,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
         def do_GET(self) -> None:
             # a page of another site could reach this server by a name that it lets point to 127.0.0.1
             is_ours = self.headers.get("Host", "") in (f"127.0.0.1:{port}", f"localhost:{port}")
-            runs, name = list_runs(paths), unquote(self.path.strip("/"))
-            chosen = [run for run in runs if run.name == name] if name else runs
+            runs, number = [run for run in list_runs(paths) if run.exists()], self.path.strip("/")
+            chosen = runs[int(number) :][:1] if number.isdecimal() else runs if not number else []
             try:
                 with drawing:
                     body = look(chosen, links=runs if len(runs) > 1 else ()) if chosen and is_ours else b""
@@ -83,7 +82,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InputError(f"--port {port} cannot be served: {error}; give another --port") from error
     port = server.server_port  # of --port 0
     print(f"open http://127.0.0.1:{port} in a browser of this machine; Ctrl-C ends", flush=True)
@@ -100,7 +99,7 @@ def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
     states = tuple(
         (file.stat().st_mtime_ns, is_locked(run)) if (file := run / RUN_LOG).exists() else () for run in runs
     )
-    pages = (("all", "/"), *((run.name, f"/{quote(run.name)}") for run in links)) if links else ()
+    pages = (("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))) if links else ()
     return _draw(tuple(runs), pages, states)
 
 

@@ -17,7 +17,7 @@ from dpo.data.custom import get_custom
 from dpo.data.sources import load_rows
 from dpo.data.table import Prompt, iterate_prompts
 from dpo.data.tokenization import TextEncoder, unescape
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
 from dpo.models.export import Origin
@@ -61,7 +61,8 @@ def load_prompts(origin: Origin, file: str | None, tokenizer: Any, *, limit: int
         raise InputError(f"{origin.plan.model.name_or_path} is no run, so it held out no prompts: give --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code
         plan = origin.plan.change("dry_run", True).change("model.trust_remote_code", False)
-        prompts = load_data(plan, silent=True).test
+        with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or give --prompts")):
+            prompts = load_data(plan, silent=True).test
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:limit]
     return [prompts[int(i)] for i in sorted(chosen)]
 

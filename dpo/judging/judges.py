@@ -21,9 +21,10 @@ from dpo.system.plain_files import check_readable
 
 TEMPLATES = Path(__file__).parent / "templates"
 # a line with a verdict, such as `More helpful: "A"`; without such a label the last line counts
-LABELLED = re.compile(r"\W*(?:better|preferred|more helpful|winner|verdict)\W*:(.*)", re.IGNORECASE)
-CHOICE = re.compile(r"\W*(?:[\w ]{1,20}:\W*)?(?:(?:answer|response|summary) )?(A|B|tie)\W*", re.IGNORECASE)
-SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5}  # of the answer that is shown as A
+CHOSEN = r"\W*(?:(?:answer|response|summary) )?(A|B|tie|neither)\b"
+LABELLED = re.compile(r"\b(?:better|preferred|more helpful|winner|verdict)\b[\w ]*\W*:" + CHOSEN, re.IGNORECASE)
+LAST = re.compile(rf"(?:[\w ]{{1,20}}:)?{CHOSEN}\W*", re.IGNORECASE)
+SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "neither": 0.5}  # of the answer that is shown as A
 
 
 class Verdict(NamedTuple):
@@ -90,10 +91,9 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
 
 def read_verdict(reply: str) -> float | None:
     """The score of answer A; None if the reply names no winner."""
-    lines = reply.strip().splitlines() or [""]
-    labelled = [found[1] for line in lines if (found := LABELLED.match(line))]
-    found = CHOICE.fullmatch((labelled or lines)[-1])
-    return SCORES[found[1].lower()] if found else None
+    last = LAST.fullmatch(reply.strip().rpartition("\n")[2])
+    chosen = LABELLED.findall(reply) or ([last[1]] if last else [])
+    return SCORES[chosen[-1].lower()] if chosen else None
 
 
 def read_template(name: str) -> str:
@@ -113,7 +113,7 @@ def read_template(name: str) -> str:
 
 
 def is_shown_swapped(pair: Pair) -> bool:
-    """Whether people see the second answer on the left; this must not follow from the page, so a seed is in the id."""
+    """Whether people see the second answer on the left."""
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 

@@ -44,7 +44,9 @@ class Server:
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
         self._replies = {line["key"]: line["reply"] for line in read_lines(cache)}
         self._opener, self._lock = urllib.request.build_opener(_NoRedirects), threading.Lock()
-        self._key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
+        self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
+        if "@" in self.url:
+            raise InputError("--judge URL has a user or password: give the key in JUDGE_API_KEY instead")
         is_here = re.match(r"http://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)", self.url)
         if self._key and self.url.startswith("http://") and not is_here:
             raise InputError(f"--judge {url} would send the key of {' or '.join(KEYS)} unencrypted: give an https URL")
@@ -52,9 +54,9 @@ class Server:
 
     def ask_all(self, questions: Sequence[str]) -> list[str | Exception]:
         """The reply to each question, or why there is none."""
-        first = self._ask(questions[0])
-        if isinstance(first, Exception):  # before many calls fail for the same reason
-            raise InputError(f"--judge {self.url} does not answer: {one_sentence(first)}") from first
+        first = [self._ask(question) for question in questions[:2]]  # before many calls fail for the same reason
+        if all(isinstance(reply, Exception) for reply in first):
+            raise InputError(f"--judge {self.url} does not answer: {first[0]}")
         pool = ThreadPoolExecutor(self.parallel)
         try:
             return list(tqdm.tqdm(pool.map(self._ask, questions), total=len(questions), desc="judging"))
@@ -72,7 +74,7 @@ class Server:
             if not isinstance(content, str):
                 raise ValueError(f"the reply has no text: {content!r:.100}")
         except ERRORS as error:
-            return error
+            return OSError(self._hide_key(error))
         with self._lock:
             append_line(self.cache, {"key": key, "reply": content})
             self._replies[key] = content
@@ -83,8 +85,12 @@ class Server:
         try:
             return self._request("/models")["data"][0]["id"]
         except ERRORS as error:
-            why = f"{self.url}/models cannot be read: {one_sentence(error)}"
+            why = f"{self.url}/models cannot be read: {self._hide_key(error)}"
             raise InputError(f"--judge {why}; is it running? Or name its model with --judge-model") from error
+
+    def _hide_key(self, error: Exception) -> str:
+        text = one_sentence(error)
+        return text.replace(self._key, "***") if self._key else text
 
     def _request(self, path: str, body: Any = None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -95,8 +101,13 @@ class Server:
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
+                end, content = time.monotonic() + self.timeout, b""
                 with self._opener.open(request, timeout=self.timeout) as response:
-                    return json.load(response)
+                    while part := response.read1():
+                        content += part
+                        if time.monotonic() > end:
+                            raise TimeoutError("timed out")
+                return json.loads(content)
             except urllib.error.HTTPError as error:
                 detail = error.read(300).decode(errors="replace")
                 failure = OSError(f"status {error.code}: {' '.join(detail.split())}")

@@ -12,7 +12,8 @@ from dpo.numbers import count, percent
 
 N_RESAMPLES = 10_000  # of the bootstrap; of a fit, which takes longer, a tenth
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
-RIDGE = 1.0  # penalty of the squared slope, in units of one prompt's log-likelihood
+FEWEST_ON_A_SIDE = 0.1  # share of prompts on which either answer is the longer one, for the same
+RIDGE = 0.1  # penalty of the squared slope, in units of one prompt's log-likelihood
 DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
 NEWTON_STEPS = 25
 
@@ -35,7 +36,7 @@ class Summary(NamedTuple):
     losses: int
     rate: Rate
     smallest: float  # difference from one half that the sample could show
-    controlled: Rate | None  # at equal lengths; None below FEWEST_FOR_LENGTH prompts
+    controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
 
     def describe(self, name: str, other: str) -> str:
         judged = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
@@ -44,7 +45,8 @@ class Summary(NamedTuple):
             return f"{text} So few say little: give {FEWEST} or more."
         text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %."
         if self.controlled is None:
-            return f"{text} For a length-controlled rate, give {FEWEST_FOR_LENGTH} prompts or more."
+            needs = f"{FEWEST_FOR_LENGTH} prompts, and on some of them the one and on some the other answer longer"
+            return f"{text} No length-controlled rate, which needs {needs}."
         return f"{text} At equal lengths of the answers: {self.controlled}."
 
 
@@ -53,9 +55,10 @@ def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]], *, se
     values, generator = np.array(scores, dtype=float), np.random.default_rng(seed)
     wins, losses = int((values > 0.5).sum()), int((values < 0.5).sum())
     deviation = values.std(ddof=1) if len({*scores}) > 1 else 0.5  # equal verdicts show no spread: take the largest
-    controlled = None
-    if len(values) >= FEWEST_FOR_LENGTH:
-        controlled = find_controlled_rate(values, np.array(lengths, dtype=float), generator)
+    controlled, differences = None, np.subtract(*np.array(lengths, dtype=float).T)
+    rarer_side = min((differences > 0).mean(), (differences < 0).mean())
+    if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
+        controlled = find_controlled_rate(values, differences, generator)
     return Summary(
         n=len(values),
         wins=wins,
@@ -77,13 +80,12 @@ def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
     return Rate(mean, *np.quantile(means, (0.025, 0.975)).tolist())
 
 
-def find_controlled_rate(values: np.ndarray, lengths: np.ndarray, generator: np.random.Generator) -> Rate:
+def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator: np.random.Generator) -> Rate:
     """The win rate that a logistic regression on the length difference predicts at equal lengths.
 
     The regressor is tanh of the standardized difference, as in length-controlled AlpacaEval (arXiv 2404.04475), whose
     term for the difficulty of instructions is left out: it needs many models' answers.
     """
-    differences = lengths[:, 0] - lengths[:, 1]
     regressor = np.tanh(differences / (differences.std() or 1.0))
     n = len(values)
 

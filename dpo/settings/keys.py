@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from omegaconf import OmegaConf
 
 from dpo import plugins
+from dpo.errors import InputError
 from dpo.losses import LOSSES, list_options
 from dpo.losses.formulas import Fraction, Positive, Weight
 from dpo.system.run_directory import get_local_dir, get_local_run_dir
@@ -332,6 +333,8 @@ def load_plugins(files: Any) -> None:
     """Let files of the user add losses, and more (`dpo.plugins`), before a config is checked."""
     if are_names(files):  # else the check of this key says what is wrong
         plugins.run_plugins(files)
+        if taken := {*get_args(Optimizer)} & plugins.OPTIMIZERS.keys():
+            raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of ours: choose others")
         KEYS.update(_list_keys())
 
 

@@ -148,6 +148,8 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
         sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
         yield Problem("dataset_sources", sentence)
         return
+    if taken := BUILT_IN.keys() & DATASETS:
+        yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of ours: choose others")
     if unknown := [name for name in datasets if not has_source(name, sources)]:
         sentence = (
             f"datasets names {', '.join(unknown)}: it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub "

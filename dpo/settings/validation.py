@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpo.errors import InputError, one_sentence
+from dpo.losses import LOSSES
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, MISSING, find_defaults
 from dpo.settings.places import Problem, find_dataset_problems
@@ -270,6 +271,8 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
         _leave_removed_out(config, path)
+        if config.get("plugins") and config["loss"]["name"] not in LOSSES:
+            del config["loss"]  # a plugin's, which decides nothing for those who read an earlier run's config
         plan = resolve(config)
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error

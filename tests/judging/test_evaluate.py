@@ -39,7 +39,7 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
     result, page = read_result(), Path("out/evaluation-function.html").read_text()
     answers = [json.loads(line) for line in Path("out/answers.jsonl").read_text().splitlines()]
-    lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run", "its start")}
+    lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run/step-24", "its start")}
     wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
     assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
     assert result["agreement"] is not None
@@ -88,6 +88,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
         (["--judge", "gpt-4"], "--judge gpt-4 is none"),
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
+        (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
         (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is none of helpful"),
     ],
 )

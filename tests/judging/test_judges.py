@@ -38,7 +38,8 @@ def make_pair(first: str, second: str, question: str = "Why?") -> Pair:
         ("Final choice: [[A]]", 1),
         ("Both answers are good, and A and B say the same.", None),
         ("Response A:\nHello\nResponse B:\nHi", None),
-        ("Better: neither", None),
+        ("Better: neither", 0.5),
+        ("Comparison: A is longer. More helpful response: B (slightly)", 0),
         ("", None),
     ],
 )

@@ -52,6 +52,18 @@ def test_what_length_explains_is_taken_out():
     assert "At equal lengths of the answers: " in summary.describe("a", "b")
 
 
+def test_a_judge_of_length_alone_is_seen_through_and_where_that_is_impossible_there_is_no_rate():
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(20):
+        lengths = [(int(a), 100) for a in generator.normal(160, 100, 100).round()]
+        controlled = summarize([float(a > b) for a, b in lengths], lengths).controlled
+        covered += controlled.low <= 0.5 <= controlled.high
+    assert covered >= 15  # with answers longer by 0.6 deviations
+    always = [(200 + i, 100) for i in range(100)]
+    assert summarize([1.0, 0.0] * 50, always).controlled is None
+
+
 @pytest.mark.parametrize("verdict", [0.0, 1.0])
 def test_equal_lengths_or_verdicts_leave_the_controlled_rate_finite(verdict):
     summary = summarize([verdict] * FEWEST_FOR_LENGTH, [(9, 9)] * FEWEST_FOR_LENGTH)

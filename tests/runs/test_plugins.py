@@ -49,6 +49,20 @@ def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(fol
 
 
 @pytest.mark.slow
+def test_a_run_with_a_plugins_loss_is_exported_and_judged_without_the_plugin(folder):
+    assert train(folder, *ALL, "datasets=[sums]", "n_examples=8", "export=true").returncode == 0
+    assert (folder / "run" / "LATEST" / "hf" / "config.json").exists()
+    (folder / "my.py").unlink()
+    write_rows(folder / "asked.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}])
+    judged = ["run", "--judge", "human", "--max-new-tokens", "4"]
+    refused = run_python("-m", "dpo", "evaluate", *judged, cwd=folder, PYTHONPATH=str(ROOT))
+    assert (refused.returncode, "or give --prompts" in refused.stderr) == (2, True)
+    for command in (["export", "run", "out"], ["evaluate", *judged, "--prompts", "asked.jsonl"], ["report", "run"]):
+        result = run_python("-m", "dpo", *command, cwd=folder, PYTHONPATH=str(ROOT))
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
 def test_a_resumed_run_needs_the_same_code(folder):
     sums = (*ALL, "datasets=[sums]")
     assert train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2").returncode == 0
@@ -68,6 +82,8 @@ def test_a_resumed_run_needs_the_same_code(folder):
     [
         ("1 / 0", r"my.py cannot be run: ZeroDivisionError: division by zero \(.*my.py, line 1\)"),
         ("import dpo.plugins as p\np.add_loss('dpo', print)", "loss 'dpo': this name is taken"),
+        ("import dpo.plugins as p\np.add_optimizer('AdamW', object)", "the optimizers AdamW have names of ours"),
+        ("import dpo.plugins as p\np.add_dataset('demo', list)", "the datasets demo have names of ours"),
         (
             "import dpo.plugins as p\np.add_loss('mine', lambda scores, *, beta: 0)",
             "loss mine: its option beta needs a type",

@@ -48,12 +48,15 @@ def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied
     port, process = serve(tmp_path / "runs")
     status, page = get(port, "/")
     assert (status, "2 runs compared" in page) == (200, True)
-    assert '<a href="/first">first</a>' in page
-    assert get(port, "/second", host=f"localhost:{port}")[0] == 200
-    for path in ("/third", "/first/config.yaml", "/../secret", "/%2e%2e/runs/first/config.yaml", "/first/../second"):
+    assert '<a href="/0">first</a>' in page
+    assert get(port, "/1", host=f"localhost:{port}")[0] == 200
+    outside = ("/2", "/-1", "/second", "/third", "/first/config.yaml", "/../secret", "/%2e%2e/runs/first/config.yaml")
+    for path in outside:
         assert get(port, path) == (404, "")
     for host in ("example.org", f"127.0.0.1:{port}.example.org", "127.0.0.1:80"):
         assert get(port, "/", host=host) == (403, "")
+    (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere")
+    assert get(port, "/")[0] == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 0
 
@@ -73,7 +76,7 @@ def test_a_browser_follows_a_run_that_trains_and_compares_finished_ones(serve, c
             time.sleep(0.1)
             assert train.poll() is None
         port, _ = serve(tmp_path / "runs")
-        browser.open(f"http://127.0.0.1:{port}/second")
+        browser.open(f"http://127.0.0.1:{port}/1")
         said = "document.body.innerText.match(/Still training after ([0-9,]+) of/)"
         first = browser.wait_for(said)[1]
         browser.wait_for(f"({said} || [])[1] > '{first}' ? 1 : 0")  # the page loads itself again
@@ -83,7 +86,7 @@ def test_a_browser_follows_a_run_that_trains_and_compares_finished_ones(serve, c
         train.send_signal(signal.SIGTERM)
         train.wait(timeout=60)
         browser.wait_for("!document.body.innerText.includes('still training')")
-        browser.open(f"http://127.0.0.1:{port}/second")
+        browser.open(f"http://127.0.0.1:{port}/1")
         browser.wait_for("document.body.innerText.includes('Stopped after')")
 
 
