@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import sys
@@ -18,13 +17,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpo.commands import main
 from dpo.errors import InputError, RunError
 from dpo.system.signals import handling_signals
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "dpo.checkpoint.resume",
-    "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
+    "dpo.training.memory", "experiments.frontier.plain", "dpo.train", "dpo.trainers",
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
 OUTPUT = "output.txt"  # in a job's directory: what its process prints
@@ -116,8 +115,7 @@ def _run_job(job: Job, finish: Callable[[Job], list[Row]]) -> None:
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if job.overrides:
-        sys.argv = [str(TRAIN), *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
-        runpy.run_path(str(TRAIN), run_name="__main__")
+        main(["train", *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"])
     write_rows(job.result, finish(job))
     for checkpoint in job.directory.glob("step-*"):  # only the records of the run are kept
         shutil.rmtree(checkpoint)
