@@ -63,15 +63,14 @@ def insert(file: Path, before: str, text: str) -> None:
 def extended_project(tmp_path) -> Path:
     """A copy of the project with the new loss and the new callback."""
     project = tmp_path / "project"
-    for name in ("dpo", "config"):
-        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "dpo", project / "dpo", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "trainers.py", "preference_datasets.py", "utils.py"):
         shutil.copy(ROOT / name, project)
     with (project / "dpo" / "losses" / "formulas.py").open("a", encoding="utf-8") as formulas:
         formulas.write("\n\n" + FUNCTION)
     losses = project / "dpo" / "losses" / "__init__.py"
     insert(losses, '    "dpo": Loss(formulas.dpo, takes_offset=True),\n', ROW.removeprefix("LOSSES = {\n"))
-    (project / "config" / "loss" / "cpo.yaml").write_text(YAML)
+    (project / "dpo" / "config" / "loss" / "cpo.yaml").write_text(YAML)
     (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV_CALLBACK)
     table = project / "dpo" / "reporting" / "table.py"
     insert(table, "from dpo.reporting.files", "from dpo.reporting.csv_writer import CsvWriter\n")

@@ -29,7 +29,8 @@ PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 def test_the_example_of_the_page_runs(tmp_path):
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    (tmp_path / "dpo").mkdir()
+    (tmp_path / "dpo" / "demo_model").symlink_to(ROOT / "dpo" / "demo_model")
     result = run_script("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
 
     assert result.returncode == 0, result.stderr
