@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File
 
 from dpo.data.columns import recognize
 from dpo.errors import InputError
@@ -130,6 +129,7 @@ def draw_matrix() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
+    File = import_module("mkdocs.structure.files").File  # not at the top, as tests read the matrix without mkdocs
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "support.md", content=draw_matrix()))

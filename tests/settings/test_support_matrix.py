@@ -7,14 +7,10 @@ from itertools import combinations
 
 import pytest
 from support.commands import find_refusals
-from support.runs import ask, small_run, train, write_splits
+from support.runs import ask, run_python, small_run, train, write_splits
 
 from dpo.settings.keys import MISSING, load_defaults
 from dpo.system.host import is_installed
-
-if not is_installed("mkdocs"):
-    pytest.skip("the site needs mkdocs: pip install 'dpo-train[docs]'", allow_module_level=True)
-
 from scripts.site import AXES, LOSSES, draw_matrix, find_refusal
 
 PARTS = 6
@@ -71,6 +67,16 @@ def test_the_matrix_has_every_loss_and_the_sentences_that_a_user_gets():
     )
     [sentence] = find_refusals(command)
     assert sentence in matrix
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    if not is_installed("mkdocs"):
+        pytest.skip("the site needs mkdocs: pip install 'dpo-train[docs]'")
+    result = run_python("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "loss=plackett_luce" in (tmp_path / "support" / "index.html").read_text()
+    assert "add_callback" in (tmp_path / "api" / "index.html").read_text()
 
 
 @pytest.mark.slow
