@@ -59,7 +59,8 @@ class Server:
             raise InputError(f"--judge {self.url} does not answer: {first[0]}")
         pool = ThreadPoolExecutor(self.parallel)
         try:
-            return list(tqdm.tqdm(pool.map(self._ask, questions), total=len(questions), desc="judging"))
+            others = pool.map(self._ask, questions[2:])
+            return first + list(tqdm.tqdm(others, total=len(questions), initial=len(first), desc="judging"))
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C
 

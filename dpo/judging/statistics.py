@@ -50,9 +50,9 @@ class Summary(NamedTuple):
         return f"{text} At equal lengths of the answers: {self.controlled}."
 
 
-def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]], *, seed: int = 0) -> Summary:
+def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Summary:
     """Summarize verdicts of N prompts: 1 for a win, 0.5 for a tie, 0 for a loss, and the lengths of both answers."""
-    values, generator = np.array(scores, dtype=float), np.random.default_rng(seed)
+    values, generator = np.array(scores, dtype=float), np.random.default_rng(0)
     wins, losses = int((values > 0.5).sum()), int((values < 0.5).sum())
     deviation = values.std(ddof=1) if len({*scores}) > 1 else 0.5  # equal verdicts show no spread: take the largest
     controlled, differences = None, np.subtract(*np.array(lengths, dtype=float).T)

@@ -88,6 +88,7 @@ def test_replies_come_in_order_and_failures_are_tried_again_or_returned(stub, tm
     [reply, _] = connect(stub, tmp_path).ask_all(["drips", "a"])
     assert "timed out" in str(reply)
     assert time.monotonic() - start < 0.9 * server_module.N_TRIES
+    assert [call[0] for call in stub.calls].count("drips") == server_module.N_TRIES
     counts = [sum(call[0] == question for call in stub.calls) for question in ("a", "busy", "strange", "wait")]
     assert counts == [1, 3, 1, server_module.N_TRIES]
     assert {model for _, model, _ in stub.calls} == {"small"}
