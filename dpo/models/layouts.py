@@ -28,7 +28,7 @@ from dpo.models.logprobs import (
     token_logps,
 )
 from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
-from dpo.parallel.sharding import run_as_forward
+from dpo.parallel.sharding import find_class, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
 
@@ -172,6 +172,7 @@ def choose_layout(
     *,
     max_length: int,
     compute_dtype: torch.dtype,
+    reference: Any = None,
     longest: int | None = None,
     n_responses: int | None = None,
     on_any_process: Callable[[bool], bool] = bool,
@@ -179,9 +180,12 @@ def choose_layout(
     """The layout `name`, or `Padded` and why, by running the model on pairs in both.
 
     Some are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
-    `on_any_process(here)` returns whether `here` is true on any process.
+    `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class may not support
+    the model's layout.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
+    if isinstance(layout, SharedPrefix) and reference is not None and find_class(reference) is not find_class(model):
+        layout, reason = Padded(), f"has a reference of another class, {find_class(reference).__name__}"
     if isinstance(layout, SharedPrefix):
         example = longest or max_length
         row = 4 * max_length if n_responses is None else min(n_responses * example, 4 * max_length)
@@ -191,8 +195,8 @@ def choose_layout(
             reason = reason or "does not support shared prefixes on another process"
             layout = Padded()
     if reason is not None and find_attention(model.config) == VARLEN:
-        raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
-    return layout, None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
+        raise InputError(f"model.attn_implementation={VARLEN}: {find_class(model).__name__} {reason}: use sdpa")
+    return layout, None if reason is None else f"layout=padded: {find_class(model).__name__} {reason}"
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:

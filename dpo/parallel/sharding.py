@@ -93,6 +93,11 @@ def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict[
     return cast(args), cast(kwargs)
 
 
+def find_class(model: Any) -> type[nn.Module]:
+    """The class that a model had before FSDP, which makes a subclass of whatever it shards."""
+    return next(parent for parent in type(model).__mro__ if not issubclass(parent, FSDPModule))
+
+
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
     """Return `function(model, *args)`; under FSDP, gather the root unit once."""
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)

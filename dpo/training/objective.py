@@ -395,9 +395,9 @@ def make_objective(
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
     with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
         layout, fallback_reason = choose_layout(
-            # a given reference of another class may not support the policy's layout
-            plan.data.layout if reference is None or type(reference.model) is type(policy) else "padded",
+            plan.data.layout,
             policy,
+            reference=reference and reference.model,
             max_length=max_length,
             compute_dtype=autocast or DTYPES[plan.compute_dtype],
             # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows

@@ -186,3 +186,12 @@ def test_a_model_that_computes_otherwise_in_long_rows_is_padded_if_the_run_has_s
     )
     assert isinstance(chosen, layout), note
     assert layout is SharedPrefix or "off by" in note
+
+
+def test_a_reference_of_another_class_gets_padded_rows_and_a_reason():
+    model, reference = build("llama", attention="sdpa"), build("gpt-neox", attention="sdpa")
+    chosen, note = choose_layout(
+        "shared_prefix", model, reference=reference, max_length=LONG, compute_dtype=torch.float32
+    )
+    assert chosen == Padded()
+    assert note == "layout=padded: LlamaForCausalLM has a reference of another class, GPTNeoXForCausalLM"

@@ -145,6 +145,7 @@ WAYS = {
     "one shard": Way(ONE_SHARD),
     "sharded": Way(SHARDED),
     "sharded, padded, in parts": Way(f"{SHARDED} {IN_PARTS} activation_checkpointing=true"),
+    "frozen weights whole": Way(f"{SHARDED} fsdp_frozen_weights=whole"),
     "frozen weights whole, in parts": Way(f"{SHARDED} {FROZEN_WHOLE} {IN_PARTS}"),
     "cut": Way(CUT),
     "cut and sharded": Way(BOTH),

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support import trainers
-from support.runs import write_lists, write_weighted
+from support.runs import GOLDEN, write_lists, write_weighted
+from support.warm import launch
 
 from dpo.analysis.ledger import read_ledger
+from dpo.models.layouts import SharedPrefix
+from dpo.models.pretrained import Source, load_model
 from dpo.reporting.ledger import Ledger
-from trainers import BasicTrainer
+from trainers import BasicTrainer, FSDPTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.5")
 LISTS = ("loss=plackett_luce", "loss.beta=0.5")
@@ -73,3 +76,17 @@ def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
     in_parts = trainers.updates(make("in parts", tmp_path / "pairs", *overrides, *IN_PARTS))
     for line, found in zip(expected, in_parts, strict=True):
         assert found == pytest.approx(line, rel=1e-4, abs=1e-5)
+
+
+def lay_out_under_fsdp(rank: int, world_size: int, folder: Path) -> None:
+    """Make trainers whose reference is whole, as it is by default on GPUs, and sharded."""
+    sizes = ("trainer=FSDPTrainer", f"world_size={world_size}", "batch_size=4")
+    for frozen in ("whole", "sharded"):
+        config = trainers.compose(folder, frozen, *DPO, *sizes, f"fsdp_frozen_weights={frozen}")
+        policy, reference = (load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32) for _ in range(2))
+        trainer = FSDPTrainer(policy, config, config.seed, config.local_run_dir, reference, rank, world_size)
+        assert isinstance(trainer.objective.layout, SharedPrefix), frozen
+
+
+def test_the_layout_does_not_depend_on_whether_the_reference_is_whole_or_sharded(tmp_path):
+    launch(lay_out_under_fsdp, 2, tmp_path, process_group=True)
