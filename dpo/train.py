@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, exit_with, place_job
-from dpo.settings.keys import CONFIG_DIR, load_plugins
+from dpo.settings.keys import CONFIG_DIR, PRECISION, load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
@@ -37,7 +37,6 @@ RUN_LOG = RunLog()
 
 def start(arguments: list[str]) -> None:
     """Run a command line, in a process of its own; exit after bad input or a failure."""
-    host.set_allocators(os.environ)
     try:
         sys.argv[1:], plan = check_command_line(arguments)
         if plan is None:
@@ -151,7 +150,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
     plan = keep_choices(plan, run.resume_point) if run else plan
-    for key in ("chat_template_date", "model.autocast"):  # processes of a long start may see different days
+    for key in ("chat_template_date", *PRECISION):  # processes of a long start may see different days
         plan = plan.change(key, from_rank_0(plan.values[key]))
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
-from dpo.checkpoint.resume import record_config, record_inputs
+from dpo.checkpoint.resume import decide_autocast, record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
@@ -314,7 +314,7 @@ class BasicTrainer(Trainer):
         stored: Any = store_rows(config)
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
-        plan = resolve(given, world_size=world_size, with_plugins=True)
+        plan = decide_autocast(resolve(given, world_size=world_size, with_plugins=True))
         # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())

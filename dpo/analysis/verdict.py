@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpo.analysis.runs import Run, number, read_run
 from dpo.numbers import count, figure, percent, signed
+from dpo.settings.keys import PRECISION
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
@@ -105,8 +106,8 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
         if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
             size = max(size, abs(logps[-1]) / n_tokens)
             changes[side] = (logps[-1] - logps[0]) / n_tokens
-    dtypes = (run.setting("model.autocast"), run.setting("model.policy_dtype"))
-    return changes, size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
+    dtypes = [str(run.setting(key)) for key in (*PRECISION, "model.policy_dtype")]
+    return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
 def _describe_scores(run: Run) -> str:

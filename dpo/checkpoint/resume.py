@@ -25,8 +25,9 @@ from dpo.checkpoint.files import (
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.plugins import find_digests
-from dpo.settings.keys import KEYS, Resume, dotted
+from dpo.settings.keys import KEYS, PACKAGE, PRECISION, Resume, dotted
 from dpo.settings.plan import Plan
+from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
 from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_record, write_record
@@ -152,8 +153,9 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             reasons += f"; {error}"
         else:
             config = record_config(plan)
-            if plan.may_change_autocast:
-                config["model.autocast"] = manifest["config"].get("model.autocast")
+            if plan.model.autocast == "auto":  # the run computes as it began
+                not_given = [key for key in PRECISION if plan.values[key] in ("auto", None)]
+                config |= {key: manifest["config"].get(key) for key in not_given}
             check_fits(manifest, config, where=checkpoint)
             return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
@@ -181,13 +183,31 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
 
 
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
-    """The plan with what a run chooses when it begins: the date that a chat template writes, and autocast."""
+    """The plan with what a run chooses when it begins: the date that a chat template writes, and its precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
     today = recorded.get("chat_template_date") or date.today().isoformat()
     plan = plan.change("chat_template_date", plan.chat.template_date or today)
-    if plan.may_change_autocast and resume_point:
-        plan = plan.change("model.autocast", recorded.get("model.autocast"))
-    return plan
+    return decide_autocast(plan, recorded if resume_point else None)
+
+
+def decide_autocast(plan: Plan, recorded: Mapping[str, Any] | None = None) -> Plan:
+    """The plan with a dtype in place of model.autocast=auto: of the run that is resumed, or what this GPU computes in.
+
+    Several processes compute in it by FSDP, as autocast would keep copies of weights that FSDP could not free. This
+    asks the GPU, so a process that only starts others must not call it.
+    """
+    if plan.model.autocast != "auto":
+        return plan
+    dtype = None
+    if recorded is not None:
+        dtype = recorded.get("model.autocast") or recorded.get("model.fsdp_policy_mp")
+    elif plan.trainer.multi_process and plan.model.fsdp_policy_mp:
+        dtype = plan.model.fsdp_policy_mp
+    elif plan.gpus and plan.trainer != PACKAGE and has_bfloat16():
+        dtype = "bfloat16"
+    if plan.trainer.multi_process:
+        return plan.change("model.autocast", None).change("model.fsdp_policy_mp", dtype)
+    return plan.change("model.autocast", dtype)
 
 
 # --- what must be unchanged ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    host.set_allocators(os.environ)  # before a command imports torch
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name == "train":  # before the imports, which take a while: a signal may come during them
         host.print_whatever_happens()

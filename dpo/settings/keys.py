@@ -66,6 +66,7 @@ BASIC = TrainerSpec("BasicTrainer")
 FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
 TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
 PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True)  # tensor_parallel.backend=tensor_parallel
+PRECISION = ("model.autocast", "model.fsdp_policy_mp")  # keys that model.autocast=auto stands for
 TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class ModelPlan:
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
-    autocast: Literal["bfloat16", "auto"] | None  # in a Plan, auto is decided
+    autocast: Literal["bfloat16", "auto"] | None  # auto: decided by `keep_choices`, on the run's GPUs
     attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
     cache_implementation: Annotated[Literal["static"], CHANGE] | None
     random_init: bool

@@ -16,7 +16,7 @@ from dpo.losses.formulas import mean_sft
 from dpo.settings import keys
 from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults, load_plugins
 from dpo.settings.places import place_datasets
-from dpo.system.host import count_gpus, has_bfloat16
+from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
 from dpo.system.redaction import redact
 
@@ -53,7 +53,6 @@ class Plan:
     gpus: int  # number of this machine's GPUs
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
-    may_change_autocast: bool  # whether model.autocast=auto, so that a resumed run takes what it began with
     values: Mapping[str, Any]  # of all keys, by dotted key
     # --- the keys by section
     run: keys.RunPlan
@@ -110,7 +109,7 @@ class Plan:
     def change(self, key: str, value: Any) -> Plan:
         """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
         given = {**self.values, key: value}
-        return _derive(given, self.gpus, self.dims.world_size, self.has_new_run_dir, self.may_change_autocast)
+        return _derive(given, self.gpus, self.dims.world_size, self.has_new_run_dir)
 
 
 def resolve(
@@ -153,18 +152,9 @@ def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_ne
     return _derive(given, count_gpus(), world_size, has_new_run_dir)
 
 
-def _derive(
-    given: Mapping[str, Any],
-    gpus: int,
-    world_size: int | None,
-    has_new_run_dir: bool,
-    may_change_autocast: bool = False,
-) -> Plan:
+def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
     right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     values = find_defaults(given) | right
-    if values["model.autocast"] == "auto":
-        autocast, may_change_autocast = "bfloat16" if gpus and has_bfloat16() else None, True
-        given, values["model.autocast"] = {**given, "model.autocast": autocast}, autocast
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
@@ -199,7 +189,6 @@ def _derive(
         gpus=gpus,
         tensorboard=values["tensorboard.enabled"],
         has_new_run_dir=has_new_run_dir,
-        may_change_autocast=may_change_autocast,
         values=given,
         **{"lora": None, "online": None, **sections},
     )

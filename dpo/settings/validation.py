@@ -41,7 +41,8 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         # --- trainers
         (several and training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.model.autocast or p.lora
+        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora
+                                   or p.model.autocast not in (None, "auto")
                                    or loss.scalar_head or training.optimizer == "Adafactor"),
          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
          "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
@@ -153,6 +154,9 @@ def find_warnings(p: Plan) -> list[str]:
         (p.reference_dtype == "float16" and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
          "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null, unless "
          "you repeat a run of the reference code"),
+        (p.dims.world_size > 1 and p.model.autocast not in (None, "auto"),
+         f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: set "
+         f"model.autocast=null model.fsdp_policy_mp={p.model.autocast}"),
         (p.wandb.enabled and not is_installed("wandb"), "W&B gets nothing, as wandb is not installed"),
         (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
     ]

@@ -8,6 +8,7 @@ from support.commands import compose
 
 import preference_datasets
 import trainers
+from dpo.checkpoint.resume import decide_autocast
 from dpo.losses.formulas import mean_sft, sft
 from dpo.models.pretrained import DTYPES
 from dpo.settings import keys
@@ -70,15 +71,34 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
     assert plan_of("loss=sft").reference is None
 
 
-@pytest.mark.parametrize(("has_it", "autocast"), [(True, "bfloat16"), (False, None)])
-def test_modern_computes_in_bfloat16_where_gpus_have_it_and_records_that(has_it, autocast, monkeypatch):
-    monkeypatch.setattr("dpo.settings.plan.has_bfloat16", lambda: has_it)
-    plan = plan_of("experiment=modern").change("seed", 1)
-    assert (plan.model.autocast, plan.values["model.autocast"]) == (autocast, autocast)
-    assert plan.reference_dtype == plan.compute_dtype == "float32"
-    assert (plan.loss.fn, plan_of("lr=1").loss.fn) == (mean_sft, sft)
+@pytest.mark.parametrize(
+    ("overrides", "has_it", "recorded", "precision"),  # model.autocast and model.fsdp_policy_mp
+    [
+        ("", True, None, ("bfloat16", None)),
+        ("", False, None, (None, None)),
+        (FSDP, True, None, (None, "bfloat16")),  # autocast would keep copies that FSDP cannot free
+        (FSDP, False, None, (None, None)),
+        (f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
+        (TENSOR, True, None, (None, "bfloat16")),
+        (f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
+        # a resumed run keeps its precision, also by another trainer
+        (FSDP, False, {"model.autocast": "bfloat16"}, (None, "bfloat16")),
+        ("", False, {"model.fsdp_policy_mp": "bfloat16"}, ("bfloat16", None)),
+        (FSDP, True, {"model.autocast": None}, (None, None)),
+    ],
+)
+def test_modern_computes_in_bfloat16_where_gpus_have_it_and_records_that(
+    overrides, has_it, recorded, precision, monkeypatch
+):
+    monkeypatch.setattr("dpo.checkpoint.resume.has_bfloat16", lambda: has_it)
+    given = plan_of(f"experiment=modern loss=dpo loss.beta=0.1 {overrides}")
+    assert given.model.autocast == "auto"  # the parent of several processes asks no GPU
+    plan = decide_autocast(given, recorded).change("seed", 1)
+    assert tuple(plan.values[key] for key in keys.PRECISION) == precision
+    assert plan.reference_dtype == plan.compute_dtype == (precision[1] or "float32")
+    assert (plan_of("experiment=modern").loss.fn, plan_of("lr=1").loss.fn) == (mean_sft, sft)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert plan_of("experiment=modern_lora").model.autocast is None
+    assert decide_autocast(plan_of("experiment=modern_lora")).model.autocast is None
 
 
 def test_the_names_of_the_config_are_those_of_the_tables():

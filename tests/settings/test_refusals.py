@@ -113,6 +113,10 @@ DISCOURAGED = [
     ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "dataset_sources has hh, which datasets=['shp']"),
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
+    (
+        f"GPUS=2 {FSDP} {COMPUTED} model.autocast=bfloat16",
+        "model.autocast=bfloat16 over several processes keeps copies of weights that FSDP cannot free: set",
+    ),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after t"),
 ]
 

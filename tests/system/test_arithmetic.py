@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 
+from dpo import commands
 from dpo.system.arithmetic import set_up_torch, without_compilation
 from dpo.system.host import set_allocators
 
@@ -101,3 +105,24 @@ def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in
     ):
         set_allocators(environment)
         assert environment.get("PYTORCH_ALLOC_CONF") == setting
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_the_allocators_are_set_before_the_module_of_a_command_is_imported(name, monkeypatch):
+    found = []
+    monkeypatch.setattr(os, "environ", {})
+
+    def note(*_: object) -> int:
+        found.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        return 0
+
+    def import_module(_: str) -> SimpleNamespace:
+        note()
+        return SimpleNamespace(main=note)
+
+    monkeypatch.setattr("dpo.train.start", note)
+    monkeypatch.setattr("dpo.commands.end_on_stop_signals", lambda: None)
+    monkeypatch.setattr("dpo.system.host.print_whatever_happens", lambda: None)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert commands.main([name]) == 0
+    assert set(found) == {"expandable_segments:True"}
