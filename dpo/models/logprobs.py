@@ -85,7 +85,7 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None], 
 
     def by_response(values: Tensor) -> Tensor:
         table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
-        return table.view(n_responses, longest)
+        return table.view(n_responses, longest).clone()  # FSDP warns of a view, even if nobody writes to it
 
     return map_tensors(by_response, by_token)
 

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -135,9 +136,12 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     with importing():
         import torch
         import torch.distributed as dist
+        import tqdm
 
         from dpo.system import waiting
 
+    # tqdm's own lock is a semaphore of the system; as `end_process` leaves it there, Python would warn of a leak
+    tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
     rank, world_size, local_rank, address, port, serves_store = rank_env
     timeout, backend = timedelta(seconds=timeout_secs), "nccl" if torch.cuda.is_available() else "gloo"

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import warm
-from support.runs import ROOT, assert_gone, make_environment
+from support.runs import ROOT, assert_gone, make_environment, run_python
 
 from dpo.errors import InputError, RunError
 from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
@@ -80,6 +80,14 @@ def finish_without_rank_1(rank, world_size, folder):
 def test_workers_meet_in_one_group(tmp_path):
     launch(add_up, 2, tmp_path, process_group=True)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
+
+
+@pytest.mark.slow
+def test_a_run_of_spawned_workers_prints_no_warning_of_a_library(command):
+    overrides = command("run", "trainer=FSDPTrainer", "world_size=2", "n_examples=8", "sample_during_eval=true")
+    result = run_python("train.py", *overrides)
+    assert result.returncode == 0, result.stderr
+    assert "UserWarning" not in result.stderr  # of FSDP, that a forward pass returned a view; of Python, of semaphores
 
 
 SLURM = {
