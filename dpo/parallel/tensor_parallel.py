@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
 
@@ -75,6 +76,12 @@ def SLICED(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
     return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
+def OWN_HEADS(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
+    """This process's heads of (..., 3 * heads * head size): GPT-2 has queries, keys and values side by side."""
+    whole = COPIED(JOINED(x, mesh, width), mesh, width)
+    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
+
+
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
@@ -92,6 +99,7 @@ class Style(NamedTuple):
     enter: Callable | None = None  # the conversion of the module's input, before its local forward
     leave: Callable | None = None  # the conversion of the output, after the local forward
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
+    divided: str | None = None  # an attribute of the module, a size, which is divided by the group's size
 
 
 STYLES = {
@@ -99,15 +107,40 @@ STYLES = {
     "rowwise": Style("in", None, ADDED),
     "colwise_gather_output": Style("out", COPIED, JOINED),
     "rowwise_split_input": Style("in", SLICED, ADDED),
+    "fused_qkv": Style("out", COPIED, OWN_HEADS),
     "embedding_rowwise": Style("rows", None, ADDED),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
+    "gpt2_attention": Style(None, divided="split_size"),
+    "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
 # the styles of an adapter's A and B, by the `cut` of the matrix that they adapt
 ADAPTER_STYLES: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
+}
+
+# names of styles by pattern of module names, for model types that have no plan in transformers
+PLANS = {
+    "gpt2": {
+        "transformer.h.*.attn": "gpt2_attention",
+        "transformer.h.*.attn.c_attn": "fused_qkv",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "gptj": {
+        "transformer.h.*.attn": "gptj_attention",
+        "transformer.h.*.attn.q_proj": "colwise",
+        "transformer.h.*.attn.k_proj": "colwise",
+        "transformer.h.*.attn.v_proj": "colwise",
+        "transformer.h.*.attn.out_proj": "rowwise",
+        "transformer.h.*.mlp.fc_in": "colwise",
+        "transformer.h.*.mlp.fc_out": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
 }
 
 
@@ -127,7 +160,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     embedding_name, head_name = names[embedding], names.get(head, "")  # a reward model has no such head
-    own_plan = model.tp_plan or {}  # by pattern of module names
+    own_plan = PLANS.get(model.config.model_type) or model.tp_plan or {}  # by pattern of module names
     style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
@@ -142,7 +175,8 @@ def find_plan(model: Any) -> dict[str, Style]:
 
     # A parameter that may see slices and has no style would train on wrong gradients. A module may see slices if it is
     # the parent or a sibling of a module with sliced outputs, which only those of embedding and head do not reach.
-    sliced = {name for name, style in plan.items() if style == STYLES["colwise"]} - {embedding_name, head_name}
+    slicing = (STYLES["colwise"], STYLES["fused_qkv"])
+    sliced = {name for name, style in plan.items() if style in slicing} - {embedding_name, head_name}
     parents = {name.rpartition(".")[0] for name in sliced}
     for module, name in names.items():
         name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
@@ -187,18 +221,22 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
-                slices[parameter] = _slice(parameter, key, style.cut, mesh)
+                slices[parameter] = _slice(parameter, _find_cut_dim(module, key, style.cut), mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
         if style.cut == "in" and isinstance(module, nn.Dropout):
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
             module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
+        if style.divided:
+            setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     forward, rank = module.forward, mesh.get_local_rank()
-    width = getattr(module, "out_features", 0)
+    width = getattr(module, "nf", None) or getattr(module, "out_features", 0)
+    if style.cut == "out" and isinstance(module, Conv1D):
+        module.nf = module.weight.to_local().shape[1]
     if style.cut == "rows":
         forward = _make_sliced_lookup(module, mesh)
 
@@ -224,12 +262,19 @@ def _drop_own_features(dropout: Any, x: Tensor, *, width: int, mesh: DeviceMesh)
     return x * kept[..., _own_slice(width, mesh)]
 
 
-def _slice(parameter: nn.Parameter, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
-    """This process's slice of a module's parameter `name`, or a replica."""
-    is_whole = cut is None or (cut == "in" and name == "bias")
-    placement = Replicate() if is_whole else Shard(1 if cut == "in" else 0)
+def _find_cut_dim(module: nn.Module, name: str, cut: str | None) -> int | None:
+    """The dim along which a module's parameter `name` is cut; None: it is whole."""
+    if cut is None or (cut == "in" and name == "bias"):
+        return None
+    is_transposed = isinstance(module, Conv1D) and name == "weight"
+    return int((cut == "in") != is_transposed)
+
+
+def _slice(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    """This process's slice of a parameter along `dim`, or a replica."""
+    placement = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
-    if not is_whole:
+    if dim is not None:
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
     sliced = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()

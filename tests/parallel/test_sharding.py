@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import FAMILIES, ROUNDING, WITH_PLAN, build, keep_float64, list_examples, plain_logps
+from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.runs import GOLDEN, ROOT, assert_alike, compose, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
@@ -163,9 +163,9 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
 @pytest.mark.parametrize(
     ("mesh", "families"),
     [
-        ("cut", ["llama, tied", "gpt-neox", "phi3, fused projections"]),
+        ("cut", ["llama, tied", "gpt-neox", "phi3, fused projections", "gpt2, tied", "gpt-j"]),
         pytest.param("sharded", [family for family in FAMILIES if family not in ALIKE], marks=SLOW),
-        *(pytest.param(mesh, WITH_PLAN, marks=SLOW) for mesh in GRIDS if mesh != "sharded"),
+        *(pytest.param(mesh, [*FAMILIES], marks=SLOW) for mesh in GRIDS if mesh != "sharded"),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh, families):
@@ -185,8 +185,8 @@ def compare_adapted(rank: int, world_size: int, sizes: dict, families: list[str]
 @pytest.mark.parametrize(
     ("mesh", "frozen_whole", "families"),
     [
-        ("cut", False, ["llama"]),
-        *(pytest.param(mesh, whole, WITH_PLAN, marks=SLOW) for mesh in GRIDS for whole in (False, True)),
+        ("cut", False, ["llama", "gpt2, tied"]),
+        *(pytest.param(mesh, whole, [*FAMILIES], marks=SLOW) for mesh in GRIDS for whole in (False, True)),
     ],
 )
 def test_gradients_of_adapters_are_those_of_one_process_to_1e5(mesh, frozen_whole, families):
@@ -266,7 +266,7 @@ def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_po
     processes, sizes, _ = GRIDS[mesh]
     casts_inputs = "olmo2, norms over all heads"  # its blocks are given rotary tables in float32
     families = [family for family in FAMILIES if family not in ALIKE or family == casts_inputs]
-    families = families if mesh == "sharded" else WITH_PLAN
+    families = families if mesh == "sharded" else [*FAMILIES]
     launch(hold_the_reference_whole, processes, sizes, families, process_group=True)
 
 

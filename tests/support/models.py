@@ -44,7 +44,6 @@ FAMILIES = {
     "gpt2, tied": lambda: transformers.GPT2Config(**GPT),
     "gpt-j": lambda: transformers.GPTJConfig(**GPT, rotary_dim=4),
 }
-WITH_PLAN = [family for family in FAMILIES if not family.startswith(("gpt2", "gpt-j"))]  # for tensor parallelism
 
 
 def build(
