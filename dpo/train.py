@@ -97,7 +97,7 @@ def run(plan: Plan) -> None:
 
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing. Raises InputError wherever the run would."""
-    from dpo.checkpoint.resume import check_inputs, keep_choices, look_at_run
+    from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.preference_datasets import check_columns, load_data
@@ -112,7 +112,7 @@ def dry_run(plan: Plan) -> None:
     check_optimizer(plan.training)
     check_columns(plan)
     check_parts(plan)
-    data = load_data(plan)
+    data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
     check_inputs(resume_point, data, find_model_config(plan))
     if resume_point is None:
         print(list_first_tasks(plan))
@@ -138,20 +138,21 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
 def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
     """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
-    from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices
+    from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices, keep_template
     from dpo.models.export import export_last
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
     from dpo.preference_datasets import check_columns, load_data
     from dpo.system.waiting import check_alike, meet_rank_0
     from dpo.training.optimization import check_optimizer
-    from dpo.training.start import set_up_libraries
+    from dpo.training.start import find_shared_facts, set_up_libraries
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
     plan = keep_choices(plan, run.resume_point) if run else plan
     for key in ("chat_template_date", *PRECISION):  # processes of a long start may see different days
         plan = plan.change(key, from_rank_0(plan.values[key]))
+    check_alike(find_shared_facts(plan))
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)
@@ -159,7 +160,8 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         check_columns(plan)  # before a model is fetched
         if models is None:
             check_model(plan)  # before data is loaded, which may take minutes
-    data = load_data(plan, silent=rank != 0)
+    kept = from_rank_0(keep_template(plan, run and run.resume_point))
+    data = load_data(plan.change("chat_template", kept), silent=rank != 0)
     model_config = models[0].config if models else find_model_config(plan)
     check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
     if run:

@@ -69,6 +69,7 @@ class Trainer:
         )
         # for the manifests of checkpoints
         self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
+        self.facts["base"] = getattr(self.policy, "base_digest", None)  # under an adapter, for those who merge it
 
     @property
     def policy(self) -> nn.Module:

@@ -119,7 +119,7 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 def was_written_by(directory: Path, run: str | None) -> bool:
     try:
-        return not directory.is_symlink() and _read_manifest(directory).get("run") == run
+        return not directory.is_symlink() and read_manifest(directory).get("run") == run
     except (OSError, *WRONG_FORM):
         return False
 
@@ -150,7 +150,7 @@ def tidy(run_dir: Path) -> None:
 def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict:
     """Verify every byte, or the files `only`; return the manifest, or raise DamagedCheckpoint."""
     try:
-        manifest = _read_manifest(directory)
+        manifest = read_manifest(directory)
         for name, facts in manifest["files"].items():
             if only is not None and name not in only:
                 continue
@@ -166,7 +166,7 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
     return manifest
 
 
-def _read_manifest(directory: Path) -> dict:
+def read_manifest(directory: Path) -> dict:
     path = directory / MANIFEST
     try:
         manifest = read_json(path)

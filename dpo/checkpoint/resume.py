@@ -23,6 +23,7 @@ from dpo.checkpoint.files import (
     tidy,
 )
 from dpo.data.preflight import TrainingData
+from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError
 from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE, PRECISION, Resume, dotted
@@ -210,6 +211,17 @@ def decide_autocast(plan: Plan, recorded: Mapping[str, Any] | None = None) -> Pl
     return plan.change("model.autocast", dtype)
 
 
+def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
+    """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
+    manifest, named = resume_point.manifest if resume_point else {}, plan.chat.template
+    if "chat_template" not in manifest or named != manifest["config"].get("chat_template"):
+        return named
+    kept = manifest["chat_template"]
+    if named and (not os.path.isfile(named) or Path(named).read_text(errors="replace") != kept):
+        print(f"the chat template is the one with which the run began, and not what {named} has now")
+    return KeptTemplate(json.dumps(kept))
+
+
 # --- what must be unchanged ----------------------------------------------------------------------------------------
 
 
@@ -239,7 +251,7 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict:
     train, test = data.report.train, data.report.test
     model = find_model_facts(model_config)
     digests = {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "code": find_digests()}
-    return digests | {"model": model}
+    return digests | {"model": model, "chat_template": getattr(data.tokenizer, "unbound_template", None)}
 
 
 def find_model_facts(model_config: Any) -> dict:

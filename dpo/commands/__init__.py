@@ -55,8 +55,9 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
-def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add the only option by which a command runs a model's code; no config can set it."""
+def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:
+    """Add what no config can set: a file to be read, and the only option by which a command runs a model's code."""
+    parser.add_argument("--chat-template", *template_names, metavar="FILE", help="instead of the run's own template")
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

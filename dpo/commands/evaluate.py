@@ -24,7 +24,7 @@ import transformers
 
 from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
-from dpo.commands import add_trust_option, parse_count
+from dpo.commands import add_model_options, parse_count
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError
 from dpo.judging import judges
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--timeout", type=float, default=60, help="seconds for a call (default: 60)")
     option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
-    add_trust_option(parser)
+    add_model_options(parser)
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
     options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in given)])
@@ -134,11 +134,12 @@ def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
 
 def load_contestants(options: argparse.Namespace) -> tuple[list[Contestant], Origin]:
     """The two models, and where the first is from."""
+    trust = {"trust_remote_code": options.trust_remote_code}
     if options.other is not None:
-        panels = [load_panel(options.model, reference="none", trust_remote_code=options.trust_remote_code)]
-        panels.append(load_panel(options.other, reference="none", trust_remote_code=options.trust_remote_code))
+        panels = [load_panel(options.model, reference="none", template=options.chat_template, **trust)]
+        panels.append(load_panel(options.other, reference="none", **trust))
         return [Contestant(name_model(panel.origin), panel, panel.sides[0]) for panel in panels], panels[0].origin
-    panel = load_panel(options.model, trust_remote_code=options.trust_remote_code)
+    panel = load_panel(options.model, template=options.chat_template, **trust)
     if len(panel.sides) < 2:
         raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
     names = (name_model(panel.origin), "its start")
@@ -240,7 +241,8 @@ def run_lm_eval(options: argparse.Namespace) -> None:
     """Run lm-eval's own command on the model of transformers that a run exported."""
     if not is_installed("lm_eval"):
         raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
-    origin = find_origin(options.model, hub=True, trust_remote_code=options.trust_remote_code)
+    trust = {"trust_remote_code": options.trust_remote_code}
+    origin = find_origin(options.model, hub=True, template=options.chat_template, **trust)
     model = origin.policy.parent / EXPORTED if origin.policy else Path(options.model)
     if (origin.policy and not model.exists()) or "," in str(model):
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")

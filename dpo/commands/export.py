@@ -23,7 +23,7 @@ from dpo import __version__
 from dpo.analysis.curves import draw, plan_charts
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
-from dpo.commands import add_trust_option
+from dpo.commands import add_model_options
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.models.export import Origin, export, find_origin
 from dpo.models.pretrained import DTYPES
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--yes", action="store_true", help="also push to a repository that something else filled")
     option("--gguf", metavar="TYPE", help="also write OUT/model-TYPE.gguf, as f16 or q8_0, by llama.cpp")
     option("--llama-cpp", metavar="DIR", type=Path, help="a checkout of llama.cpp, for --gguf")
-    add_trust_option(parser)
+    add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
     if options.out is None and not options.push:
         parser.error("give OUT, --push or both")
@@ -70,13 +70,18 @@ def write(options: argparse.Namespace, out: Path) -> None:
         raise InputError(f"--push {options.push} must be USER/NAME")
     if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
         raise InputError(f"--llama-cpp {options.llama_cpp} has no {CONVERTER}: give a checkout of llama.cpp")
-    trust = {"trust_remote_code": options.trust_remote_code}
-    folder = export(options.checkpoint, out, dtype=options.dtype, model=options.model, merge=options.merge, **trust)
+    named = {
+        "model": options.model,
+        "template": options.chat_template,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    origin = find_origin(options.checkpoint, **named)
+    print(f"reading {origin.parts}", flush=True)
+    folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
     print(f"exported {folder}")
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:
-        origin = find_origin(options.checkpoint, model=options.model, **trust)
         run = read_record(origin.run_dir).get("run") if origin.run_dir else None
         complete_card(folder, origin, run)
         push(folder, options.push, run, public=options.public, may_overwrite=options.yes)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import transformers
 
-from dpo.commands import add_trust_option
+from dpo.commands import add_model_options
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--max-new-tokens", type=int, default=256)
     option("--format", choices=[*MEANINGS], help="form of prompts, instead of that in training")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
-    add_trust_option(parser)
+    add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reference=options.reference,
             form=options.format,
             model=options.model,
+            template=options.chat_template,
             trust_remote_code=options.trust_remote_code,
         )
         sampling = choose_sampling(

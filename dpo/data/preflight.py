@@ -38,10 +38,12 @@ from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
 from dpo.system.run_directory import PROBLEMS
+from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preference_datasets.get_dataset`
@@ -428,10 +430,8 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
         *(data.max_length, data.max_prompt_length, data.truncation, data.unpair, data.list_pairs),
         *(data.chat, data.bad_records, plan.online.max_new_tokens if plan.online else None),
     ]
-    digest = hashlib.sha256(json.dumps(made_from).encode())
-    for file in (Path(inspect.getfile(get_dataset)), *sorted(Path(__file__).parents[1].rglob("*.py"))):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:32]
+    made_from.append(hash_files([Path(inspect.getfile(get_dataset)), *PACKAGE_DIR.rglob("*.py")]))
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
 def check_fits(plan: Plan, data: TrainingData) -> None:

@@ -68,12 +68,21 @@ def load_tokenizer(
     return tokenizer
 
 
+class KeptTemplate(str):
+    """The value of `chat_template` of a run that was trained: the text itself as JSON, not the path of a file.
+
+    It is null if the tokenizer had no template, and a mapping if it had several.
+    """
+
+
 def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) -> None:
     """Give a tokenizer a run's chat template, arguments, which a caller may replace, and date.
 
     `date`, in ISO's form, is what `strftime_now` writes in place of the time of rendering.
     """
-    if chat.template is not None:
+    if isinstance(chat.template, KeptTemplate):
+        tokenizer.chat_template = json.loads(chat.template)
+    elif chat.template is not None:
         path = Path(chat.template).expanduser()
         unread = f"chat_template={chat.template} cannot be read"
         with explaining((OSError, UnicodeDecodeError), lambda why: InputError(f"{unread}: {why}")):
@@ -81,6 +90,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         if not tokenizer.chat_template.strip():
             raise InputError(f"chat_template={chat.template} is empty: write a template into it")
+    tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
     texts = tokenizer.chat_template or ""
     settings = []  # of arguments that the caller does not give
     for name, value in sorted(chat.template_args.items()):

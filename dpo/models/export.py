@@ -21,13 +21,13 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_
 from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, read_manifest
 from dpo.data.asking import HH, MEANINGS
-from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
+from dpo.data.tokenizer import KeptTemplate, bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.answers import DEFAULTS, list_end_tokens
-from dpo.models.loading import find_source, load_base, resolve_name
+from dpo.models.loading import check_base, find_source, load_base, resolve_name
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
@@ -70,6 +70,7 @@ class Origin(NamedTuple):
     plan: Plan  # the run's, or else one of defaults; `plan.model.name_or_path` always names the base
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
+    base_digest: str | None = None  # the base on which an adapter was trained, if the run recorded it
 
     @property
     def policy(self) -> Path | None:
@@ -79,6 +80,12 @@ class Origin(NamedTuple):
         file = self.weights.adapter / POLICY_FILE
         return file if file.is_file() else None
 
+    @property
+    def parts(self) -> str:
+        """What is read, which a stranger's run may have named."""
+        model = self.plan.model
+        return f"weights of {self.weights.archive or model.name_or_path}, tokenizer of {model.tokenizer}"
+
 
 def find_origin(
     path: str | Path,
@@ -86,12 +93,14 @@ def find_origin(
     model: str | None = None,
     trust_remote_code: bool = False,
     hub: bool = False,
+    template: str | Path | None = None,
     run_plan: Plan | None = None,
 ) -> Origin:
     """Find the model that a path names; InputError if it names none.
 
     It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
-    neither adapter nor run names it, or if it has moved. `run_plan` is the run's, whose trust `trust_remote_code`
+    neither adapter nor run names it, or if it has moved; `template` is a file with a chat template, in place of the
+    run's. `run_plan` is the run's, whose trust `trust_remote_code`
     replaces.
     """
     path = Path(path).expanduser()
@@ -99,7 +108,8 @@ def find_origin(
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        return Origin(resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}}))
+        plan = resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}})
+        return Origin(_choose_template(plan, template, {}, path))
     weights = locate_weights(path).resolve()
     adapter = weights.adapter
     if model is not None and adapter:
@@ -121,7 +131,27 @@ def find_origin(
         plan = plan.change("model.random_init", False)
     if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))
-    return Origin(plan, weights, run_dir)
+    manifest = read_manifest(policy.parent) if policy and (policy.parent / MANIFEST).exists() else {}
+    return Origin(_choose_template(plan, template, manifest, path), weights, run_dir, run_dir and manifest.get("base"))
+
+
+def _choose_template(plan: Plan, given: str | Path | None, manifest: Mapping, path: Path) -> Plan:
+    """The plan with a file's chat template, or with the text that a checkpoint keeps.
+
+    A path in a run's config is not read: the file may have changed, or the run be a stranger's that names any file.
+    """
+    if given is not None:
+        return plan.change("chat_template", str(given))
+    if "chat_template" in manifest:
+        for key in ("chat_template_args", "chat_template_date"):
+            plan = plan.change(key, manifest["config"].get(key))
+        return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
+    if plan.chat.template is not None:
+        raise InputError(
+            f"{path} is of a run that kept the path of its chat template, {plan.chat.template}, and not the text: give "
+            f"--template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
+        )
+    return plan
 
 
 def export(
@@ -133,18 +163,20 @@ def export(
     merge: bool = False,
     trust_remote_code: bool = False,
     verify: bool = True,
+    template: str | Path | None = None,
     plan: Plan | None = None,
 ) -> Path:
     """Write a directory for transformers, whole or not at all, and return its path.
 
-    `checkpoint`, `model` and `plan` are those of `find_origin`. An adapter stays one, unless `merge` is given; `verify`
-    compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or `out` is
-    not empty, and RunError if writing fails.
+    `checkpoint`, `model`, `template` and `plan` are those of `find_origin`. An adapter stays one, unless `merge` is
+    given; `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be
+    exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
-    origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
+    options = {"model": model, "trust_remote_code": trust_remote_code, "template": template}
+    origin = find_origin(checkpoint, run_plan=plan, **options)
     has_adapter = origin.weights.adapter is not None
     if origin.weights == Weights() or (merge and not has_adapter):
         raise InputError(f"{checkpoint} holds no policy.pt or adapter, or none that --merge could merge")
@@ -266,6 +298,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
         # the base as the run had it: in its precision, and of 4 bits what they keep
         base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
         base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
+        check_base(base, origin.base_digest, plan)
         if has_run and plan.quantized:
             for layer in map(base.get_submodule, layers_to_quantize(base)):
                 layer.weight.data = round_to_4bit(layer.weight.detach(), layer)

@@ -15,10 +15,12 @@ from dpo.models.logprobs import install_scalar_head
 from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.text_part import is_text_part, name_in_files
-from dpo.models.weights import Weights, locate_weights, model_digest, read_archive
-from dpo.parallel.sharding import choose_device_map, find_blocks
+from dpo.models.weights import Weights, hash_base, locate_weights, model_digest, read_archive
+from dpo.parallel.mesh import from_rank_0
+from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
+from dpo.system.waiting import after_rank_0
 
 FOLLOWING = "reference"  # the name of the checkpoint's part with a reference that follows the policy
 
@@ -138,32 +140,61 @@ def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **opt
     )
 
 
+def check_base(base: Any, recorded: str | None, plan: Plan) -> None:
+    """Raise InputError for a base, without adapters, that has another digest than the recorded one, if there is one."""
+    if recorded is not None and hash_base(base) != recorded:
+        raise InputError(
+            f"the base {plan.model.name_or_path} has other weights than those that the adapter was trained on: restore "
+            f"its files, or give --model with a directory that has them"
+        )
+
+
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
     """The policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
 
     `policy` is a model or a function that loads it.
     """
-    if plan.lora is None:
-        return _prepare(policy, plan, {}, rank=rank, compile_blocks=True), None
-    weights = find_weights(plan)
-    adapters = {POLICY: resume_from or weights.adapter}
+    weights = find_weights(plan) if plan.lora else Weights()
+    adapters = {POLICY: resume_from or weights.adapter} if plan.lora else {}
     if plan.reference == "adapter":
         adapters[REFERENCE] = weights.adapter
-    model = _prepare(policy, plan, adapters, rank=rank, compile_blocks=True)
-    if weights.archive is not None or not plan.model.random_init:
-        base = resolve_name(str(weights.archive or plan.model.name_or_path))
-        model.adapter_configs[POLICY]["base_model_name_or_path"] = base
-    is_reference = rank == 0 and plan.reference != "model"
-    return model, _digest_reference(model, plan, adapters) if is_reference else None
+
+    def adapt(model: Any) -> tuple[Any, str | None]:
+        if plan.lora and rank == 0:
+            model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
+        _prepare(model, plan, adapters, rank=rank, compile_blocks=True)
+        if not plan.lora:
+            return model, None
+        if weights.archive is not None or not plan.model.random_init:
+            base = resolve_name(str(weights.archive or plan.model.name_or_path))
+            model.adapter_configs[POLICY]["base_model_name_or_path"] = base
+        is_reference = rank == 0 and plan.reference != "model"
+        return model, _digest_reference(model, plan, adapters) if is_reference else None
+
+    return _load_on_all_ranks(policy, adapt)
 
 
-def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
+def load_reference(reference: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """As `load_policy`, for a separate reference; without a digest if it is to follow the policy."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    model = _prepare(model, plan, adapters, rank=rank, compile_blocks=True).eval().requires_grad_(False)
-    is_fixed = rank == 0 and plan.follow_every is None
-    return model, _digest_reference(model, plan, adapters) if is_fixed else None
+
+    def adapt(model: Any) -> tuple[Any, str | None]:
+        _prepare(model, plan, adapters, rank=rank, compile_blocks=True).eval().requires_grad_(False)
+        is_fixed = rank == 0 and plan.follow_every is None
+        return model, _digest_reference(model, plan, adapters) if is_fixed else None
+
+    return _load_on_all_ranks(reference, adapt)
+
+
+def _load_on_all_ranks(load: Any, adapt: Callable[[Any], Any]) -> Any:
+    """Load on rank 0, and then the structure on others; `adapt` what was loaded, or a model that is given.
+
+    Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
+    """
+    model = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
+    untie(model, from_rank_0(list_ties(model)))
+    return after_rank_0("a model's adapters", lambda: adapt(model))
 
 
 def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> str:
@@ -174,12 +205,10 @@ def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) 
 def _prepare(
     model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
 ) -> Any:
-    """Quantize, adapt and compile a model, or what a function loads.
+    """Quantize, adapt and compile a model.
 
     `adapters` maps names to directories, which rank 0 reads for all, or to None for a new adapter; the first is active.
     """
-    if not isinstance(model, torch.nn.Module):
-        model = model()
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:

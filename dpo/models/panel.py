@@ -15,7 +15,7 @@ from dpo.errors import InputError, explaining
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
 from dpo.models.answers import Sampling, Tokens, answer
 from dpo.models.export import Origin, find_origin, find_prompt_format
-from dpo.models.loading import find_source, load_base, resolve_name
+from dpo.models.loading import check_base, find_source, load_base, resolve_name
 from dpo.models.pretrained import DTYPES, check_positions
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
@@ -77,6 +77,9 @@ def load_panel(path: str | Path, *, reference: str | None = None, form: str | No
         origins["reference"] = find_origin(reference, hub=True, trust_remote_code=trust)
         if _load_tokenizer(origins["reference"]).get_vocab() != tokenizer.get_vocab():
             raise InputError(f"{reference} has another tokenizer than the policy: give a reference with the same one")
+    for name, origin in origins.items():
+        if origin:
+            print(f"{name}: {origin.parts}")
     bases = {}
     sides = [_load(name, origin, bases) for name, origin in origins.items() if origin]
     form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
@@ -98,7 +101,8 @@ def _find_start(policy: Origin) -> Origin | None:
     adapter = None if plan.reference == "base" else start.adapter
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
-    return policy._replace(plan=plan, weights=Weights(archive, adapter).resolve())
+    # the digest is of the policy's base in the policy's dtype
+    return policy._replace(plan=plan, weights=Weights(archive, adapter).resolve(), base_digest=None)
 
 
 def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
@@ -107,12 +111,14 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
     dtype = DTYPES[plan.model.policy_dtype] if has_plan_dtype else None  # None: that of the model's own config
     init_seed = plan.run.seed if plan.model.random_init else None
     key = (resolve_name(plan.model.name_or_path), weights.archive, init_seed, plan.quantized, dtype)
-    if key not in bases:
+    if key not in bases or (origin.base_digest and origin.base_digest != bases[key].base_digest):
         # not attention that needs a GPU
         attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
         gpus = count_gpus()
         device_map = None if plan.quantized else choose_device_map(gpus)
         base = load_base(plan, dtype, weights.archive, attn_implementation=attention, device_map=device_map)
+        check_base(base, origin.base_digest, plan)
+        base.base_digest = origin.base_digest
         if plan.quantized:
             quantize(base, device="cuda" if gpus else None)
         bases[key] = base.eval()

@@ -33,7 +33,7 @@ from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.settings.plan import Plan
 from dpo.system.users_code import hash_code, load_module, run_users_code
-from dpo.system.waiting import after_rank_0
+from dpo.system.waiting import after_rank_0, check_alike
 
 LARGEST = 3.4e38  # the largest float32
 
@@ -219,19 +219,24 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
     online = plan.online
     if online.scorer == "reward_model":
         reward_model = after_rank_0("the reward model", lambda: load_reward_model(plan, device, rows))
-        digest = reward_model.digest() if is_rank_0() and str(device) != "meta" else ""
+        name = f"online.reward_model={online.reward_model}"
+        digest = reward_model.digest() if str(device) != "meta" else ""
+        check_alike({"online.reward_model": digest})  # each process scores its own answers
         note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
         if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
             note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
         check = partial(reward_model.encode, answer="", ended=True)
-        name = f"online.reward_model={online.reward_model}"
-        return Scorer(name, reward_model, from_rank_0(digest), True, [note], check)
+        return Scorer(name, reward_model, digest, True, [note], check)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
         # rank 0 scores all answers: other ranks do not load the function
         score = load_function(online.function, file) if is_rank_0() else None
+        name = f"online.function={online.function}"
         digest = from_rank_0(hash_code(file) if is_rank_0() else "")
-        return Scorer(f"online.function={online.function}", score, digest, file=file)
+        check_alike(
+            {"online.function": hash_code(file) if file.is_file() else digest}
+        )  # a resumed run may have another rank 0
+        return Scorer(name, score, digest, file=file)
     scores = {
         "keyword": lambda prompts, answers: [answer.text.count(online.keyword) for answer in answers],
         "shorter": lambda prompts, answers: [-len(answer.tokens) for answer in answers],

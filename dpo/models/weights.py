@@ -104,7 +104,18 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
         weights |= adapter_weights(model, adapter)
         adapter_config = model.adapter_configs[adapter]
         digest.update(f"scaled by {adapter_config['lora_alpha'] / adapter_config['r']}".encode())
+    _hash_weights(digest, weights)
+    return digest.hexdigest()[:32]
+
+
+def hash_base(model: Any) -> str:
+    """Hash a base's weights, and not its config, whose keys differ between versions of transformers."""
+    digest = hashlib.sha256()
+    _hash_weights(digest, base_weights(model))
+    return digest.hexdigest()[:32]
+
+
+def _hash_weights(digest: Any, weights: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]

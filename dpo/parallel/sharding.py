@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
+from dpo.system.users_code import hash_files
+from dpo.system.waiting import check_alike
 
 
 def distribute(
@@ -34,6 +38,7 @@ def distribute(
     than its shards and one unit. With `frozen_whole` parameters that are not trained are whole on every process (or
     slices along `tensor`), in `compute_dtype`. Raises InputError for a model without such blocks.
     """
+    check_alike(describe_structure(model))
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
@@ -77,6 +82,36 @@ def distribute(
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
+
+
+def list_ties(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter by all of its names, of which a tied one has several."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
+    """Part parameters that are apart in another model's `list_ties`."""
+    for name, first in list_ties(model).items():
+        if name != first and ties.get(name) == name:
+            owner, _, attribute = name.rpartition(".")
+            own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+            setattr(model.get_submodule(owner), attribute, own)
+
+
+def describe_structure(model: nn.Module) -> dict[str, str]:
+    """What must be alike on all ranks before weights are sent, for `check_alike`.
+
+    A dtype may differ: it is rank 0's that counts.
+    """
+    ties = list_ties(model)
+    facts = {"the model's code": hash_files(Path(inspect.getfile(type(model))).parent.glob("*.py"))}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        facts[f"the weight {name}"] = repr((ties[name], tuple(parameter.shape), parameter.requires_grad))
+    for name, buffer in model.named_buffers():
+        facts[f"the buffer {name}"] = repr(tuple(buffer.shape))
+    return facts
 
 
 @torch.compiler.disable

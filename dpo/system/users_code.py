@@ -8,7 +8,7 @@ import modulefinder
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -56,3 +56,8 @@ def hash_code(file: Path) -> str:
     paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
     return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """Hash the names and contents of files in any order."""
+    return hashlib.sha256(repr(sorted((file.name, file.read_bytes()) for file in files)).encode()).hexdigest()

@@ -103,17 +103,23 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
 
 
 def check_alike(facts: Mapping[str, str]) -> None:
-    """Raise InputError, on every rank, for facts in which ranks differ."""
+    """Raise InputError, on every rank, for facts in which a rank differs from rank 0.
+
+    A collective that depends on such a fact would hang, or compute something else, so it must come after this call.
+    """
     if not is_shared():
         return
+    box = [(socket.gethostname(), dict(facts))]
+    dist.broadcast_object_list(box)
+    host_0, facts_0 = box[0]
+    different = sorted(name for name in {*facts_0, *facts} if facts_0.get(name) != facts.get(name))
     gathered: list[Any] = [None] * dist.get_world_size()  # by rank
-    dist.all_gather_object(gathered, (socket.gethostname(), dict(facts)))
-    host_0, facts_0 = gathered[0]
-    for rank, (host, others) in enumerate(gathered):
-        if different := [name for name, value in facts_0.items() if others.get(name) != value]:
+    dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))  # facts of all weights would be long
+    for rank, (host, names) in enumerate(gathered):
+        if names:
             raise InputError(
-                f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(different)}: give all "
-                f"machines the same files"
+                f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(names)}: give all machines the "
+                f"same files, settings and versions"
             )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError
+from dpo.errors import RunError, one_sentence
 from dpo.losses import BETWEEN, ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, choose_layout
@@ -347,7 +347,7 @@ class Objective:
     def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
         """Read from a folder, or compute, the reference's log-probabilities; free its model unless it is the policy.
 
-        Returns a message.
+        Returns a message, which is a warning if they cannot be written.
         """
         reference, logps, n_scored = self.reference, self.reference.logps, 0
         path = logps.find_path(folder, reference.digest)
@@ -366,13 +366,18 @@ class Objective:
             if logps.find(batch.cache_rows) is None:
                 raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
             n_scored += len(batch.cache_rows)
+        kept = f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
         if self.mesh.rank == 0:
-            logps.save(path)
+            try:
+                logps.save(path)
+            except OSError as error:  # this run, and its checkpoints, have them
+                kept = f"warning: another run scores the reference's examples again: {path} could not be written: "
+                kept += one_sentence(error)
         if reference.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
             reference.model = None
             gc.collect()  # a sharded model is part of reference cycles
             torch.cuda.empty_cache()
-        return f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
+        return kept
 
     def find_cached_reference(self, batch: Batch) -> Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import list_callbacks
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.system.waiting import after_rank_0
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import Objective, make_objective
@@ -78,8 +76,7 @@ def make_policy(
     plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen_whole: bool, resume_from: Path | None = None
 ) -> tuple[Any, str | None]:
     """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
-    load = partial(load_policy, policy, plan, rank=mesh.rank, resume_from=resume_from)
-    policy, frozen_digest = after_rank_0("the policy's weights", load)
+    policy, frozen_digest = load_policy(policy, plan, rank=mesh.rank, resume_from=resume_from)
     data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
     check_positions(policy, plan.data.max_length)
     if plan.training.activation_checkpointing:
@@ -109,7 +106,7 @@ def make_reference(
         if plan.reference == "model":
             raise InputError(f"loss={plan.loss.name} needs a reference model")
         return None
-    model, digest = after_rank_0("the reference's weights", partial(load_reference, reference, plan, rank=mesh.rank))
+    model, digest = load_reference(reference, plan, rank=mesh.rank)
     return Reference(place(plan, model, mesh, frozen_whole, plan.reference_dtype), digest, logps)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,11 @@ from dpo.models.layouts import Padded
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, remarks
 from dpo.numbers import count
+from dpo.plugins import find_digests
+from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
+from dpo.system.users_code import hash_files
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import Objective, make_scores
 from dpo.training.optimization import count_states
@@ -40,6 +44,20 @@ def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
         transformers.utils.logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
     set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
+
+
+def find_shared_facts(plan: Plan) -> dict[str, str]:
+    """What processes of several machines must have in common before they read data, for `check_alike`.
+
+    Paths may differ: what is read there is compared once it is read.
+    """
+    facts = {package: version(package) for package in ("torch", "transformers")}
+    facts |= {"the code of dpo": hash_files(PACKAGE_DIR.rglob("*.py")), "the code of plugins": " ".join(find_digests())}
+    for key, value in plan.values.items():
+        is_path = key.endswith(("name_or_path", "archive", "template", "reward_model", "function", "datasets"))
+        if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and not is_path:
+            facts[key] = str(value)
+    return facts
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
