@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from dpo.data.asking import is_dialogue, share_header, split_turns
+from dpo.data.asking import is_dialogue, is_prefilled, share_header, split_turns
 from dpo.data.columns import Columns, recognize
 from dpo.data.schema import (
     ASSISTANT,
+    READ,
+    RENDERED,
     BadRecordsError,
     Messages,
     PreferenceData,
@@ -34,6 +36,8 @@ from dpo.system.pool import map_chunks
 N_DECIDING = 100  # first records, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
 SHOWN = 60  # characters of a prompt's end, and of a response's beginning
+REPEATED, ECHOED, UNREAD = "messages of the prompt", "text of the prompt", "key"  # remarkable parts of records
+SYSTEMS = (SYSTEM, "developer")  # roles
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
@@ -81,7 +85,7 @@ def get_custom(
         renders = "the chat template renders texts"
         did = renders if reader.is_rendered else "texts are used as they are, without the chat template"
         data.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{seen}")
-    data.notes += describe(changes, origin)
+    data.notes += [*describe(changes, origin), *_describe(changes, origin, n_records)]
     if bad:
         data.notes.append(f"warning: left out: {list_bad(name, bad)}")
     return data
@@ -99,7 +103,7 @@ class _Reader:
         records = []
         for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
-                records += filter(None, [self._read(row)])
+                records += filter(None, [self._read(row, [])])
         self.holds_chats = bool(records) and isinstance(records[0].prompt, list)
         texts = [record.prompt for record in records if isinstance(record.prompt, str)]
         are_questions = self.has_template and "prompt" in columns.used and not share_header(texts)
@@ -112,29 +116,37 @@ class _Reader:
 
     def read(self, chunk: Sequence[tuple[int, Row]]) -> tuple[list, list, list]:
         """Return records, numbers and reasons of bad ones, and `ChatTemplate.changes`."""
-        records, bad, template = [], [], ChatTemplate(self.tokenizer)
+        records, bad, template, noticed = [], [], ChatTemplate(self.tokenizer), []
         for number, row in chunk:
             try:
-                record = self._read(row)
+                record = self._read(row, of_record := [])
                 if record is None:  # a tie
                     continue
                 self._check(record)
                 if self.is_rendered:
+                    of_record += ((UNREAD, key) for key in self._find_unread(record))
                     record = template.render(record)
                 else:
                     refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer)
                 records.append(record._replace(row=number))
+                noticed += of_record
             except InputError as error:
                 place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
                 bad.append((number, f"{place}{error}"))
-        return records, bad, template.changes
+        return records, bad, template.changes + noticed
 
-    def _read(self, row: Row) -> Record | None:
+    def _read(self, row: Row, noticed: list[tuple[str, str]]) -> Record | None:
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row)
         as_chat = self.is_rendered and not self.holds_chats
-        return read_record(row, used, self.tokenizer, as_chat=as_chat) if used else None
+        return read_record(row, used, self.tokenizer, as_chat=as_chat, noticed=noticed) if used else None
+
+    def _find_unread(self, record: Record) -> set[str]:
+        """Find the keys of a chat's messages that neither we nor the chat template read."""
+        keys = set().union(*record.prompt, *chain.from_iterable(record.responses)) - READ
+        template = str(self.tokenizer.chat_template)
+        return {key for key in keys if not re.search(rf"""[.'"]{re.escape(key)}\b""", template)}
 
     def _check(self, record: Record) -> None:
         if isinstance(record.prompt, list) != self.is_rendered:
@@ -153,17 +165,35 @@ class _Reader:
             )
 
 
+def _describe(noticed: Sequence[tuple[str, str]], origin: str, n_records: int) -> Iterator[str]:
+    if n_repeated := noticed.count((REPEATED, "")):
+        yield f"{origin}: responses begin with messages of the prompt, which are taken off, in records: {n_repeated:,}"
+    echoes = [example for kind, example in noticed if kind == ECHOED]
+    if echoes and 2 * len(echoes) >= n_records:
+        yield (
+            f"warning: {origin}: responses begin with the text of their prompt, in records: {len(echoes):,}, as in "
+            f"{echoes[0]!r}: remove it from them, or the model learns to repeat the prompt"
+        )
+    if unread := sorted({key for kind, key in noticed if kind == UNREAD}):
+        yield f"{origin}: not used: {', '.join(unread)} of messages"
+
+
 def _is_empty(response: str | Messages) -> bool:
     if isinstance(response, str):
         return not response.strip()
-    return not any(str(value or "").strip() for message in response for key, value in message.items() if key != "role")
+    return not any(str(response[-1].get(key) or "").strip() for key in RENDERED)
 
 
 # --- forms of records ----------------------------------------------------------------------------------------------
 
 
-def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
-    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
+def read_record(
+    row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool, noticed: list[tuple[str, str]]
+) -> Record:
+    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages.
+
+    What is remarkable is added to `noticed`.
+    """
     responses: list[Any]
     scores = []
     if "messages" in used:  # a chat that ends with its response
@@ -180,10 +210,10 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
                 f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
                 f"score each: correct it"
             )
-        prompt, responses = _read_answers(row, used, answers, [*answers])
+        prompt, responses = _read_answers(row, used, answers, [*answers], noticed)
     else:  # a pair, a target, a labelled response or a prompt
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-        prompt, responses = _read_answers(row, used, row, columns)
+        prompt, responses = _read_answers(row, used, row, columns, noticed)
     if not prompt:
         raise InputError("the prompt is empty: give it a value")
     if isinstance(prompt, str):  # tokenization appends EOS
@@ -218,7 +248,11 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
 
 
 def _read_answers(
-    row: Mapping[str, Any], used: Mapping[str, str], answers: Mapping[str, Any], columns: Sequence[str]
+    row: Mapping[str, Any],
+    used: Mapping[str, str],
+    answers: Mapping[str, Any],
+    columns: Sequence[str],
+    noticed: list[tuple[str, str]],
 ) -> tuple[str | Messages, list[Any]]:
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
@@ -241,19 +275,82 @@ def _read_answers(
     if "input" in used and row.get(used["input"]) not in (None, ""):
         texts = (get_field(row, used[field]) for field in ("prompt", "input"))
         prompt = "\n\n".join(filter(None, texts))
-    if are_texts and isinstance(prompt, list):
-        return prompt, [_as_answer(text) for text in values]
-    if are_texts or isinstance(prompt, list):
+    if are_texts:
+        is_chat = isinstance(prompt, list)
+        asked = _bare(prompt[-1]["content"] if prompt and is_chat else prompt or "")
+        if asked and (echoes := [text for text in values if _bare(text).startswith(asked)]):
+            noticed.append((ECHOED, echoes[0][:SHOWN]))
+        return prompt, list(map(_as_answer, values)) if is_chat else values
+    if isinstance(prompt, str):
+        if not any(messages and messages[0]["role"] == "assistant" for messages in values):
+            shared, *rests = _split_shared_messages(values)
+            if all(message["content"] != prompt for message in shared):
+                raise InputError(
+                    "the prompt is not the content of any message with which the responses begin: add such a "
+                    "message, or give no column for the prompt"
+                )
+            return shared, rests
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    if not prompt:
         return prompt, values
-    if all(messages and messages[0]["role"] == "assistant" for messages in values):
-        return [{"role": "user", "content": prompt}] if prompt else [], values
-    shared, *rests = _split_shared_messages(values)
-    if all(message["content"] != prompt for message in shared):
-        raise InputError(
-            "the prompt is not the content of any message with which the responses begin: add such a "
-            "message, or give no column for the prompt"
-        )
-    return shared, rests
+    return _continue(prompt, values, noticed)
+
+
+def _bare(text: str) -> str:
+    return text.strip().removeprefix("Human:").lstrip()
+
+
+def _continue(
+    prompt: Messages, responses: Sequence[Messages], noticed: list[tuple[str, str]]
+) -> tuple[Messages, list[Messages]]:
+    """Take off what responses repeat of the prompt; what all of them say before an answer belongs to the prompt."""
+    before = []
+    turns = list(prompt)
+    rests = []
+    while len(turns) > 1 and turns[0]["role"] in SYSTEMS:
+        before.append(turns.pop(0))
+    for response in responses:
+        earlier, rest = _take_off(turns, response)
+        before = before or earlier
+        if earlier and _say(earlier) != _say(before):
+            raise InputError(f"before the prompt's messages a response has {earlier!r:.100}: write it into the prompt")
+        rests.append(rest)
+    if rests != responses:
+        noticed.append((REPEATED, ""))
+    shared, *rests = _split_shared_messages(rests, until="assistant")
+    return [*before, *turns, *shared], rests
+
+
+def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
+    """Split a response at the prompt's turns, or the last of them, into what is before and what is after these."""
+    begun = turns[-1]["content"] if is_prefilled(turns) else ""
+    asked = _say(turns)
+    said = _say(response)
+    if begun:
+        asked.pop()
+    n = len(asked)
+    for end in (*range(n, len(said) + 1), *range(n - 1, 0, -1)):  # all turns, wherever, or the last ones at the start
+        start = max(0, end - n)
+        if start == end or said[start:end] != asked[start - end :] or (start and said[0][0] == "assistant"):
+            continue
+        rest = response[end:]
+        if not begun:
+            return response[:start], rest
+        if rest and rest[0]["content"].startswith(begun):
+            rest[0] = {**rest[0], "content": rest[0]["content"].removeprefix(begun)}
+            if not rest[0]["content"]:
+                rest.pop(0)
+            return response[:start], rest
+    return [], response
+
+
+def _say(messages: Messages) -> list[tuple[str, str, list[Any]]]:
+    """What messages say, without what programs note in them, such as an id."""
+    said = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        said.append((message["role"], message["content"].strip(), calls))
+    return said
 
 
 def _as_answer(text: str) -> Messages:
@@ -273,12 +370,15 @@ def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
     return [shared[:end], chosen[end:], rejected[end:]]
 
 
-def _split_shared_messages(dialogues: Sequence[Messages]) -> list[Messages]:
-    """Split dialogues into shared first messages and the rest of each, which is never empty."""
+def _split_shared_messages(dialogues: Sequence[Messages], until: str = "") -> list[Messages]:
+    """Split dialogues into shared first messages, before one of a role, and the rest of each, which is never empty."""
+    first = dialogues[0]
     n = 0
-    while all(n < len(dialogue) - 1 and dialogue[n] == dialogues[0][n] for dialogue in dialogues):
+    while all(n < len(dialogue) - 1 and dialogue[n] == first[n] for dialogue in dialogues):
+        if first[n]["role"] == until:
+            break
         n += 1
-    return [dialogues[0][:n], *(dialogue[n:] for dialogue in dialogues)]
+    return [first[:n], *(dialogue[n:] for dialogue in dialogues)]
 
 
 # --- fields --------------------------------------------------------------------------------------------------------

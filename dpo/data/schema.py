@@ -30,6 +30,8 @@ TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", f
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
 ROLES = ("system", "user", "assistant", "tool", CALLER)
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}  # ShareGPT's
+RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a chat template may write
+READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
 
 
 class Record(NamedTuple):
@@ -202,7 +204,7 @@ def read_messages(value: Any) -> Messages:
 
 def _read_message(message: Any) -> dict[str, Any]:
     """Read a chat message of any format as chat templates expect it."""
-    given = drop_nulls(message)
+    given = _drop_nulls(message)
     if is_message(message) and "role" not in message:
         speaker, given["content"] = get_field(given, "from"), given.pop("value", None)
         given["role"] = SPEAKERS.get(given.pop("from"), speaker)
@@ -216,10 +218,17 @@ def _read_message(message: Any) -> dict[str, Any]:
     if role == CALLER:
         calls = _parse_json(get_field(given, "content"))
         given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if calls := given.pop("tool_calls", None):
+    elif role == "function":  # as OpenAI named a tool's result first
+        given["role"] = "tool"
+    calls = given.pop("tool_calls", None)
+    if not calls and "function_call" in given:
+        calls = [_parse_json(given.pop("function_call"))]
+    if calls:
         if not isinstance(calls, list):
             raise InputError(f"tool_calls is {calls!r:.80}, and must be a list")
         given = {"content": "", **given, "tool_calls": [_read_call(call) for call in calls]}
+    if "content" not in given and len(given) > 1:
+        raise InputError(f"a message has no content, and only {', '.join(given)}: write its text as content")
     for key in ("content", *(key for key in THOUGHTS if key in given)):
         get_field(given, key)
     return given
@@ -227,8 +236,8 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 def _read_call(call: Any) -> dict[str, Any]:
     """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
-    outer = call if isinstance(call, Mapping) and "function" in call else {"function": call}
-    function = outer["function"]
+    outer = _drop_nulls(call) if isinstance(call, Mapping) and "function" in call else {"function": call}
+    function = _drop_nulls(outer.get("function"))
     name = get_field(function, "name")
     arguments = _parse_json(function.get("arguments") or {})
     if not isinstance(arguments, Mapping):
@@ -238,7 +247,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 def read_tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """Read a list of schemas, of functions too, or JSON of such a list; rows may lack it."""
-    tools = drop_nulls(_parse_json(row.get(column))) or []
+    tools = _parse_json(row.get(column)) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
             f"{column} is {tools!r:.80}, and must be a list of function schemas (objects), or JSON of such a "
@@ -256,11 +265,9 @@ def _parse_json(value: Any) -> Any:
     return value
 
 
-def drop_nulls(value: Any) -> Any:
-    """Copy a value without the null fields of objects: Arrow gives each object of a column the fields of all others."""
-    if isinstance(value, Mapping):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+def _drop_nulls(value: Any) -> Any:
+    """Copy a message or call without null fields, which say as much as missing ones."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
 def common_start(*texts: str) -> str:

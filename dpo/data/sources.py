@@ -14,18 +14,20 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.schema import Row
+from dpo.data.schema import Row, is_message
 from dpo.errors import InputError, one_sentence
-from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, find_suffix
 from dpo.system.plain_files import check_readable
 
+NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
+SUBSETS = re.compile(r"(?:available configs|Available): \[(.*?)\]")  # messages of `datasets` list them so
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
 class ArrowRows(Sequence[Mapping[str, Any]]):
-    """Rows of a `datasets.Dataset`, decoded when read: classes by name, images and sounds as they are."""
+    """Rows of a `datasets.Dataset`, decoded when read; images and sounds stay as they are."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.features = dataset.with_format("arrow"), dataset.features.to_dict()
@@ -40,19 +42,37 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for table in self.dataset.iter(ROWS_PER_BATCH):
             for row in table.to_pylist():
-                yield _name_classes(row, self.features)
+                yield _decode_row(row, self.features)
 
     def select(self, indices: Iterable[int]) -> ArrowRows:
         return ArrowRows(self.dataset.select(indices))
 
 
-def _name_classes(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers of classes by their names: `class_encode_column` makes true 1, but desirable 0."""
-    for column, feature in features.items():
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
-            is_label = row[column] is not None and row[column] >= 0  # -1 stands for no label
-            row[column] = feature["names"][row[column]] if is_label else None
-    return row
+def _decode_row(row: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+    return {column: _decode(value, features.get(column), column) for column, value in row.items()}
+
+
+def _decode(value: Any, feature: Any, key: str) -> Any:
+    """Decode a value of Arrow, which gives each object of a column the fields of all others: those are dropped.
+
+    Classes get their names: `class_encode_column` makes true 1, but desirable 0.
+    """
+    if value is None or not isinstance(feature, dict):
+        feature = {}
+    if isinstance(value, list):
+        return [_decode(item, feature.get("feature"), key) for item in value]
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"][value] if value >= 0 else None  # -1 stands for no label
+    if feature.get("_type") == "Json":
+        return json.loads(value)
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        # the user gives names to arguments and properties, which are no fields of a schema
+        if item is not None or (name in NULLABLE and key not in ("properties", "arguments")):
+            kept[name] = _decode(item, feature.get(name), key if key == "arguments" else name)
+    return kept
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
@@ -61,13 +81,15 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
     path = source.local
-    if path is None:
+    if path is None or source.subset:
         return ArrowRows(_load_from_hub(source, split, cache_dir))
     if not path.exists():
         raise InputError(
             f"dataset source {source.path} does not exist in {Path.cwd()}: give a directory, a file or a Hub id"
         )
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
+    if not files:
+        return ArrowRows(_load_from_hub(source, split, cache_dir))
     rows = [row for file in files for row in islice(_read_file(file), limit)]
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
@@ -77,10 +99,10 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
 def identify_source(source: Source, cache_dir: str | None) -> Any:
     """Make a JSON value that changes whenever the source, or its cache, does; None if there are no files."""
     path = source.local
-    if path is None:
+    if path is None or source.subset:
         # their paths have a digest of the revision and its files; there are none if the data are in memory
         files = [file["filename"] for file in _load_from_hub(source, "train", cache_dir).cache_files]
-        return [source.path, dict(source.columns), files] if files else None
+        return [source.path, source.subset, dict(source.columns), files] if files else None
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
         stats = [(str(file), file.stat()) for file in (entries or [path]) if file.is_file()]
@@ -98,8 +120,15 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
     while True:
         name = names.pop(0)
         try:
-            return datasets.load_dataset(source.path, split=name, cache_dir=cache_dir, revision=source.revision or None)
+            return datasets.load_dataset(
+                source.path, source.subset, split=name, cache_dir=cache_dir, revision=source.revision or None
+            )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
+            if listed := SUBSETS.search(str(error)):
+                raise InputError(
+                    f"dataset {source.path} has the subsets {listed[1]}: choose one with "
+                    f"dataset_sources.NAME.subset=SUBSET"
+                ) from error
             if not (names and UNKNOWN_SPLIT.match(str(error))):
                 raise InputError(
                     f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from "
@@ -109,7 +138,10 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 
 
 def _find_files(folder: Path, split: str) -> list[Path]:
-    """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`."""
+    """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
+
+    There are none if README.md says where they are, as in a clone from the Hub.
+    """
     names = SPLIT_NAMES.get(split, (split,))
     folders = filter(Path.is_dir, (folder, folder / "data"))
     entries = [entry for each in folders for entry in sorted(each.iterdir())]
@@ -127,6 +159,9 @@ def _find_files(folder: Path, split: str) -> list[Path]:
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
         for files in found.values():
             return files
+    readme = folder / "README.md"
+    if readme.is_file() and "config_name:" in readme.read_text(encoding="utf-8", errors="replace"):
+        return []
     raise InputError(
         f"{folder} has no {split} split, a file or saved dataset named {' or '.join(names)} (such as {split}.jsonl or "
         f"{split}.csv); datasets={folder}/FILE takes both splits from one file"
@@ -161,7 +196,7 @@ def _parse_file(file: Path) -> Iterator[Any]:
         about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
         features = about.get("info", {}).get("features", {})
         for batch in table.iter_batches(ROWS_PER_BATCH):
-            yield from (_name_classes(row, features) for row in batch.to_pylist())
+            yield from (_decode_row(row, features) for row in batch.to_pylist())
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
@@ -171,7 +206,8 @@ def _parse_file(file: Path) -> Iterator[Any]:
             )
     if not suffix:
         raise InputError(f"{file} is not one of {', '.join(f'*{each}' for each in SUFFIXES)}")
-    parse = {".jsonl": _parse_json_lines, ".json": _parse_json, ".csv": _parse_table}[suffix.removesuffix(".gz")]
+    kinds = {".jsonl": _parse_json_lines, ".json": _parse_json, ".csv": _parse_table, ".tsv": _parse_table}
+    parse = kinds[suffix.removesuffix(".gz")]
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         yield from parse(lines, file)
@@ -187,18 +223,35 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
-    """Parse a list of records, or JSON lines."""
+    """Parse a list of records, an object that has one under a key, or JSON lines."""
     text = lines.read()
-    if text.lstrip().startswith("["):
-        return iter(json.loads(text))
-    return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        if text.lstrip().startswith("["):
+            raise
+        return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
+    if isinstance(content, list):
+        return iter(content)
+    keys = [key for key, value in content.items() if key != TOOLS and _are_records(value)] if content else []
+    if len(keys) > 1:
+        raise InputError(f"{file} has several lists of records, {', '.join(keys)}: give each a file of its own")
+    return iter(content[keys[0]] if keys else [content])
+
+
+def _are_records(value: Any) -> bool:
+    """Whether a value is a list of objects that are no messages."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and not is_message(item) for item in value)
 
 
 def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel writes semicolons where 0.5 is 0,5
-    separator = max(",;\t", key=re.sub('"[^"]*"', "", first_line).count)
+    separators = "\t" if find_suffix(file.name).startswith(".tsv") else ",;\t"
+    separator = max(separators, key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
     header = []
     end = 0  # line on which the last record ends

@@ -28,12 +28,13 @@ BUILT_IN = {
     "se": "HuggingFaceH4/stack-exchange-preferences",
     "demo": "",
 }
-SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz")), ".parquet")
+SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
+SOURCE_KEYS = ("path", "revision", "subset", "columns", "reader")  # a mapping in `dataset_sources` may have them
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 ROWS_FOLDER = "dpo-rows"  # in the local directory
 
@@ -76,6 +77,7 @@ class Source:
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     columns: Mapping[str, str | None] = field(default_factory=dict)  # by fields of FIELDS; None: it has no column
     reader: str | None = None  # of a plugin: it makes rows of the source's
+    subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
@@ -84,7 +86,9 @@ class Source:
         for option, given in source.items():
             if removed := find_removed(f"{key}.{option}", given):
                 raise InputError(removed)
-        if not is_text(source.get("path")) or source.keys() - {"path", "revision", "columns", "reader"}:
+        if unknown := ", ".join(map(str, source.keys() - SOURCE_KEYS)):
+            raise InputError(f"{key} has the unknown key {unknown}: it may have {', '.join(SOURCE_KEYS)}")
+        if not is_text(source.get("path")):
             raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}
         are_mapped = isinstance(columns, Mapping) and all(
@@ -100,7 +104,7 @@ class Source:
         if (reader := source.get("reader")) is not None and reader not in READERS:
             known = f"one of {', '.join(READERS)}" if READERS else "added by a plugin, and plugins adds none"
             raise InputError(f"{key}.reader={reader} must be {known}")
-        return cls(source["path"], source.get("revision"), columns, reader)
+        return cls(source["path"], source.get("revision"), columns, reader, source.get("subset"))
 
     @property
     def local(self) -> Path | None:
@@ -191,6 +195,31 @@ def _is_dataset(value: Any) -> bool:
     return datasets is not None and isinstance(value, datasets.Dataset)
 
 
+def _write_row(row: Mapping[Any, Any], place: str) -> str:
+    """Write a line of JSON."""
+    cells = []
+    for column, value in row.items():
+        where = f"{place}, column {column}"
+        with explaining_library(lambda error, where=where: InputError(f"{where}: {one_sentence(error)}")):
+            cells.append(f"{json.dumps(str(column))}: {json.dumps(value, default=_simplify)}")
+    return f"{{{', '.join(cells)}}}\n"
+
+
+def _simplify(value: Any) -> Any:
+    """Make what JSON can write: of numpy's and pandas' values those of Python, of dates and the like their text."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value).__name__ in ("NAType", "NaTType"):  # as which pandas writes null
+        return None
+    if type(value).__str__ is object.__str__:  # it would be an address in memory
+        raise TypeError(f"{value!r:.80} is neither JSON nor has it a text of its own: remove it")
+    return str(value)
+
+
 def _store(rows: Any, name: str, local_dir: str) -> str:
     """Write rows to a file that is named after its content; return its path."""
     if not rows:
@@ -201,8 +230,8 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             rows.to_parquet(buffer := io.BytesIO())
             content, suffix = buffer.getvalue(), ".parquet"
         else:
-            lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)  # numpy's numbers
-            content, suffix = "".join(f"{line}\n" for line in lines).encode(), ".jsonl"
+            lines = [_write_row(dict(row), f"{problem}: row {number}") for number, row in enumerate(rows, start=1)]
+            content, suffix = "".join(lines).encode(), ".jsonl"
     folder = Path(local_dir, ROWS_FOLDER).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from support.formats import SKY, assistant, user
+from support.formats import SKY, assistant, system, user
 from support.runs import read_metrics
 
 from dpo.analysis.ledger import read_ledger
@@ -150,12 +150,36 @@ def test_texts_without_a_prompt_share_their_beginning(tokenizer, chosen, rejecte
     assert (prompt, *entry["responses"]) == expected
 
 
+def test_what_responses_repeat_of_their_prompt_is_counted_or_warned_about(chat):
+    tokenizer = chat(ENDS_TURNS_WITH_SEMICOLON)
+    whole = {**HELLO, "rejected": [*HELLO["prompt"], *HELLO["rejected"]]}
+    notes = get_custom([whole, HELLO, whole], "mine", tokenizer).notes
+    assert notes[1] == "mine: responses begin with messages of the prompt, which are taken off, in records: 2"
+    twice = {"prompt": DIALOGUE, "chosen": f"{DIALOGUE} I do", "rejected": " No"}
+    echo = {"prompt": "What is 2+2?", "chosen": " What is 2+2? It is 4", "rejected": "5"}
+    for rows in ([twice, {**twice, "chosen": " No"}], [echo, PAIR], [{**echo, "prompt": [user("What is 2+2?")]}]):
+        said = get_custom(rows, "mine", tokenizer, chat="never").notes[-1]
+        assert "responses begin with the text of their prompt, in records: 1, as in" in said
+        assert repr(rows[0]["chosen"][:50])[1:-1] in said
+    notes = get_custom([echo, PAIR, {**PAIR, "prompt": "P:"}], "mine", tokenizer).notes
+    assert not any("begin with the text" in note for note in notes)
+
+
+def test_keys_of_messages_that_nothing_reads_are_named(chat):
+    noted = {"id": 3, "refusal": None, "name": "Al", "weight": 1, "tool_call_id": "7"}
+    row = {**HELLO, "prompt": [{**user("Hi"), **noted}], "rejected": [{**assistant("No"), "thought": "Hm."}]}
+    reads = ENDS_TURNS_WITH_SEMICOLON.replace("message.content", "(message['name'] or '') + message.content")
+    for template, unread in ((ENDS_TURNS_WITH_SEMICOLON, "id, name, thought"), (reads, "id, thought")):
+        assert get_custom([row], "mine", chat(template)).notes[-1] == f"mine: not used: {unread} of messages"
+
+
 PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
 LABEL = {"prompt": "Q:", "completion": " a", "label": True}
 TARGET = {"messages": [user("Hi"), assistant("Hello")]}
 ALPACA = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
 WHOLE = {"chosen": "Q: yes", "rejected": "Q: no"}
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+SHORT = [system("Be short."), user("Hi")]
 LOOKS = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
@@ -178,7 +202,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (PAIR, {"margin": 10**400}, "margin is 1000000"),
         (HELLO, {"chosen": []}, "a response must end with a message of the assistant"),
         (HELLO, {"chosen": [assistant(" ")]}, "the response to learn is empty"),
+        (
+            HELLO,
+            {"chosen": [{**assistant(""), "id": "m1", "weight": 1, "text": "I"}]},
+            "the response to learn is empty",
+        ),
+        (HELLO, {"chosen": [assistant("Hello"), user("?"), assistant("")]}, "the response to learn is empty"),
         (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
+        (HELLO, {"chosen": [{**assistant(""), "content": None, "refusal": "No"}]}, "and only role, refusal: write its"),
+        (HELLO, {"chosen": [{"role": "assistant", "function_call": "auto"}]}, "'auto' stands where an object with"),
+        (HELLO, {"chosen": [system("Hm."), *HELLO["prompt"], assistant("A")], "prompt": SHORT}, "before the prompt's"),
         (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
         (HELLO, {"prompt": [IMAGE]}, "content has a part of type 'image_url', and must be text"),
         (HELLO, {"chosen": [LOOKS]}, "the arguments of look are [1], and must be an object or JSON of one"),

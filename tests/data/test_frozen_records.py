@@ -1,7 +1,7 @@
 """What records of all kinds become.
 
 The table was made by the code of af2ec09b, which recognized formats by writing records: what reads them may change, and
-what they become may not.
+what they become may not. Later came responses that repeat their prompt, and `function_call`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ HH = "\n\nHuman: Hi!\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
 DIALOGUES = {"chosen": f"{HH} Blue.", "rejected": f"{HH} Green."}
 OBSERVED = [{"from": "function_call", "value": LOOK}, {"from": "observation", "value": "A clear day"}]
 AGAIN = [user("Why?"), assistant("So.")]
+KINDLY, RED = [system("Be kind."), *ASK], [assistant("Red.")]
+OLDER_CALL = {"role": "assistant", "content": None, "function_call": json.loads(LOOK)}
 
 ASKED, KIND, TALKED = f"<user>{Q};<assistant>", f"<system>Be kind.;<user>{Q};", f"<user>Hi!;<assistant>Yes?;<user>{Q};"
 CALLED = f"(look)\n<user>{Q};<assistant>[look];<tool>A clear day;<assistant>"
@@ -79,6 +81,12 @@ TABLE = [
             {"messages": ASK, "chosen": BLUE[0], "rejected": GREEN[0]},
             {"conversations": [human(Q)], **SAID},
             {"conversations": ASK, **SAID},
+            # what responses repeat of the prompt
+            {"prompt": ASK, **WHOLE},
+            {"prompt": ASK, "chosen": ASK + BLUE, "rejected": GREEN},
+            {"prompt": [{**ASK[0], "id": 3}], "chosen": BLUE, "rejected": [{**ASK[0], "id": 4}, *GREEN]},
+            {"prompt": Q, "chosen": ASK + BLUE, "rejected": GREEN},
+            {"conversations": [human(Q)], "chosen": [human(Q), gpt(YES)], "rejected": [gpt(NO)]},
         ],
     ),
     Frozen(
@@ -94,6 +102,13 @@ TABLE = [
             {"prompt": Q, **WHOLE, "system": "Be kind."},
             {"conversations": [human(Q)], **SAID, "system": "Be kind."},
             {"conversations": [{"from": "system", "value": "Be kind."}, human(Q)], **SAID},
+            {"prompt": KINDLY, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN},
+            {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN},
+            {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": GREEN},
+            {"prompt": KINDLY, **WHOLE},
+            {"prompt": KINDLY[:1], **WHOLE},
+            {"prompt": ASK, **WHOLE, "system": "Be kind."},
+            {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN, "system": "Be short."},
         ],
     ),
     Frozen(
@@ -104,6 +119,11 @@ TABLE = [
             {"chosen": TALK + BLUE, "rejected": TALK + GREEN},
             {"prompt": "Hi!", "chosen": TALK + BLUE, "rejected": TALK + GREEN},
             {"conversations": [human("Hi!"), gpt("Yes?"), human(Q)], **SAID},
+            {"prompt": TALK[:2], **WHOLE},  # the question belongs to the prompt
+            {"prompt": TALK[:2], "chosen": TALK + BLUE, "rejected": ASK + GREEN},
+            {"prompt": TALK, "chosen": TALK + BLUE, "rejected": TALK + GREEN},
+            {"prompt": TALK, **WHOLE},  # the last turn alone
+            {"prompt": ASK, "chosen": TALK + BLUE, "rejected": TALK + GREEN},
         ],
     ),
     Frozen(
@@ -120,6 +140,7 @@ TABLE = [
         (ASKED, LOOKED, "Green.;"),
         [
             {"prompt": ASK, "chosen": [CALL, RESULT, *BLUE], "rejected": GREEN},
+            {"prompt": ASK, "chosen": [OLDER_CALL, {**RESULT, "role": "function"}, *BLUE], "rejected": GREEN},
             {"prompt": Q, "chosen": [*ASK, CALL, RESULT, *BLUE], "rejected": ASK + GREEN},
             {"conversations": [human(Q)], "chosen": [*OBSERVED, gpt(YES)], "rejected": [gpt(NO)]},
         ],
@@ -137,7 +158,13 @@ TABLE = [
     Frozen(
         "pair",
         (f"{ASKED}It is", " blue.;", " green.;"),
-        [{"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" green.")]}],
+        [
+            {"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" green.")]},
+            {
+                **{"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")]},
+                "rejected": [*ASK, assistant("It is green.")],
+            },
+        ],
     ),
     Frozen(
         "pair",
@@ -171,6 +198,7 @@ TABLE = [
             {"Question": Q, "response": YES, "thumbs_up": "up"},
             {"instruction": Q, "input": "", "output": YES, "kto_tag": "true"},
             {"prompt": ASK, "completion": BLUE, "label": 1},
+            {"prompt": ASK, "completion": ASK + BLUE, "label": 1},
             {"messages": ASK + BLUE, "label": "good"},
             {"conversations": [human(Q), gpt(YES)], "kto_tag": True},
         ],
@@ -189,6 +217,7 @@ TABLE = [
             {"question": Q, "answer": YES, "label": "spam"},
             {"instruction": Q, "output": YES},
             {"prompt": ASK, "completion": YES},
+            {"prompt": ASK, "completion": ASK + BLUE},
             {"messages": ASK + BLUE},
             {"conversation": [human(Q), gpt(YES)]},
             {"prompt": Q, **TEXTS},
@@ -203,6 +232,7 @@ TABLE = [
         [
             {"prompt": Q, "responses": [NO, YES, "Red."], "scores": [1, 2, 0], "weight": 0.5},
             {"prompt": ASK, "responses": [GREEN, BLUE[0], [assistant("Red.")]], "scores": [1.5, 8, -1], "weight": 0.5},
+            {"prompt": ASK, "responses": [ASK + GREEN, BLUE, ASK + RED], "scores": [1, 2, 0], "weight": 0.5},
         ],
         others={"weights": [0.5]},
     ),

@@ -32,8 +32,9 @@ def write(path, rows: list) -> None:
         datasets.Dataset.from_list(rows).save_to_disk(path)
     else:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if ".csv" in path.name:
-            writer = csv.DictWriter(table := io.StringIO(newline=""), rows[0])
+        if ".csv" in path.name or ".tsv" in path.name:
+            separator = "\t" if ".tsv" in path.name else ","
+            writer = csv.DictWriter(table := io.StringIO(newline=""), rows[0], delimiter=separator)
             writer.writeheader()
             writer.writerows(rows)
             text = table.getvalue()
@@ -48,9 +49,9 @@ def hub(monkeypatch, tmp_path):
     calls: list[Any] = []
     load_dataset: Any = datasets.load_dataset
 
-    def load(path, **options):
-        calls.append((path, options))
-        return load_dataset(str(tmp_path / path), **options | {"revision": None})
+    def load(path, subset, **options):
+        calls.append((path, subset, options))
+        return load_dataset(str(tmp_path / path), subset, **options | {"revision": None})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return calls
@@ -160,6 +161,8 @@ NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it a
         ),
         ({"train.jsonl": '{"a": 1}\n7\n'}, "record 2 of {dir}/train.jsonl is 7, not an object with fields"),
         ({"train.json": '[{"a": 1}, {]'}, "{dir}/train.json cannot be read: "),
+        ({"train.json": '{"a": [{}], "b": [{}]}'}, "has several lists of records, a, b: give each a file of its own"),
+        ({"train.tsv": "a, b; c\td\n1\n"}, "has 1 fields, and the first line names 2: put fields with '\\t' or"),
         ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, "{dir}/train.jsonl.gz cannot be read"),  # cut short
         ({"train.parquet": "not parquet"}, "{dir}/train.parquet cannot be read"),
         ({"train/state.json": "{"}, "{dir}/train cannot be read"),  # a saved dataset, cut off
@@ -211,7 +214,85 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(hub, tmp_path):
     source, cache = {"path": "somebody/pairs", "revision": "v2"}, str(tmp_path / "cache")
     data = get_dataset("mine", "test", cache_dir=cache, dataset_sources={"mine": source})
     assert data["a"]["responses"] == [" d", " c"]
-    assert hub == [("somebody/pairs", {"split": "test", "cache_dir": cache, "revision": "v2"})]
+    assert hub == [("somebody/pairs", None, {"split": "test", "cache_dir": cache, "revision": "v2"})]
+
+
+CONFIGS = """---
+configs:
+- config_name: easy
+  data_files: [{split: train, path: low/*.jsonl}]
+- config_name: hard
+  data_files: high.jsonl
+---
+Pairs of two kinds.
+"""
+
+
+@pytest.mark.parametrize("place", ["clone", "somebody/pairs"])
+def test_a_subset_is_one_of_the_data_sets_of_a_repository(hub, tmp_path, place):
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "README.md").write_text(CONFIGS)
+    write(tmp_path / place / "low" / "a.jsonl", [PAIR])
+    write(tmp_path / place / "high.jsonl", [{**PAIR, "prompt": "hard"}])
+    path, cache = place if "/" in place else str(tmp_path / place), str(tmp_path / "cache")
+    easy, hard = (Source.parse("mine", {"path": path, "subset": subset}) for subset in ("easy", "hard"))
+    assert list(load_rows(easy, "train", cache)) == [PAIR]
+    assert [row["prompt"] for row in load_rows(hard, "train", cache)] == ["hard"]
+    assert identify_source(easy, cache) != identify_source(hard, cache)  # the key of a table has the subset
+    said = rf"{path} has the subsets 'easy', 'hard': choose one with dataset_sources.NAME.subset="
+    for source in (Source(path), Source(path, subset="other")):
+        with pytest.raises(InputError, match=said):
+            load_rows(source, "train", cache)
+
+
+def test_an_unknown_key_of_a_source_is_named():
+    with pytest.raises(InputError, match=r"dataset_sources.mine has the unknown key name: it may have .*subset"):
+        Source.parse("mine", {"path": "somebody/pairs", "name": "easy"})
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ({"version": 1, "authors": ["a"], "data": ROWS}, ROWS),
+        (PAIR, [PAIR]),  # a record
+        (chat := {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f"}]}, [chat]),
+    ],
+)
+def test_a_json_file_may_hold_records_in_an_object(tmp_path, content, rows):
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps(content, indent=1))
+    assert list(load_rows(Source(str(file)), "train")) == rows
+
+
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string", "default": None}, "default": {"const": None}}}
+CALLS = [  # objects without and with a field, and nulls that say something
+    {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}],
+        "tools": [{"name": "f", "parameters": SCHEMA}],
+        "written": '{"at": null}',
+    }
+    for call in ({"name": "f", "arguments": {"at": "sky"}}, {"name": "f", "arguments": {"default": 5}})
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ""])
+def test_only_what_arrow_adds_to_objects_goes(tmp_path, suffix):
+    write(tmp_path / f"train{suffix}", CALLS)
+    assert list(load_rows(Source(str(tmp_path)), "train")) == CALLS
+    rows = [{"messages": [{"role": "assistant", "at": None}]}, {"messages": [{"role": "user", "at": "x"}]}]
+    write(tmp_path / f"test{suffix}", rows)
+    kept = {"role": "assistant", "at": None} if "json" in suffix else {"role": "assistant"}
+    assert load_rows(Source(str(tmp_path)), "test")[0] == {"messages": [kept]}
+
+
+def test_mixed_values_of_datasets_are_read_as_they_were_written(tmp_path):
+    """`datasets` keeps what Arrow has no type for as JSON."""
+    rows = [{"messages": [{"role": "assistant", "at": at}, {"role": "tool"}]} for at in (1, "x")]
+    dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    dataset.save_to_disk(tmp_path / "train")
+    dataset.to_parquet(tmp_path / "test.parquet")
+    for split in ("train", "test"):
+        assert list(load_rows(Source(str(tmp_path)), split)) == rows
 
 
 def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, read_metrics
@@ -56,13 +59,27 @@ def test_values_and_classes_are_kept_as_they_are(tmp_path):
     assert row == {**PAIRS[0], "label": "good"}
 
 
+def test_values_that_json_lacks_are_written_as_text(tmp_path):
+    day = datetime(2026, 1, 2)
+    odd = {
+        **{"day": day, "stamp": pd.Timestamp(day), "price": Decimal("1.50"), "path": Path("/a"), "bytes": b"a"},
+        **{"ids": {2, 1}, "count": np.int64(3), "vector": np.array([1.5]), "lost": pd.NaT, "nested": [{"day": day}]},
+    }
+    [row] = load_rows(Source(store(tmp_path, datasets=[odd])["dataset_sources"]["rows"]), "train")
+    said = "2026-01-02 00:00:00"
+    assert row == {
+        **{"day": said, "stamp": said, "price": "1.50", "path": "/a", "bytes": "a", "ids": [1, 2]},
+        **{"count": 3, "vector": [1.5], "lost": None, "nested": [{"day": said}]},
+    }
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (PAIRS, "does not hold the rows that were written: move it away"),  # once they are changed
         ([], "dataset_sources.mine holds no records: give some"),
         ([PAIRS[0], "x"], "dataset_sources.mine: its rows cannot be written: dictionary update sequence"),
-        ([{"prompt": object()}], "dataset_sources.mine: its rows cannot be written: 'object' object has no attribute"),
+        ([PAIRS[0], {"prompt": object()}], "its rows cannot be written: row 2, column prompt: <object object at"),
     ],
     ids=["foreign", "none", "text", "object"],
 )
