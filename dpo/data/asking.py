@@ -6,12 +6,11 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dpo.data.schema import ASSISTANT, Messages, check_unicode
+from dpo.data.schema import ASSISTANT, Messages
 from dpo.data.table import Prompt
-from dpo.data.tokenization import ESCAPE, escape_control
 from dpo.errors import InputError, one_sentence
 
 HUMAN = "\n\nHuman:"
@@ -21,7 +20,8 @@ MEANINGS = {
     HH: r"\n\nHuman: ...\n\nAssistant:",
     RAW: "plain text, as it is",
 }
-MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
+SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}  # in a dialogue in HH's format
+MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 TURN = r"[A-Z]\w{0,15} ?:"  # a speaker, as in `USER: Hi ASSISTANT:`
 HEADER = re.compile(  # of an answer, at the end of a prompt
@@ -74,7 +74,7 @@ def render_open(tokenizer: Any, messages: Messages, *, tools: Any, continued: bo
     if not continued:
         return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
     marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
-    text, mark, _ = apply_template(tokenizer, marked, tools=tools).partition(MARK)
+    text, mark, _ = apply_template(tokenizer, marked, tools=tools).rpartition(MARK)
     if not mark:
         raise TemplateRejects(f"it leaves out the beginning of the answer, {messages[-1]['content'][:80]!r}")
     return text
@@ -92,25 +92,13 @@ def iterate_texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def escape_texts(value: Any, tokenizer: Any) -> Any:
-    """Copy messages or tools, with control tokens made ordinary text."""
-    if isinstance(value, dict):  # a role, or a key that names something, stays
-        return {
-            key if key.isidentifier() else escape_control(key, tokenizer): (
-                item if key in ("role", "type") else escape_texts(item, tokenizer)
-            )
-            for key, item in value.items()
-        }
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Copy messages or tools with other texts."""
+    if isinstance(value, dict):
+        return {key: change_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [escape_texts(item, tokenizer) for item in value]
-    return escape_control(value, tokenizer) if isinstance(value, str) else value
-
-
-def check_texts(value: Any, what: str) -> None:
-    text = "\n".join(iterate_texts(value))
-    check_unicode(text, what)
-    if ESCAPE in text or MARK in text:
-        raise InputError(f"{what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them")
+        return [change_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
@@ -135,3 +123,18 @@ def split_turns(dialogue: str, answer: str) -> Messages:
         else:
             messages.append({"role": role, "content": text.strip()})
     return messages
+
+
+def write_dialogue(messages: Messages) -> str:
+    """Write messages in HH's format, up to the answer or to the end of its beginning; system turns come first."""
+    written = []
+    for message in messages:
+        role, content = message["role"], message["content"].strip()
+        if message.get("tool_calls") or role not in SPEAKER_OF:
+            raise InputError(
+                f"a dialogue of Human and Assistant has no turn of role {role!r} and no calls: choose the form chat"
+            )
+        written.append(f"{SPEAKER_OF[role]} {content}".lstrip(" "))
+    if not is_prefilled(messages):
+        written.append(ASSISTANT)
+    return "".join(written)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
 from dpo.data.schema import TruncationMode
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
@@ -28,11 +28,11 @@ def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: in
     """Make the rows of a `PaddedBatch`, before padding."""
     rows = []
     for (example_prompt, index), ids in zip(examples, encode_examples(examples, encode, **limits), strict=True):
-        prompt, n_prompt = unescape(example_prompt.text), len(ids.prompt)
+        prompt, n_prompt = example_prompt.text, len(ids.prompt)
         row = {"prompt": prompt}
         for (role, text), (response, cuts) in zip(example_prompt.texts(index).items(), ids.cut_responses, strict=True):
-            row[role] = prompt + unescape(text)
-            row[f"{role}_response_only"] = unescape(text)
+            row[role] = prompt + text
+            row[f"{role}_response_only"] = text
             row[f"{role}_input_ids"] = [*ids.prompt, *response]
             row[f"{role}_attention_mask"] = [1] * (n_prompt + len(response))
             row[f"{role}_labels"] = [IGNORE_INDEX] * n_prompt + make_labels(response, cuts)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpo.data.asking import is_dialogue, is_prefilled, share_header, split_turns
 from dpo.data.columns import Columns, recognize
@@ -26,8 +26,8 @@ from dpo.data.schema import (
     read_messages,
     read_tools,
 )
-from dpo.data.templates import ChatTemplate, describe
-from dpo.data.tokenization import refuse_eos, remove_final_eos, unescape
+from dpo.data.templates import Changes, ChatTemplate, add_changes, describe
+from dpo.data.tokenization import refuse_eos, remove_final_eos
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
@@ -68,27 +68,37 @@ def get_custom(
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     numbered = enumerate(rows, start=1)
-    changes, bad, n_records = [], data.bad_records, 0
-    for records, bad_ones, changed in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
-        for record in records:
+    changes, noticed, bad, n_records = {}, [], data.bad_records, 0
+    for chunk in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
+        for record in chunk.records:
             entry = data.add(record.prompt, record.responses, record.pairs, record.target)
             entry.setdefault("records", []).append(record)
-        n_records += len(records)
-        bad += bad_ones
-        changes += changed
+        n_records += len(chunk.records)
+        bad += chunk.bad
+        noticed += chunk.noticed
+        add_changes(changes, chunk.changes)
     if bad and (bad_records == "refuse" or not data):
         raise BadRecordsError(name, bad)
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
     if data and reader.has_template and not reader.holds_chats:
         prompt, entry = next(iter(data.items()))
-        seen = f"{unescape(prompt)[-SHOWN:]!r} + {unescape(''.join(entry['responses'][:1]))[:SHOWN]!r}"
+        seen = f"{prompt[-SHOWN:]!r} + {''.join(entry['responses'][:1])[:SHOWN]!r}"
         renders = "the chat template renders texts"
         did = renders if reader.is_rendered else "texts are used as they are, without the chat template"
         data.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{seen}")
-    data.notes += [*describe(changes, origin), *_describe(changes, origin, n_records)]
+    data.notes += [*describe(changes, origin, n_records), *_describe(noticed, origin, n_records)]
     if bad:
         data.notes.append(f"warning: left out: {list_bad(name, bad)}")
     return data
+
+
+class Chunk(NamedTuple):
+    """Records that were read."""
+
+    records: list[Record]
+    bad: list[tuple[int, str]]  # numbers and reasons of bad ones
+    changes: Changes  # by the chat template
+    noticed: list[tuple[str, str]]
 
 
 class _Reader:
@@ -114,8 +124,7 @@ class _Reader:
         is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
         self.is_apart = is_hh and bool(records) and is_dialogue(records[0].prompt)
 
-    def read(self, chunk: Sequence[tuple[int, Row]]) -> tuple[list, list, list]:
-        """Return records, numbers and reasons of bad ones, and `ChatTemplate.changes`."""
+    def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
         records, bad, template, noticed = [], [], ChatTemplate(self.tokenizer), []
         for number, row in chunk:
             try:
@@ -133,7 +142,7 @@ class _Reader:
             except InputError as error:
                 place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
                 bad.append((number, f"{place}{error}"))
-        return records, bad, template.changes + noticed
+        return Chunk(records, bad, template.changes, noticed)
 
     def _read(self, row: Row, noticed: list[tuple[str, str]]) -> Record | None:
         if isinstance(row, InputError):

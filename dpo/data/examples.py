@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
+from dpo.data.asking import TemplateRejects, is_prefilled, render_open
 from dpo.data.schema import Messages, naming
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, refuse_eos, unescape
+from dpo.data.tokenization import TextEncoder, list_ends, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -77,7 +77,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for text in (prompt, *chain.from_iterable(responses.items())):
-        data = unescape(text).encode("utf-8", "surrogatepass")
+        data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)  # with lengths, so that ("ab", "c") is not ("a", "bc")
     return digest.hexdigest()
 
@@ -159,12 +159,13 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
-    """Tokenize and truncate examples; responses end with EOS.
+    """Tokenize and truncate examples; responses end with EOS, or with the end token that the template wrote.
 
     Raises InputError for a text that contains EOS, and for a response that is left without a scored token.
     """
     if (eos := encode.tokenizer.eos_token_id) is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
+    ends = tuple(list_ends(encode.tokenizer))
     ids = encode(
         text for prompt, index in examples if prompt.apart for text in (prompt.text, *prompt.texts(index).values())
     )
@@ -182,7 +183,10 @@ def encode_examples(
         else:
             prompt_ids, of_responses, crosses = next(whole)
             piece_ids = [of_responses[i] for i in prompt.roles(index).values()]
-        responses = [[*chain(*of_one), eos] for of_one in piece_ids]
+        responses = []
+        for text, of_one in zip(texts.values(), piece_ids, strict=True):
+            has_end = prompt.rendered and text.endswith(ends)  # another end token than EOS, which the template wrote
+            responses.append([*chain(*of_one)] if has_end else [*chain(*of_one), eos])
         longest = max(map(len, responses), default=0)
         kept_prompt = truncate_prompt(prompt, prompt_ids, encode, max_length - longest, max_prompt_length)
         # by the reference code's rule a response may not use the room that a short prompt leaves
@@ -231,12 +235,12 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
 
     If even the last one does not fit, it loses its beginning. None if that does not help or the template rejects it.
     """
-    messages, tools = (escape_texts(value, encode.tokenizer) for value in (prompt.messages, prompt.tools))
+    messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
 
     def render(chat: Messages) -> str:
-        return render_open(encode.tokenizer, chat, tools=tools or None, continued=is_prefilled(messages))
+        return render_open(encode.tokenizer, chat, tools=prompt.tools, continued=is_prefilled(messages))
 
     try:
         whole = render(messages)

@@ -15,7 +15,7 @@ from math import log
 from typing import Any
 
 from dpo.data.table import PromptTable
-from dpo.data.tokenization import find_control, unescape
+from dpo.data.tokenization import find_control
 
 FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
 FEWEST_COMPARED = 3  # words of a prompt without those that most prompts have
@@ -50,11 +50,11 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         return sum(log((len(sample) + 1) / (n_having[word] + 0.5)) for word in words)
 
     def show(text: str) -> str:
-        return " ".join(unescape(control.sub(" ", text)).split())
+        return " ".join(control.sub(" ", text).split())
 
     def make_keys(responses: Iterable[str]) -> list[int | None]:
         """Hash each answer's words; None for few words."""
-        words = [find_words(control.sub(" ", unescape(response))) for response in responses]
+        words = [find_words(control.sub(" ", response)) for response in responses]
         return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
 
     def find_own(words: Sequence[str]) -> frozenset[str]:

@@ -21,7 +21,15 @@ import numpy as np
 from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.schema import BAD, BadRecordsError, PreferenceData, explain_refusal, naming, write_problems
+from dpo.data.schema import (
+    BAD,
+    WARNED_FROM,
+    BadRecordsError,
+    PreferenceData,
+    explain_refusal,
+    naming,
+    write_problems,
+)
 from dpo.data.table import (
     FOLDER,
     SPLITS,
@@ -51,7 +59,6 @@ Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
 SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
-WARNED_FROM = 0.01  # share of the examples
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 COUNTS = (  # that the terminal shows
     *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),

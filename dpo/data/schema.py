@@ -19,6 +19,7 @@ from dpo.numbers import count
 from dpo.system.plain_files import replacing
 
 BAD = "bad record"
+WARNED_FROM = 0.01  # share of the examples or records
 SHOWN = 20  # bad records, or records of a kind, that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
@@ -28,8 +29,9 @@ Row = Mapping[str, Any] | InputError  # of a source; the error says why a row ca
 TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
 TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", float: "a number"}
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
-ROLES = ("system", "user", "assistant", "tool", CALLER)
-SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}  # ShareGPT's
+ROLES = ("system", "developer", "user", "assistant", "tool", CALLER)
+NAMES_OF_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}  # in small letters
+SPEAKERS = NAMES_OF_ROLES | {"observation": "tool"}  # ShareGPT's
 RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a chat template may write
 READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
 
@@ -207,10 +209,11 @@ def _read_message(message: Any) -> dict[str, Any]:
     given = _drop_nulls(message)
     if is_message(message) and "role" not in message:
         speaker, given["content"] = get_field(given, "from"), given.pop("value", None)
-        given["role"] = SPEAKERS.get(given.pop("from"), speaker)
-        if given["role"] not in ROLES:
+        given["role"] = SPEAKERS.get(given.pop("from").lower())
+        if given["role"] is None:
             raise InputError(f"a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
     role, content = get_field(given, "role"), given.get("content")
+    given["role"] = role = NAMES_OF_ROLES.get(role.lower(), role)  # others are the template's own
     if isinstance(content, list):  # of parts, as OpenAI's may be
         if other := {get_field(part, "type") for part in content} - {"text"}:
             raise InputError(f"content has a part of type {other.pop()!r}, and must be text")
@@ -227,11 +230,19 @@ def _read_message(message: Any) -> dict[str, Any]:
         if not isinstance(calls, list):
             raise InputError(f"tool_calls is {calls!r:.80}, and must be a list")
         given = {"content": "", **given, "tool_calls": [_read_call(call) for call in calls]}
+    for key in ("weight", "train"):
+        if given["role"] == "assistant" and given.get(key) not in (None, 0, 1):
+            raise InputError(f"{key} is {given[key]!r:.80}, and must be 0 or 1 (false or true): correct it")
     if "content" not in given and len(given) > 1:
         raise InputError(f"a message has no content, and only {', '.join(given)}: write its text as content")
     for key in ("content", *(key for key in THOUGHTS if key in given)):
         get_field(given, key)
     return given
+
+
+def is_scored(message: Mapping[str, Any]) -> bool:
+    """Whether a message of the assistant is trained on, as `weight` (OpenAI's) and `train` say."""
+    return 0 not in (message.get("weight"), message.get("train"))
 
 
 def _read_call(call: Any) -> dict[str, Any]:

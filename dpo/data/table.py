@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
-from dpo.data.tokenization import unescape
 from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable, read_json, remove
 
@@ -49,7 +48,7 @@ class Prompt(NamedTuple):
     def written(self) -> str:
         """What the user wrote."""
         if self.messages is None:
-            return unescape(self.text)
+            return self.text
         return "\n\n".join(message.get("content") or "" for message in self.messages)
 
     def roles(self, example_index: int) -> dict[str, int]:

@@ -1,65 +1,140 @@
-"""Chats rendered by a chat template, and which parts are scored.
+"""Chats rendered by a chat template, which parts are scored, and what of the messages the rendered text lacks.
 
-These are the assistant's messages, each with the end of its turn. Strings of control tokens are ordinary text in them.
+The assistant's messages are scored, each with the end of its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
-from typing import Any
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
-from dpo.data.asking import (
-    TemplateRejects,
-    apply_template,
-    check_texts,
-    escape_texts,
-    is_prefilled,
-    iterate_texts,
-    render_open,
-)
-from dpo.data.schema import THOUGHTS, Messages, Record, common_start
-from dpo.data.tokenization import remove_final_eos
+from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, iterate_texts, render_open
+from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Record, check_unicode, common_start, is_scored
+from dpo.data.tokenization import find_control, list_ends, remove_final_eos
 from dpo.errors import InputError
 
-PARTS = ("tool_calls", *THOUGHTS)  # of a message, which a template may not read
 SHOWN = 60  # characters of a text in a note
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-# what a template does to conversations, and the note on it; {example} is the first text that it is of
-NOTES = {
-    "unread": "warning: {origin}: the chat template does not read {example}, so the model does not see it, in records: "
-    "{n}",
-    "rewritten": "warning: {origin}: the chat template renders earlier turns of the response differently once others "
-    "follow, in conversations: {n}, so only the last answer is scored: give one record for each answer to train on all",
-    "escaped": "{origin}: strings of control tokens in messages are ordinary text, {n} in all, as in {example}",
-}
+END_OF_THOUGHT = "</think>"
+ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles
+TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
+LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"
+EARLIER = "leaves out thoughts of earlier turns, as it does where the model is served"
+REWRITTEN = (
+    "renders earlier turns of the response differently once others follow, so only the last answer is scored: give one "
+    "record for each answer to train on all"
+)
+Changes = dict[str, tuple[int, str]]  # what a template does to records, in how many, and an example
 
 
-def describe(changes: Sequence[tuple[str, str]], origin: str) -> Iterator[str]:
-    for name, note in NOTES.items():
-        if examples := [example for kind, example in changes if kind == name]:
-            yield note.format(origin=origin, n=f"{len(examples):,}", example=repr(examples[0]))
+def describe(changes: Changes, origin: str, n_records: int) -> Iterator[str]:
+    for what, (n, example) in changes.items():
+        is_warning = what == REWRITTEN or (what != EARLIER and n >= WARNED_FROM * n_records)
+        begin = "warning: " if is_warning else ""
+        yield f"{begin}{origin}: the chat template {what}; in records: {n:,} of {n_records:,}, as in {example!r}"
+
+
+def add_changes(changes: Changes, more: Changes) -> None:
+    for what, (n, example) in more.items():
+        n_earlier, first = changes.get(what, (0, example))
+        changes[what] = (n_earlier + n, first)
+
+
+class Piece(NamedTuple):
+    """A text of a message or a tool, which should be in the rendered text."""
+
+    index: int  # of the message
+    kind: str  # content, thought, call or tool
+    text: str
+
+
+class Found(NamedTuple):
+    """What became of a piece."""
+
+    piece: Piece
+    change: str  # LEAVES_OUT, TRIMS or nothing
+    end: int = 0  # its end in the rendered text
+
+    def is_gone(self, rendered: str) -> bool:
+        """Whether not even the longest word is left, as it is of a text that the template writes in another way."""
+        word = max(self.piece.text.split(), key=len)
+        return self.change == LEAVES_OUT and word.casefold() not in rendered.casefold()
+
+
+def list_pieces(messages: Messages) -> list[Piece]:
+    pieces = []
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        thoughts = {message.get(key) or "" for key in THOUGHTS}
+        if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may cut these thoughts
+            thought, _, content = content.rpartition(END_OF_THOUGHT)
+            content = content.lstrip("\n")
+            thoughts.add(thought.removeprefix("<think>").strip("\n"))
+        pieces += (Piece(index, "thought", thought) for thought in sorted(thoughts))
+        pieces.append(Piece(index, "content", content))
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            pieces += (Piece(index, "call", text) for text in (function["name"], *iterate_texts(function["arguments"])))
+    return [piece for piece in pieces if piece.text.strip()]
+
+
+def list_tools(tools: Any) -> list[Piece]:
+    """The names of functions."""
+    functions = [tool.get("function") for tool in tools or ()]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [Piece(0, "tool", name) for name in names if isinstance(name, str) and name.strip()]
+
+
+def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Found]:
+    """Look for each text in a place of its own, the longest first, so that none is found in a part of another."""
+    found = []
+    for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
+        for spelled, change in _spell(piece.text):
+            start = rendered.find(spelled)
+            if start >= 0:
+                end = start + len(spelled)
+                rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]
+                found.append(Found(piece, change, end))
+                break
+        else:
+            found.append(Found(piece, LEAVES_OUT))
+    return found
+
+
+def _spell(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the spellings in which templates write a text, each with what it changes."""
+    stripped = text.strip()
+    yield text, ""
+    yield stripped, TRIMS
+    for is_ascii in (False, True):
+        once = json.dumps(stripped, ensure_ascii=is_ascii)[1:-1]
+        yield once, ""
+        yield json.dumps(once, ensure_ascii=is_ascii)[1:-1], ""  # calls may have arguments that are JSON in JSON
 
 
 class ChatTemplate:
-    """A tokenizer's template; `changes` has what it does to conversations, each with a text."""
+    """A tokenizer's template; `changes` has what it does to conversations."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.changes: list[tuple[str, str]] = []
+        self.changes: Changes = {}
+        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))))
 
     def render(self, record: Record) -> Record:
         """Render a record, whose responses continue the prompt's last turn if it is the assistant's.
 
-        Raises InputError if the template rejects the messages, or renders the prompt differently before a response.
+        Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
+        differently before a response, or leaves out all that the user or an answer says.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 "chat messages need a chat template, and the tokenizer has none: name a tokenizer with one, as "
                 "model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
-        before, *answers = (self._escape(messages, "a message") for messages in (record.prompt, *record.responses))
-        tools = self._escape(record.tools, "a tool") or None
+        before, answers, tools = record.prompt, record.responses, record.tools or None
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [before + answer for answer in answers]
         if continued:
@@ -68,44 +143,112 @@ class ChatTemplate:
                 [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
                 for first, *others in answers
             ]
+        n_before = len(before) - continued
+        control = self._find_control(record, [chat[n_before:] for chat in chats])
+        said: Changes = {}  # by the template, to this record
         try:
             dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
-            prompt = self._render_prompt(before, tools, dialogues, continued=continued)
+            open_text = render_open(self.tokenizer, before, tools=tools, continued=continued)
+            prompt = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
+            if control:
+                raise InputError(control)
             if prompt is None:
                 raise InputError(
                     f"the chat template renders the prompt differently once a response follows, so it is not "
                     f"known where the response starts: {FIX}, or use text instead"
                 )
-            first, start = len(before) - continued, len(prompt)
-            cuts = [
-                self._find_cuts(chat, first, tools, dialogue, start)
-                for chat, dialogue in zip(chats, dialogues, strict=True)
-            ]
+            self._check_prompt(record, prompt, open_text, said)
+            texts = []
+            cuts = []
+            for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
+                found = self._check_answer(chat, answer, tools, dialogue, len(prompt), said)
+                spans = self._find_scored(chat, answer, tools, dialogue, len(prompt), found, said)
+                response, response_cuts = _cut_response(dialogue, len(prompt), spans)
+                texts.append(remove_final_eos(response, self.tokenizer))
+                cuts.append(response_cuts)
         except TemplateRejects as error:
             what = "messages or tools" if tools else "messages"
-            raise InputError(f"the tokenizer's chat template rejects these {what}: {error}") from error
-        given = {key for chat in (before, *answers) for message in chat for key in PARTS if message.get(key)}
-        unread = [key for key in (*given, *["tools"] * bool(tools)) if key not in str(self.tokenizer.chat_template)]
-        self.changes += (("unread", key) for key in unread[:1])
-        texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
+            reason = f"the tokenizer's chat template rejects these {what}: {error}"
+            raise InputError(f"{control}; {reason}" if control else reason) from error
+        add_changes(self.changes, said)
         return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
 
-    def _escape(self, value: Any, what: str) -> Any:
-        check_texts(value, what)
-        escaped = escape_texts(value, self.tokenizer)
-        if escaped != value:
-            pairs = zip(iterate_texts(value), iterate_texts(escaped), strict=True)
-            self.changes += (("escaped", text[:SHOWN]) for text, text_escaped in pairs if text != text_escaped)
-        return escaped
+    def _find_control(self, record: Record, answers: Sequence[Messages]) -> str:
+        """Say where a control token is in the messages or tools, if there is one."""
+        names = [f"response {i}" for i in range(1, len(answers) + 1)]
+        if record.pairs:
+            names = ["chosen", "rejected"]
+        for place, messages in zip(("the prompt", *names), (record.prompt, *answers), strict=True):
+            for message in messages:
+                for key, value in message.items():
+                    if said := self._find_control_in(value):
+                        return f"{key} of a message of role {message['role']!r} in {place} has {said}"
+        said = self._find_control_in(record.tools)
+        return f"a tool has {said}" if said else ""
 
-    def _render_prompt(
-        self, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
+    def _find_control_in(self, value: Any) -> str:
+        text = "\n".join(iterate_texts(value))
+        check_unicode(text, "a message or tool")
+        token = find_control(self.tokenizer).search(text)
+        if token is None:
+            return ""
+        around = text[max(0, token.start() - SHOWN) : token.end() + SHOWN]
+        return f"the control token {token[0]!r}, which only the chat template may write: remove it from {around!r}"
+
+    def _check_prompt(self, record: Record, prompt: str, open_text: str, said: Changes) -> None:
+        messages = record.prompt
+        if len(prompt) < len(open_text):
+            lacking = "ends the prompt, where the model is served, with a text that the responses do not begin with"
+            said[f"{lacking}, so it is left out"] = (1, open_text[len(prompt) :][:SHOWN])
+        found = find_pieces(list_pieces(messages) + list_tools(record.tools), prompt)
+        self._note(found, messages, "prompts", said)
+        contents = [each for each in found if each.piece.kind == "content"]
+        asking = [each for each in contents if messages[each.piece.index]["role"] not in ASK_NOTHING] or contents
+        if asking and all(each.is_gone(prompt) for each in asking):
+            piece = asking[0].piece
+            role, text = messages[piece.index]["role"], piece.text
+            raise InputError(
+                f"the chat template leaves out all that is asked, such as {text[:SHOWN]!r} of role {role!r}: give "
+                f"roles that it renders, such as user, or {FIX}"
+            )
+
+    def _check_answer(
+        self, chat: Messages, answer: Messages, tools: Any, dialogue: str, start: int, said: Changes
+    ) -> list[Found]:
+        rendered = dialogue[start:]
+        found = find_pieces(list_pieces(answer), rendered)
+        self._note(found, answer, "responses", said)
+        own = [each for each in found if answer[each.piece.index]["role"] == "assistant"]
+        if own and all(each.is_gone(rendered) for each in own):
+            empty = {"role": "assistant", "content": ""}
+            emptied = [empty if message["role"] == "assistant" else message for message in answer]
+            if apply_template(self.tokenizer, chat[: -len(answer)] + emptied, tools=tools) == dialogue:
+                raise InputError(
+                    f"the chat template leaves out all of an answer, such as the {own[0].piece.kind} "
+                    f"{own[0].piece.text[:SHOWN]!r}: {FIX}, or remove the record"
+                )
+        return found
+
+    def _note(self, found: Sequence[Found], messages: Messages, place: str, said: Changes) -> None:
+        for piece, change, _ in found:
+            if not change:
+                continue
+            what = f"{change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+            if piece.kind == "tool":
+                what = f"{change} tools"
+            elif piece.kind == "thought" and change == LEAVES_OUT:
+                is_earlier = any(message["role"] == "user" for message in messages[piece.index :])
+                if place == "prompts" or is_earlier:
+                    what = EARLIER
+            said.setdefault(what, (1, piece.text[:SHOWN]))
+
+    def _cut_prompt(
+        self, open_text: str, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
     ) -> str | None:
-        """Render a prompt as far as all dialogues begin with it; None if they do not.
+        """Cut a rendered prompt where a dialogue begins otherwise; None if that is before its generation prompt.
 
         The generation prompt may have what a finished turn lacks, such as a thinking tag.
         """
-        open_text = render_open(self.tokenizer, prompt, tools=tools, continued=continued)
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
             return open_text
@@ -120,42 +263,67 @@ class ChatTemplate:
         end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
         return open_text[: max(len(closed_text), end)]
 
-    def _find_cuts(self, chat: Messages, first: int, tools: Any, dialogue: str, start: int) -> list[int]:
-        """Find alternately where text that is not scored begins and ends, in the response.
+    def _find_scored(
+        self,
+        chat: Messages,
+        answer: Messages,
+        tools: Any,
+        dialogue: str,
+        start: int,
+        found: Sequence[Found],
+        said: Changes,
+    ) -> list[tuple[int, int]]:
+        """Find where the dialogue's scored turns begin and end; they belong to the answer, which begins at `start`.
 
-        The response is the messages from `first` on, and the dialogue from `start` on. If the template renders its
-        turns differently before others, the last answer alone is scored.
+        A turn ends with the first end token behind what it says, or, without one, where the template ends it. If the
+        template renders turns differently before others, the last one alone is scored.
         """
-        cuts = []
-        scored_end = start  # where the last scored turn ends
+        first = len(chat) - len(answer)
         last = len(chat) - 1
+        turns = []  # numbers of messages, where they begin, and where the template ends them
         for i in range(first, len(chat)):
             if chat[i]["role"] != "assistant":
                 continue
             begin = start if i == first else self._find_begin(chat[:i], tools, dialogue)
             turn = dialogue if i == last else apply_template(self.tokenizer, chat[: i + 1], tools=tools)
-            if begin is None or begin < scored_end or not dialogue.startswith(turn):
+            turn = remove_final_eos(turn, self.tokenizer)  # some templates write it behind the last turn alone
+            if begin is None or (turns and begin < turns[-1][2]) or not dialogue.startswith(turn):
+                begin = self._find_begin(chat[:-1], tools, dialogue)
+                if begin is None or begin < start:
+                    raise InputError(
+                        f"the chat template leaves out or moves the last answer, so it is not known which text is "
+                        f"scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
+                    )
+                said[REWRITTEN] = (1, str(chat[-1]["content"])[:SHOWN])
+                turns = [(last, begin, len(dialogue))]
                 break
-            if begin > scored_end:
-                cuts += (scored_end - start, begin - start)
-            # a turn ends with EOS, as the last turn does, and not with the space that the template adds
-            ends_in_eos = turn.rstrip().endswith(self.tokenizer.eos_token)
-            scored_end = len(turn.rstrip() if ends_in_eos else turn)
-        else:
-            return cuts
-        begin = self._find_begin(chat[:-1], tools, dialogue)
-        if begin is None or begin < start:
-            raise InputError(
-                f"the chat template leaves out or moves the last answer, so it is not known which text is "
-                f"scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
-            )
-        self.changes.append(("rewritten", ""))
-        return [0, begin - start]
+            turns.append((i, begin, len(turn)))
+        spans = []
+        for (i, begin, end), (_, limit, _) in pairwise([*turns, (last, len(dialogue), 0)]):
+            if is_scored(answer[i - first]):
+                said_until = max((each.end for each in found if each.piece.index == i - first), default=0)
+                token = self._ends.search(dialogue, max(begin, start + said_until), limit)
+                spans.append((begin, token.end() if token else end))
+        if not spans:
+            raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
+        return spans
 
     def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
         """Find where the assistant's turn after these messages begins, if the dialogue has it."""
         try:
-            before = self._render_prompt(messages, tools, [dialogue])
+            open_text = render_open(self.tokenizer, messages, tools=tools, continued=False)
+            before = self._cut_prompt(open_text, messages, tools, [dialogue])
         except TemplateRejects:
             return None
         return None if before in (None, dialogue) else len(before)
+
+
+def _cut_response(dialogue: str, start: int, spans: Sequence[tuple[int, int]]) -> tuple[str, list[int]]:
+    """Take the response up to its last scored turn, and where a part that is not scored begins and ends in turn."""
+    cuts = []
+    scored_end = start
+    for begin, end in spans:
+        if begin > scored_end:
+            cuts += (scored_end - start, begin - start)
+        scored_end = end
+    return dialogue[start:scored_end], cuts

@@ -19,12 +19,10 @@ from tokenizers import Encoding, Tokenizer
 
 from dpo.errors import InputError
 
-ESCAPE = "\ufdd0"  # a noncharacter, which no text has; in a control token's string it makes that string ordinary text
 # Before a text that does not begin the whole, so that no space is put before it. The first one is taken whose tokens
 # do not join those of the text.
 MARKERS = ("\n", "|", "x", "\ue000")
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
-PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands for a control token
 
 Parts = tuple[str, ...]  # of a text
 Ids = list[list[int]]  # of each part of a text
@@ -38,23 +36,21 @@ def list_control(tokenizer: Any) -> list[str]:
 
 @lru_cache(maxsize=4)
 def find_control(tokenizer: Any) -> re.Pattern[str]:
-    """Pattern of the strings of special tokens that are not escaped."""
-    # a string of one character has no place inside for ESCAPE, which follows it
-    choices = (re.escape(s) + (f"(?!{ESCAPE})" if len(s) == 1 else "") for s in list_control(tokenizer))
-    return re.compile("|".join(choices) or "(?!)")
+    """Pattern of the strings of special tokens."""
+    return re.compile("|".join(map(re.escape, list_control(tokenizer))) or "(?!)")
 
 
-def escape_control(text: str, tokenizer: Any) -> str:
-    """Make control tokens ordinary text, by an ESCAPE in each; a chat template keeps it, `TextEncoder` removes it."""
-    control, escaped = find_control(tokenizer), unescape(text)
-    while (again := control.sub(lambda match: match[0][0] + ESCAPE + match[0][1:], escaped)) != escaped:
-        escaped = again  # strings that overlap need another round
-    return escaped
+def remove_control(text: str, tokenizer: Any) -> str:
+    """Remove the strings of special tokens, also those that appear where others are removed."""
+    control = find_control(tokenizer)
+    while (shorter := control.sub("", text)) != text:
+        text = shorter
+    return text
 
 
-def unescape(text: str) -> str:
-    """The text as the user gave it."""
-    return text.replace(ESCAPE, "")
+def list_ends(tokenizer: Any) -> list[str]:
+    """Strings of the tokens that end an answer: those of the model's generation config, and EOS."""
+    return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
@@ -134,12 +130,8 @@ class TextEncoder:
         """Tokenize the distinct texts, and cut their tokens where parts meet; None if a token crosses a limit."""
         distinct = list(dict.fromkeys(texts))
         if self.tokenizer.is_fast:
-            escaped = [parts for parts in distinct if ESCAPE in "".join(parts)]
-            plain = [parts for parts in distinct if ESCAPE not in "".join(parts)]
             with self._lock:
-                encoded = self._plain.encode(plain)
-                if escaped:
-                    encoded |= self._twin.encode(escaped)
+                encoded = self._backend.encode(distinct)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         found = (token for cut in encoded.values() for ids in cut or () for token in ids)
@@ -159,59 +151,35 @@ class TextEncoder:
     def _encode_in_python(self, parts: Parts) -> Ids | None:
         """Without offsets, one limit is found if the first part alone has the same tokens."""
         text = "".join(parts)
-        if ESCAPE in text:
-            raise InputError(
-                f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
-                f"in the message {unescape(text)[:200]!r} for ordinary text: remove them"
-            )
         first, ids = (self.tokenizer(each, add_special_tokens=False)["input_ids"] for each in (parts[0], text))
         if len(parts) == 1:
             return [ids]
         return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None
 
     @cached_property
-    def _plain(self) -> Backend:
-        return Backend(self.tokenizer, {})
-
-    @cached_property
-    def _twin(self) -> Backend:
-        control = list_control(self.tokenizer)
-        return Backend(self.tokenizer, {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(control)})
+    def _backend(self) -> Backend:
+        return Backend(self.tokenizer)
 
 
 class Backend:
-    """A fast tokenizer without what changes offsets.
+    """A fast tokenizer without what changes offsets."""
 
-    With private `names` for control tokens, their own names are ordinary text.
-    """
-
-    def __init__(self, tokenizer: Any, names: dict[str, str]) -> None:
-        self.names, self._control = names, find_control(tokenizer)
+    def __init__(self, tokenizer: Any) -> None:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         settings |= {"post_processor": None, "truncation": None, "padding": None}
-        if names:
-            _rename_tokens(settings, names)
         self._tokens = Tokenizer.from_str(json.dumps(settings))
-        self._tokens.encode_special_tokens = not names and bool(getattr(tokenizer, "split_special_tokens", False))
-        ids = {self._tokens.token_to_id(name): tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
-        self._renamed = {private: token for private, token in ids.items() if private != token}
+        self._tokens.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         added = settings["added_tokens"]
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
-        read, encoded = texts, {}
-        if self.names:  # escaped control tokens become letters
-            read = [
-                tuple(unescape(self._control.sub(lambda match: self.names[match[0]], part)) for part in parts)
-                for parts in texts
-            ]
-        encodings = self._tokens.encode_batch(["".join(parts) for parts in read], add_special_tokens=False)
-        for text, parts, encoding in zip(texts, read, encodings, strict=True):
+        encoded = {}
+        encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
+        for parts, encoding in zip(texts, encodings, strict=True):
             positions = accumulate(map(len, parts[:-1]))
             limits = [self._find_limit(encoding, position, parts) for position in positions]
-            ids = [self._renamed.get(token, token) for token in encoding.ids] if self._renamed else encoding.ids
-            cuts = pairwise((0, *limits, len(ids)))
-            encoded[text] = None if None in limits else [ids[i:j] for i, j in cuts]
+            cuts = pairwise((0, *limits, len(encoding.ids)))
+            encoded[parts] = None if None in limits else [encoding.ids[i:j] for i, j in cuts]
         return encoded
 
     def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
@@ -225,19 +193,3 @@ class Backend:
         if position <= begin:  # only the spaces that the token takes from the text beside it are before
             return n_before - 1
         return n_before if 0 <= begin <= position - len(token) else None
-
-
-def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> None:
-    for token in settings["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = settings["model"]
-    # a word may be a control token too, and then merges make it of letters: its name stays in the vocabulary
-    merges = (merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", ()))
-    merged = {"".join(merge) for merge in merges}
-    renamed = {token: name for token, name in names.items() if token not in merged}
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {renamed.get(token, token): i for token, i in model["vocab"].items()}
-    else:  # Unigram's pieces with their scores
-        model["vocab"] = [[renamed.get(token, token), score] for token, score in model["vocab"]]
-    if model.get("unk_token") in renamed:
-        model["unk_token"] = renamed[model["unk_token"]]

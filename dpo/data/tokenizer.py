@@ -63,6 +63,7 @@ def load_tokenizer(
     with contextlib.suppress(OSError):  # a tokenizer alone, without a model's config
         config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
         tokenizer.media_tokens = find_media_tokens(tokenizer, config)
+        tokenizer.end_tokens = find_end_tokens(tokenizer, name, config, cache_dir=cache_dir)
     if chat is not None:
         bind_template(tokenizer, chat, date=chat.template_date)
     return tokenizer
@@ -137,6 +138,15 @@ def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
     return sorted(token for token in tokens if isinstance(token, str) and token)
 
 
+def find_end_tokens(tokenizer: Any, name: str, config: Mapping[str, Any], *, cache_dir: str | None) -> list[str]:
+    """Find the tokens that end an answer by the generation config, or, without one, by config.json."""
+    published = config.get("eos_token_id")
+    with contextlib.suppress(OSError):
+        published = transformers.GenerationConfig.from_pretrained(name, cache_dir=cache_dir).eos_token_id
+    ids = published if isinstance(published, list) else [published]
+    return [token.content for id, token in tokenizer.added_tokens_decoder.items() if id in ids]
+
+
 def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
     """A special token with an embedding that is not EOS.
 
@@ -159,11 +169,11 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
     if in_python or ("strftime_now" in template and DATE_MACRO not in template):
         return None
-    media_tokens = getattr(tokenizer, "media_tokens", None)
+    of_model = getattr(tokenizer, "media_tokens", None), getattr(tokenizer, "end_tokens", None)
     # settings outside the backend, such as split_special_tokens, show in the ids of the added tokens
     added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
     ids = tokenizer(added, verbose=False)["input_ids"]  # not verbose, as they may be more than a model takes
     settings = repr(
-        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, media_tokens, ids)
+        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, of_model, ids)
     )
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()

@@ -14,9 +14,10 @@ import tqdm
 
 from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
+from dpo.data.schema import naming
 from dpo.data.sources import load_rows
 from dpo.data.table import Prompt, iterate_prompts
-from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
@@ -73,13 +74,13 @@ def list_labelled(prompts: Sequence[Prompt], tokenizer: Any) -> list[Pair]:
     for prompt in prompts:
         texts = prompt.texts(0)
         if {"chosen", "rejected"} <= texts.keys():
-            answers = (Answer(unescape(texts[role]), (), ended=True) for role in ("chosen", "rejected"))
+            answers = (Answer(texts[role], (), ended=True) for role in ("chosen", "rejected"))
             pairs.append(Pair(prompt, show(prompt, tokenizer), *answers))
     return pairs
 
 
 def show(prompt: Prompt, tokenizer: Any) -> str:
-    return write_turns(prompt, unescape(prompt.text), tokenizer)
+    return write_turns(prompt, prompt.text, tokenizer)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -95,12 +96,14 @@ class Contestant(NamedTuple):
     def encode(self, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
         """Tokens as in training if the prompt was made with this tokenizer, else of its messages.
 
-        None if the model has no positions for them and `n_new` tokens more.
+        None if the model has no positions for them and `n_new` tokens more; InputError if it cannot be asked.
         """
+        text = prompt.text
+        if tokenizer is not self.panel.tokenizer:
+            with naming(f"the prompt {prompt.written[:80]!r}"):
+                text = self.panel.write(prompt.messages or as_messages(prompt, "")[:-1])
+        tokens = tuple(TextEncoder(self.panel.tokenizer)([text])[text])
         with suppress(InputError):
-            if tokenizer is not self.panel.tokenizer:
-                return self.panel.encode(as_messages(prompt, "")[:-1], n_new=n_new)
-            tokens = tuple(TextEncoder(tokenizer)([prompt.text])[prompt.text])
             check_positions(self.side.model, len(tokens) + n_new)
             return tokens
         return None

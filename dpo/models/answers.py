@@ -13,7 +13,7 @@ import transformers
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
-from dpo.data.tokenization import find_control, unescape
+from dpo.data.tokenization import find_control
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -165,7 +165,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     """A prompt's text as fed, with CUT for truncated text."""
     if not example.prompt_is_cut:
-        return unescape(prompt.text)
+        return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
     if prompt.truncation_mode == "keep_turns":
         return str(part)
@@ -174,6 +174,6 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
 
 def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
     """A prompt for readers, without control tokens: a chat's turns with roles, or `fed` if it was truncated."""
-    if not prompt.messages or fed != unescape(prompt.text):
+    if not prompt.messages or fed != prompt.text:
         return find_control(tokenizer).sub("", fed).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

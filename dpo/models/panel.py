@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpo.data.asking import CHAT, HH, HUMAN, RAW
-from dpo.data.schema import ASSISTANT, Messages, Record
+from dpo.data.asking import CHAT, HH, RAW, write_dialogue
+from dpo.data.schema import Messages, Record
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
@@ -39,18 +39,18 @@ class Panel(NamedTuple):
 
     def encode(self, messages: Messages, *, n_new: int) -> Tokens:
         """Encode messages as in training; InputError if a model has no positions for them and `n_new` tokens more."""
-        if self.form == CHAT:
-            text = ChatTemplate(self.tokenizer).render(Record(messages, [])).prompt
-        elif self.form == HH:
-            speakers = {"user": HUMAN, "assistant": ASSISTANT}
-            text = "".join(f"{speakers[m['role']]} {m['content'].strip()}" for m in messages) + ASSISTANT
-        else:
-            text = messages[-1]["content"]
+        text = self.write(messages)
         tokens = tuple(TextEncoder(self.tokenizer)([text])[text])
         for side in self.sides:
             with explaining(InputError, lambda why: InputError(f"prompt and answer may be too long: {why}")):
                 check_positions(side.model, len(tokens) + n_new)
         return tokens
+
+    def write(self, messages: Messages) -> str:
+        """Write messages in the panel's form; InputError if it cannot hold them."""
+        if self.form == CHAT:
+            return ChatTemplate(self.tokenizer).render(Record(messages, [])).prompt
+        return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
 
     def answer(self, side: Side, prompt: Tokens, number: int, sampling: Sampling) -> str:
         """`number` is that of the prompt in the session."""

@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.asking import TemplateRejects, apply_template, as_messages, escape_texts
+from dpo.data.asking import TemplateRejects, apply_template, as_messages, change_texts, write_dialogue
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.tokenization import TextEncoder, remove_control
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
@@ -89,12 +89,13 @@ def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequ
     if not callable(users_function):
         raise InputError(f"online.function={function}: {path} has no function {name}")
     return lambda prompts, answers: users_function(
-        [unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers]
+        [prompt.text for prompt in prompts], [answer.text for answer in answers]
     )
 
 
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
 POLICY = "policy"  # the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
+NO_ANSWER = Answer("", (), ended=True)
 MARK = "reward_format"  # the entry for the format in an exported reward model's config
 
 
@@ -135,39 +136,60 @@ class RewardModel:
         config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        texts = [
-            self.encode(prompt, answer.text, ended=answer.ended)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        texts = [*map(self.encode, prompts, answers)]
         parts = (texts[start : start + self.rows] for start in range(0, len(texts), self.rows))
         return [score for part in parts for score in self.forward(part).tolist()]
 
-    def encode(self, prompt: Prompt, answer: str, *, ended: bool) -> Inputs:
-        """Prompt and answer, truncated on the left; InputError if the chat template rejects the prompt."""
+    def encode(self, prompt: Prompt, answer: Answer) -> Inputs:
+        """Prompt and answer, truncated on the left, without control tokens that are spelled out in them.
+
+        InputError if the form cannot hold the prompt.
+        """
+        text = remove_control(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
-            prompt_text = unescape(prompt.text)
-            texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer + self.eos * ended]
+            texts = self._write_texts(prompt, text)
+            texts[-1] += self.eos * answer.ended
             encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
-            chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
+            chat = self._clean(as_messages(prompt, text))
+            tools = self._clean(prompt.tools)
             try:
-                text = apply_template(self.tokenizer, chat, tools=tools)
+                whole = apply_template(self.tokenizer, chat, tools=tools)
             except TemplateRejects as error:
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                     f"{prompt.text[:200]!r}: {error}"
                 ) from error
-            token_ids = self._encode([text])[text]
+            token_ids = self._encode([whole])[whole]
         elif prompt.apart:
-            ids = self._encode([prompt.text, answer])
-            token_ids = ids[prompt.text] + ids[answer]
+            ids = self._encode([prompt.text, text])
+            token_ids = ids[prompt.text] + ids[text]
         else:
-            [tokens] = self._encode.encode_whole([(prompt.text, [[answer]])])
+            [tokens] = self._encode.encode_whole([(prompt.text, [[text]])])
             token_ids = tokens.prompt + tokens.responses[0][0]
-        if self.form == POLICY and ended:
-            token_ids = [*token_ids, self.tokenizer.eos_token_id]
+        if self.form == POLICY and answer.ended:
+            end = answer.tokens[-1:] if prompt.rendered else ()  # a turn may end in another token than EOS
+            token_ids = [*token_ids, *(end or [self.tokenizer.eos_token_id])]
         return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
+
+    def _clean(self, value: Any) -> Any:
+        return change_texts(value, lambda text: remove_control(text, self.tokenizer))
+
+    def _write_texts(self, prompt: Prompt, answer: str) -> list[str]:
+        """Prompt and answer as one text, or as two in the form pair; messages, without the policy's template."""
+        if prompt.messages is None:  # this tokenizer adds its own BOS
+            texts = [prompt.text.removeprefix(self.tokenizer.bos_token or ""), answer]
+        else:
+            chat = self._clean(as_messages(prompt, answer))
+            question = chat[:-1]
+            is_alone = len(question) == 1 and question[0]["role"] == "user"
+            if self.form == "pair":
+                before = question[0]["content"] if is_alone else write_dialogue(question)
+                texts = [before, chat[-1]["content"]]
+            else:
+                texts = [write_dialogue(chat)]
+        return texts if self.form == "pair" else ["".join(texts)]
 
     def digest(self) -> str:
         content = self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items())
@@ -206,7 +228,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
     recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
     reward_model = RewardModel(model, tokenizer, rows=rows, form=plan.online.reward_format or recorded_format)
-    reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), "", ended=True)
+    reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model
 
 
@@ -225,7 +247,7 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
         if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
             note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
-        check = partial(reward_model.encode, answer="", ended=True)
+        check = partial(reward_model.encode, answer=NO_ANSWER)
         return Scorer(name, reward_model, digest, True, [note], check)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dpo.analysis.rules import collapsed
 from dpo.analysis.runs import read_run
-from dpo.data.tokenization import unescape
 from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -52,8 +51,8 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             prompt_number, index = example.id
             prompt = self.context.data.train[prompt_number]
-            texts = {role: unescape(text) for role, text in prompt.texts(index).items()}
-            record = {"prompt": unescape(prompt.text), "prompt_number": prompt_number}
+            texts = prompt.texts(index)
+            record = {"prompt": prompt.text, "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
                 record |= {"chosen": chosen.text, "rejected": rejected.text}

@@ -20,7 +20,6 @@ import torch
 from dpo.data.examples import Example, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
-from dpo.data.tokenization import unescape
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer, choose_sampling, write_turns
@@ -320,7 +319,7 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
     worst = min(reversed(different or others), key=lambda i: answers[i].score)
-    return Drawn(unescape(prompt.text), answers, best, worst)
+    return Drawn(prompt.text, answers, best, worst)
 
 
 def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples
 from dpo.data.table import iterate_prompts
-from dpo.data.tokenization import MARKERS, TextEncoder, escape_control, unescape
+from dpo.data.tokenization import MARKERS, TextEncoder
 
 CONTROL = ["<unk>", "<s>", "</s>"]
 WORDS = ["It is a cat. ", "What is number 1? ", "the answer is ", "You are kind", "Hé, it is 漢"] * 9
@@ -169,33 +169,18 @@ def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_response
     assert example.prompt == tuple(tokens.prompt)
 
 
-@pytest.mark.parametrize("escaped", ["", "\ufdd0"])
 @pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
-def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags, escaped):
+def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags):
     """As Phi-3's <|end|>, which takes the newline behind it."""
     tokenizer = copy.deepcopy(TOKENIZERS["never"])
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", **flags)]})
     pieces = ["cat ", "<|end|>", "\n<s>[I] the", "<|end|>\n", "It is"]
-    [tokens] = TextEncoder(tokenizer).encode_whole([("the" + escaped, [pieces])])
+    [tokens] = TextEncoder(tokenizer).encode_whole([("the", [pieces])])
     whole = tokenizer("the" + "".join(pieces), add_special_tokens=False)["input_ids"]
     assert [*tokens.prompt, *chain(*tokens.responses[0])] == whole
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert [end in ids for ids in tokens.responses[0]] == [False, True, False, True, False]
     assert not tokens.crosses
-
-
-@pytest.mark.parametrize("tokenizer_kind", KINDS)
-def test_escaped_control_tokens_are_ordinary_text_and_others_stay(tokenizer_kind):
-    tokenizer = TOKENIZERS[tokenizer_kind]
-    content = escape_control("a </s> cat<s>", tokenizer)
-    [tokens] = TextEncoder(tokenizer).encode_whole([(f"<s>[I] {content}</s>", [["It is", content]])])
-    control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>"]))
-    ids = [*tokens.prompt, *chain(*tokens.responses[0])]
-    assert [token for token in ids if token in control] == [*tokenizer.convert_tokens_to_ids(["<s>", "</s>"])]
-    assert tokenizer.decode(ids).replace(" ", "") == unescape(f"<s>[I]{content}</s>Itis{content}").replace(" ", "")
-    # without control tokens in the message, the twin gives the tokens of the tokenizer itself
-    plain, escaped = TextEncoder(tokenizer), "<s>[I] It is 漢</s>\nthe cat"
-    assert plain([escaped + "\ufdd0"])[escaped + "\ufdd0"] == tokenizer(escaped, add_special_tokens=False)["input_ids"]
 
 
 def test_a_tokenizer_without_offsets_drops_a_marker_before_each_part():

@@ -181,21 +181,6 @@ def test_a_template_gets_arguments_as_text_or_an_object_with_their_nulls(argumen
 
 
 @pytest.mark.parametrize(
-    ("template", "chosen", "unread"),
-    [
-        (WITHOUT_TOOLS, [CALL, RESULT, *SKY], ["tools"]),
-        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END, [CALL, RESULT, *SKY], ["tool_calls"]),
-        (WITH_TOOLS, [{**SKY[0], "reasoning": "Hm."}], ["reasoning"]),
-        (WITH_TOOLS, [CALL, RESULT, *SKY], []),
-    ],
-)
-def test_a_template_that_does_not_read_calls_tools_or_thoughts_is_warned_about(template, chosen, unread, chat):
-    data = get_custom([{**LOOKED_UP, "chosen": chosen}] * 2, "mine", chat(template))
-    notes = [note.partition(", so")[0] for note in data.notes if "does not read" in note]
-    assert notes == [f"warning: mine: the chat template does not read '{part}'" for part in unread]
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tools": "[{"}, "record 1 of mine: tools is '[{', and must be a list of function schemas"),
@@ -204,7 +189,7 @@ def test_a_template_that_does_not_read_calls_tools_or_thoughts_is_warned_about(t
             {"prompt": [*ASK, make_call("sky"), RESULT]},
             "record 1 of mine: the arguments of look are 'sky', and must be an object or JSON of one",
         ),
-        ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
+        ({"chosen": [assistant("a\ud800b")]}, "has an unpaired UTF-16 surrogate at character 2"),
     ],
 )
 def test_bad_tools_and_calls_are_named(change, message, chat):
@@ -233,7 +218,8 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
     row = {**LOOKED_UP, "rejected": [assistant("Green.")]}
     data = get_custom([row, {**row, "prompt": [user("Which?")]}], "mine", tokenizer)
     warnings = [note for note in data.notes if "only the last answer is scored" in note]
-    assert ["differently once others follow, in conversations: 2, so" in warning for warning in warnings] == [True]
+    assert ["differently once others follow, so only" in warning for warning in warnings] == [True]
+    assert warnings[0].endswith("; in records: 2 of 2, as in 'Blue.'")
     assert scored(encode(data, tokenizer)[0], tokenizer)[0] == seen
 
 
@@ -276,29 +262,6 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     assert asked(prompt, tokenizer) == text
     stored = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
     assert as_messages(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
-
-
-@pytest.mark.parametrize("place", ["content", "key", "tool"])
-@pytest.mark.parametrize("control", [EOS, "<|start|>"])
-def test_control_tokens_in_messages_are_text_and_are_counted(place, control, chat):
-    tokenizer = chat(AS_JSON.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
-    tokenizer.add_tokens(["<think>"])
-    said = f"<think>So {control}"
-    message = {"content": assistant(said), "key": {**SKY[0], **make_call({said: "sky"})}}.get(place, SKY[0])
-    tools = [{"type": "function", "function": {"name": said}}] if place == "tool" else None
-    data = get_custom([{"prompt": ASK, "chosen": [message], "rejected": SKY, "tools": tools}], "mine", tokenizer)
-    [(prompt, messages)] = data.messages.items()
-    assert messages == ASK  # a reward model gets what the user gave
-    [example] = encode(data, tokenizer)
-    [token] = tokenizer.convert_tokens_to_ids([control])
-    tokens = [*example.prompt, *example.responses[0]]
-    assert tokens.count(token) == (2 if control == EOS else 0)  # the end of the question, and of the answer
-    assert tokenizer.convert_tokens_to_ids("<think>") in tokens  # a token, but none of control
-    assert said in tokenizer.decode(tokens)
-    note = f"mine: strings of control tokens in messages are ordinary text, 1 in all, as in {said!r}"
-    assert [said for said in data.notes if "control tokens" in said] == [note]
-    assert asked([*ASK, message], tokenizer, tools or ()).startswith(prompt.removesuffix("<assistant>"))
 
 
 DATED = (

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
-from dpo.data.tokenization import escape_control, unescape
+from dpo.data.tokenization import remove_control
 from dpo.errors import InputError
 
 
@@ -67,21 +67,19 @@ def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
 
 
 @pytest.mark.parametrize(
-    ("text", "escaped"),
+    ("text", "left"),
     [
-        ("a <|endoftext|>", "a <\ufdd0|endoftext|>"),
-        ("<|endoftext|><|endoftext|>", "<\ufdd0|endoftext|><\ufdd0|endoftext|>"),
-        ("ABA §", "A\ufdd0B\ufdd0A §\ufdd0"),  # AB and BA overlap; a token of one character
-        ("§§", "§\ufdd0§\ufdd0"),
+        ("a <|endoftext|>", "a "),
+        ("<|endof<|endoftext|>text|>b", "b"),
+        ("§A§", "A"),
         ("<think>", "<think>"),  # a token, but none of control
     ],
 )
-def test_control_tokens_in_a_message_are_escaped_and_come_back(tokenizer, text, escaped):
+def test_control_tokens_that_are_spelled_out_are_removed_until_none_is_left(tokenizer, text, left):
     more = copy.deepcopy(tokenizer)
     more.add_tokens(["<think>"])
-    more.add_special_tokens({"additional_special_tokens": ["AB", "BA", "§"]})
-    assert escape_control(text, more) == escape_control(escaped, more) == escaped
-    assert unescape(escaped) == text
+    more.add_special_tokens({"additional_special_tokens": ["§"]})
+    assert remove_control(text, more) == left
 
 
 # batches

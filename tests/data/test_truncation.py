@@ -83,10 +83,7 @@ def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(
         (TURNS, "[system] Be kind.\n[user] And the second?\n[assistant] "),  # the newest turn
         # of a question that is too long alone, the end
         ([TURNS[0], {"role": "user", "content": "Read this. " * 40 + "Why?"}], "Why?\n[assistant] "),
-        (
-            [*TURNS[:2], TURNS[2], {"role": "user", "content": "No " * 60 + "<|endoftext|>?"}],
-            "<|endoftext|>?\n[assistant] ",
-        ),
+        ([*TURNS[:2], TURNS[2], {"role": "user", "content": "No " * 60 + "Yes?"}], "Yes?\n[assistant] "),
     ],
 )
 def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, chat, turns, kept):
@@ -96,7 +93,6 @@ def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, 
     assert text.startswith("[system] Be kind.\n[user] ")
     assert text.endswith(kept)
     assert len(example.prompt) <= LIMITS["max_prompt_length"]
-    assert tokenizer.eos_token_id not in example.prompt  # of the last case, it is text
     assert (report["truncated_prompts"], example.prompt_is_cut) == (1, True)
     # the same prompt before an answer for which there is room is whole
     room = {"max_length": 999, "max_prompt_length": 40}

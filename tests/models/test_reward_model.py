@@ -156,6 +156,47 @@ def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
     assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("form", "messages", "texts"),
+    [
+        ("text", MESSAGES, ["Be kind.\n\nHuman: Hello\n\nAssistant: Hi!"]),
+        ("text_eos", MESSAGES[1:], ["\n\nHuman: Hello\n\nAssistant: Hi![EOS]"]),
+        ("pair", MESSAGES[1:], ["Hello", "Hi!"]),
+        ("pair", MESSAGES, ["Be kind.\n\nHuman: Hello\n\nAssistant:", "Hi!"]),
+        ("text", [*MESSAGES[1:], {"role": "assistant", "content": "H"}], ["\n\nHuman: Hello\n\nAssistant: HHi!"]),
+        ("pair", None, ["[BOS]Hello", "Hi!"]),
+    ],
+)
+def test_without_a_template_a_chat_is_written_without_the_policys_tokens_or_a_second_bos(
+    form, messages, texts, tmp_path
+):
+    tokenizer = make_tokenizer(pair="[CLS] $A [SEP] $B:1 [SEP]:1")
+    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
+    folder = save_reward_model(tmp_path, "bert", tokenizer, template=None, max_position_embeddings=100)
+    scorer = scorer_of(folder, most=60, reward_format=form)
+    text = "[CLS]Hello" if messages is None else "[CLS]<system>Be kind.<user>Hello<assistant>"
+    prompt = Prompt(text, [], [], "keep_start", messages is not None, messages=messages)
+    read = scorer.score.encode(prompt, Answer("Hi![SEP]" if messages else "Hi!", (), ended=True))["input_ids"]
+    expected = [each.replace("[EOS]", "").replace("[BOS]", "") for each in texts]
+    assert read == tokenizer(*expected)["input_ids"]
+    assert [read.count(2), read.count(3)] == [1, len(texts)]
+
+
+def test_calls_and_results_have_no_place_in_texts(tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
+    chat = [*MESSAGES, {"role": "tool", "content": "42"}]
+    with pytest.raises(InputError, match="no turn of role 'tool' and no calls: choose the form chat"):
+        scorer_of(folder).check(Prompt("<tool>42", [], [], "keep_start", True, messages=chat))
+
+
+def test_a_model_of_ours_reads_the_end_token_with_which_a_chat_ends(tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer)
+    edit(folder, reward_format="policy")
+    score, answer = scorer_of(folder).score, Answer("Hi", (7, 9), True)
+    assert [score.encode(prompt, answer)["input_ids"][-1] for prompt in (CHAT, DIALOGUE)] == [9, 0]
+    assert score.encode(CHAT, Answer("Hi", (), True))["input_ids"][-1] == 0
+
+
 @pytest.mark.parametrize("family", ["gpt2", "roberta"])
 def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     before = {"gpt2": 0, "roberta": 1}[family]  # its positions begin after that of padding

@@ -79,7 +79,7 @@ def answered(panel: Panel, sampling: Sampling) -> dict[str, list[str]]:
 
 
 def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty):
-    """In a chat control tokens in messages are text."""
+    """In a chat a control token in a message is refused."""
 
     def ask(form: str, messages: list[dict[str, str]]) -> str:
         return chatty.decode(Panel([], chatty, form).encode(messages, n_new=8))
@@ -87,9 +87,11 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty):
     assert ask("hh", TALK) == (
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
     )
-    control = [{"role": "user", "content": "Write <|endoftext|>"}]
-    assert ask("chat", control) == "<user>Write <|endoftext|><|endoftext|><assistant>"
-    assert Panel([], chatty, "chat").encode(control, n_new=8).count(chatty.eos_token_id) == 1
+    assert ask("hh", [{"role": "system", "content": "Be kind."}, *TALK[:1]]).startswith("Be kind.\n\nHuman: Good")
+    with pytest.raises(InputError, match="content of a message of role 'user' in the prompt has the control token '<"):
+        ask("chat", [{"role": "user", "content": "Write <|endoftext|>"}])
+    with pytest.raises(InputError, match="has no turn of role 'tool' and no calls: choose the form chat"):
+        ask("hh", [*TALK, {"role": "tool", "content": "42"}])
     assert ask("raw", [{"role": "user", "content": "Once upon"}]) == "Once upon"
 
 

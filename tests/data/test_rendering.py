@@ -1,0 +1,353 @@
+"""What of the messages is in the rendered text, which control tokens are refused, and where turns end."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, system, user
+
+from dpo.data.custom import get_custom
+from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.schema import Record
+from dpo.data.table import iterate_prompts
+from dpo.data.templates import ChatTemplate
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
+
+EOS = "<|endoftext|>"
+BEGIN, CLOSE = "<{{ m.role }}>", "{{ eos_token }}\n"
+OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def make(turn: str, before: str = "") -> str:
+    return before + "{% for m in messages %}" + turn + "{% endfor %}" + OPEN
+
+
+PLAIN = make(BEGIN + "{{ m.content }}" + CLOSE)
+# as Zephyr's, which knows three roles
+BY_ROLE = make("{% if m.role in ('user', 'assistant', 'system') %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}")
+FIRST_SYSTEM = make(
+    "{% if m.role != 'system' or loop.first %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}",
+)
+TRIMMED = make(BEGIN + "{{ m.content | trim }}" + CLOSE)
+WITHOUT_THOUGHTS = make(BEGIN + "{{ m.content.split('</think>')[-1] }}" + CLOSE)
+SYSTEM_IN_QUESTION = (  # as Mistral's, which writes it before the last question
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>"
+    "{% if loop.index0 == messages | length - 1 or m.role == 'user' and loop.index0 == 2 %}{{ messages[0].content }}"
+    "{% endif %}{{ m.content }}{{ eos_token }}\n{% endif %}{% endfor %}" + OPEN
+)
+THINKING = (  # as Qwen3's: thoughts stay behind the last question alone
+    "{% set seen = namespace(last=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set seen.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% set parts = m.content.split('</think>') %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.index0 > seen.last %}<think>{{ m.reasoning_content or parts[0][7:] }}</think>"
+    "{% endif %}{{ parts[-1] }}{{ eos_token }}\n{% endfor %}" + OPEN
+)
+CALLS = {
+    "JSON": "{{ (m.tool_calls or []) | tojson }}",
+    "pretty JSON": "{{ (m.tool_calls or []) | tojson(indent=4) }}",
+    "JSON in JSON": "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ (c.function.arguments | tojson) | tojson }}{% endfor %}",
+    "tags": "{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
+    "<p={{ k }}>\n{{ v }}\n</p>{% endfor %}{% endfor %}",
+}
+
+
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": arguments}}],
+    }
+
+
+def read(chosen: Any, tokenizer: Any, prompt: Any = ASK, **more: Any) -> Any:
+    row = {"prompt": prompt, "chosen": chosen, "rejected": [assistant("Green.")], **more}
+    return get_custom([row], "mine", tokenizer)
+
+
+def warnings_of(data: Any) -> list[str]:
+    begin = "warning: mine: the chat template "
+    return sorted(note.removeprefix(begin) for note in data.notes if note.startswith(begin))
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "chosen", "said"),
+    [
+        (
+            BY_ROLE,
+            [{"role": "developer", "content": "Be kind."}, *ASK],
+            SKY,
+            "leaves out the content of messages of role developer in prompts; in records: 1 of 1, as in 'Be kind.'",
+        ),
+        (
+            BY_ROLE,
+            [*ASK, assistant("Let me look"), {"role": "tool", "content": "42 degrees"}],
+            [assistant("It has 42 degrees")],
+            "leaves out the content of messages of role tool in prompts; in records: 1 of 1, as in '42 degrees'",
+        ),
+        (
+            BY_ROLE,
+            ASK,
+            [assistant("Let me look"), {"role": "tool", "content": "A"}, *SKY],
+            "leaves out the content of messages of role tool in responses; in records: 1 of 1, as in 'A'",
+        ),
+        # two equal texts need two places
+        (
+            FIRST_SYSTEM,
+            [system("Be kind."), *ASK, assistant("Yes?"), system("Be kind."), user("Well?")],
+            SKY,
+            "leaves out the content of messages of role system in prompts; in records: 1 of 1, as in 'Be kind.'",
+        ),
+        # and a text that is a part of another is not found in it
+        (
+            BY_ROLE,
+            [{"role": "tool", "content": "42"}, user("Why 42?")],
+            SKY,
+            "leaves out the content of messages of role tool in prompts; in records: 1 of 1, as in '42'",
+        ),
+        (
+            TRIMMED,
+            ASK,
+            [assistant("    return 1")],
+            "changes the white space of the content of messages of role assistant in responses; in records: 1 of 1, as "
+            "in '    return 1'",
+        ),
+        (
+            WITHOUT_THOUGHTS,
+            ASK,
+            [assistant("<think>\nSo 1.\n</think>\n\nIt is 1.")],
+            "leaves out the thought of messages of role assistant in responses; in records: 1 of 1, as in 'So 1.'",
+        ),
+        (
+            PLAIN,
+            ASK,
+            [{**SKY[0], "reasoning": "Hm."}],
+            "leaves out the thought of messages of role assistant in responses; in records: 1 of 1, as in 'Hm.'",
+        ),
+        (
+            PLAIN + "{# tools, tool_calls #}",
+            ASK,
+            [{**CALL, "content": "I look."}],
+            "leaves out the call of messages of role assistant in responses; in records: 1 of 1, as in 'look'",
+        ),
+        (
+            WITH_TOOLS,  # which writes the name alone
+            ASK,
+            [call({"at": "the sky", "far": 12.5})],
+            "leaves out the call of messages of role assistant in responses; in records: 1 of 1, as in 'the sky'",
+        ),
+        (
+            make("{% if m.content %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}", "{{ tools[0].name or '' }}"),
+            ASK,
+            SKY,
+            "leaves out tools; in records: 1 of 1, as in 'look'",
+        ),
+        (
+            PLAIN.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"),
+            ASK,
+            SKY,
+            "ends the prompt, where the model is served, with a text that the responses do not begin with, so it is "
+            "left out; in records: 1 of 1, as in '<think>'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt, chosen, said, chat):
+    tools = TOOLS if "tools; " in said else None
+    assert warnings_of(read(chosen, chat(template), prompt, tools=tools)) == [said]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "chosen"),
+    [
+        *(
+            (make(BEGIN + "{{ m.content }}" + template + CLOSE), ASK, [call({"at": 'the "sky"\n', "é": [1.5, None]})])
+            for template in CALLS.values()
+        ),
+        (make(BEGIN + "{{ m.content | tojson }}" + CLOSE), [user('Say "é"\n')], SKY),
+        (make(BEGIN + "{{ m.content | tojson(ensure_ascii=true) }}" + CLOSE), [user('Say "é"\n')], SKY),
+        (SYSTEM_IN_QUESTION, [system("Be kind."), user("Hi"), user("Well?")], SKY),
+        (PLAIN, [system("a"), user("\n"), user("Well?")], [assistant(" a\n")]),
+        # thoughts of earlier turns are no part of what is served either
+        (
+            THINKING,
+            [*ASK, {**SKY[0], "reasoning_content": "Early"}, user("Well?")],
+            [{**SKY[0], "reasoning_content": "Late"}],
+        ),
+        (THINKING, [*ASK, assistant("<think>Early</think>\n\nA"), user("Well?")], [assistant("<think>B</think>\n\nC")]),
+    ],
+)
+def test_what_is_rendered_in_a_spelling_or_place_of_its_own_is_not_left_out(template, prompt, chosen, chat):
+    data = read(chosen, chat(template), prompt)
+    assert warnings_of(data) == []
+    earlier = [note for note in data.notes if "leaves out" in note]
+    assert [note.partition(" (")[0] for note in earlier] == (
+        ["mine: the chat template leaves out thoughts of earlier turns, as it does where the model is served; in "
+         "records: 1 of 1, as in 'Early'"] if template is THINKING else []
+    )  # fmt: skip
+
+
+def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
+    row = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
+    odd = {**row, "prompt": [{"role": "developer", "content": "Be kind."}, *ASK]}
+    said = "mine: the chat template leaves out the content of messages of role developer in prompts; in records: 1 of "
+    for n, begin in ((99, "warning: "), (100, "")):
+        notes = get_custom([odd, *[row] * n], "mine", chat(BY_ROLE)).notes
+        assert [note for note in notes if "leaves out" in note] == [f"{begin}{said}{n + 1}, as in 'Be kind.'"]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "chosen", "said"),
+    [
+        (BY_ROLE, [{"role": "customer", "content": "Which?"}], SKY, "all that is asked, such as 'Which?' of role"),
+        (BY_ROLE, [system("Be kind."), {"role": "customer", "content": "Which?"}], SKY, "all that is asked, such as"),
+        (BY_ROLE, ASK, [CALL], "leaves out all of an answer, such as the call 'look'"),
+        (THINKING, ASK, [CALL], "leaves out all of an answer, such as the call 'look'"),
+    ],
+)  # fmt: skip
+def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
+    with pytest.raises(InputError, match=re.escape(said)):
+        read(chosen, chat(template), prompt)
+    good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
+    rows = [{**good, "prompt": prompt, "chosen": chosen}, good]
+    assert len(get_custom(rows, "mine", chat(template), bad_records="skip")) == 1
+
+
+def test_a_template_that_writes_a_question_in_another_way_is_only_warned_about(chat):
+    warnings = warnings_of(read(SKY, chat(PLAIN.replace("m.content", "m.content | upper"))))
+    assert [warning.partition(" of messages")[0] for warning in warnings] == ["leaves out the content"] * 2
+
+
+@pytest.mark.parametrize(
+    ("written", "role"),
+    [("human", "user"), ("gpt", "assistant"), ("User", "user"), ("Assistant", "assistant"), ("developer", "developer")],
+)
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_speakers_are_known_by_either_key(written, role, keys, chat):
+    message = dict(zip(keys, (written, "Hi"), strict=True))
+    [prompt] = read(SKY, chat(PLAIN), [message, *ASK])
+    assert prompt.startswith(f"<{role}>Hi{EOS}\n<user>")
+    others = [{"role": "ipython", "content": "Hi"}, *ASK]  # a role of the template
+    [prompt] = read(SKY, chat(PLAIN), others)
+    assert prompt.startswith(f"<ipython>Hi{EOS}")
+
+
+# --- control tokens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("control", [EOS, "<|start|>"])
+@pytest.mark.parametrize("place", ["question", "content", "argument", "thought", "tool", "text"])
+def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, control, chat):
+    tokenizer = chat(WITH_TOOLS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    said = f"So {control} it is"
+    good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
+    change, where = {
+        "question": ({"prompt": [user(said)]}, "content of a message of role 'user' in the prompt"),
+        "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant' in chosen"),
+        "argument": ({"rejected": [call({said: 1})]}, "tool_calls of a message of role 'assistant' in rejected"),
+        "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, "thinking of a message of role 'assistant' in chosen"),
+        "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, "a tool"),
+        "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user' in"),
+    }[place]
+    rows = [{**good, "tools": None, **change}] if place == "text" else [{**good, "tools": None}, good | change]
+    message = f"record {len(rows)} of mine: {where}.* has the control token '{control}', which only .*: remove it from"
+    with pytest.raises(InputError, match=message.replace("|", r"\|")):
+        get_custom(rows, "mine", tokenizer)
+
+
+def test_other_added_tokens_in_messages_are_ordinary(chat):
+    tokenizer = chat(PLAIN)
+    tokenizer.add_tokens(["<think>"])
+    [entry] = read([assistant("<think>Blue.")], tokenizer).values()
+    assert entry["responses"][0] == "<think>Blue."
+
+
+def test_a_templates_own_refusal_is_said(chat):
+    refusing = make("{% if 'end' in m.content %}{{ raise_exception('no tags') }}{% endif %}")
+    for said in (EOS, "the end"):
+        with pytest.raises(InputError, match="the tokenizer's chat template rejects these messages: no tags"):
+            read([assistant(said)], chat(refusing + PLAIN))
+
+
+# --- ends of turns -------------------------------------------------------------------------------------------------
+
+
+def score(chosen: Any, tokenizer: Any) -> str:
+    """The chosen response's tokens as text, with | for what is not scored."""
+    data = read(chosen, tokenizer)
+    [prompt] = iterate_prompts([("mine", data)], "pairs")
+    [example] = encode_examples(list_examples(prompt), TextEncoder(tokenizer), max_length=512, max_prompt_length=128)
+    labels = make_labels(*example.cut_responses[0])
+    return re.sub(r"\|+", "|", "".join("|" if token < 0 else tokenizer.decode([token]) for token in labels))
+
+
+AGAIN = [assistant("Hm?"), user("Sky?"), *SKY]
+# as GLM-4's, whose turns end with the next role; as Phi-3's, which writes EOS behind the last turn alone
+NEXT_ROLE, LAST_EOS = (
+    make(BEGIN + "{{ m.content }}"),
+    make(BEGIN + "{{ m.content }}<end>\n") + ("{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"),
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "chosen", "scored"),
+    [
+        (make(BEGIN + "{{ m.content }}<end>\n"), ["<end>"], SKY, "Blue.<end>"),
+        (make(BEGIN + "{{ m.content }}<end>\n"), ["<end>"], AGAIN, "Hm?<end>|Blue.<end>"),
+        (make(BEGIN + "{{ m.content }}<end>\n"), [], SKY, f"Blue.<end>\n{EOS}"),
+        (make(BEGIN + "{{ m.content }}<end>" + CLOSE), ["<end>"], AGAIN, "Hm?<end>|Blue.<end>"),
+        (make(BEGIN + "{{ m.content }}" + CLOSE + "<end>"), ["<end>"], AGAIN, f"Hm?{EOS}|Blue.{EOS}"),
+        (LAST_EOS, ["<end>"], AGAIN, "Hm?<end>|Blue.<end>"),
+        (LAST_EOS, [], AGAIN, f"Hm?<end>\n|Blue.<end>\n{EOS}"),
+        (NEXT_ROLE, ["<user>"], AGAIN, f"Hm?<user>|Blue.{EOS}"),
+        # a call ends otherwise than an answer
+        (
+            make(BEGIN + "{{ m.content }}{% if m.tool_calls %}look<call>{% else %}<end>{% endif %}"),
+            ["<end>", "<call>"],
+            [{**CALL, "content": "I "}, {"role": "tool", "content": "A"}, CALL],
+            "I look<call>|look<call>",
+        ),
+    ],
+)
+def test_a_turn_is_scored_up_to_the_first_end_token_behind_it(template, ends, chosen, scored, chat):
+    tokenizer = chat(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<call>", "<user>"]})
+    tokenizer.end_tokens = ends
+    assert score(chosen, tokenizer) == scored
+
+
+@pytest.mark.parametrize(
+    ("marks", "scored"),
+    [
+        (({"weight": 0}, {}), f"|Blue.{EOS}"),
+        (({"train": False}, {"train": True}), f"|Blue.{EOS}"),
+        (({"weight": 1}, {"weight": 0}), f"Hm?{EOS}"),  # what follows is left out
+        (({"weight": 1.0}, {"weight": None}), f"Hm?{EOS}|Blue.{EOS}"),
+    ],
+)
+def test_a_message_of_weight_zero_is_not_scored(marks, scored, chat):
+    first, question, last = AGAIN
+    assert score([first | marks[0], question | {"weight": 0}, last | marks[1]], chat(PLAIN)) == scored
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ({"weight": 0}, "nothing of a response is scored, by weight=0 or train=false"),
+        ({"weight": 0.5}, "weight is 0.5, and must be 0 or 1"),
+        ({"train": "no"}, "train is 'no', and must be 0 or 1"),
+    ],
+)
+def test_a_response_in_which_nothing_is_scored_is_refused(mark, said, chat):
+    with pytest.raises(InputError, match=f"record 1 of mine: {said}"):
+        get_custom([{"messages": [*ASK, {**SKY[0], **mark}]}], "mine", chat(PLAIN), trains_on="targets")
+
+
+def test_a_begun_answer_of_weight_zero_is_continued_by_one_that_is_scored(chat):
+    begun = {**assistant("It is"), "weight": 0}
+    record = ChatTemplate(chat(PLAIN)).render(Record([*ASK, begun], [[assistant(" blue.")]]))
+    assert (record.responses, record.cuts) == ([" blue."], [[]])
