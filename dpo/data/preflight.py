@@ -85,8 +85,8 @@ class SplitReport:
     contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
     too_long: int = 0  # examples that truncation=drop has left out
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
-    prompts_like_train: int | None = None  # of the test split: prompts with nearly all words of a training prompt
-    answers_in_train: int | None = None  # of the test split: examples with an answer of five or more words of train
+    prompts_like_train: int | None = None  # of the test split: prompts that training has too
+    answers_in_train: int | None = None  # of the test split: examples with an answer of train
     like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
     effective_examples: float | None = None  # so many of equal weight have means as exact; None: no weights
     desirable: int = 0  # labelled examples by their label
@@ -128,7 +128,7 @@ class SplitReport:
 
     def find_leaks(self) -> Iterator[str]:
         found = (
-            (self.prompts_like_train, self.prompts, "prompts have nearly all words of a training prompt"),
+            (self.prompts_like_train, self.prompts, "prompts equal a training prompt"),
             (self.answers_in_train, self.examples, "examples have an answer of the training split"),
         )
         leaks = [f"{n:,} of {total:,} held-out {what}" for n, total, what in found if n and n >= WARNED_FROM * total]

@@ -10,17 +10,11 @@ from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.preflight import SplitReport
 from dpo.data.table import Prompt, PromptTable, write_prompts
 
-SYSTEM = "You are the patient assistant of a shop that sells every kind of battery and lamp to people at home."
-SUBJECTS = ("tides", "copper", "violins", "bees", "granite", "sonnets", "glaciers", "tax", "yeast", "comets")
-OTHERS = [
-    f"{start} {subject}?" for subject in SUBJECTS for start in ("Explain to me", "Who has written about", "A song on")
-]
 KEPT = "How long does the battery last?"
 
 
-def prompt_of(text: str, chosen: str = "a", rejected: str = "b", system: str = "") -> Prompt:
-    chat = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else None
-    return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}], "keep_end", bool(chat), messages=chat)
+def prompt_of(text: str, chosen: str = "a", rejected: str = "b") -> Prompt:
+    return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}], "keep_end", False)
 
 
 def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> SplitReport:
@@ -30,26 +24,20 @@ def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> Sp
     return SplitReport(prompts=len(test), examples=len(test), **find_near_duplicates(*tables, tokenizer))
 
 
-@pytest.mark.parametrize("system", ["", SYSTEM])
 @pytest.mark.parametrize(
     ("held_out", "training", "is_alike"),
     [
         (KEPT, KEPT, True),
-        (f"{KEPT} Thanks!", KEPT, True),
         ("Wie LANGE hält der  Akku?", "wie lange hält der Akku", True),
         ("電池はどのくらい持ちますか?", "電池はどのくらい持ちますか", True),
-        ("Explain to me rivers?", "Explain to me harps?", False),
-        (KEPT, "How do I change the lamp of the hall?", False),
-        ("Explain to me who has written about rivers?", "Explain to me who has written about harps?", False),
+        (f"{KEPT} Thanks!", KEPT, False),
+        ("?!", "...", False),
     ],
 )
-def test_a_prompt_is_found_by_its_words_and_not_by_those_that_all_share(
-    tokenizer, tmp_path, held_out, training, is_alike, system
+def test_a_prompt_is_found_that_differs_in_case_punctuation_and_white_space(
+    tokenizer, tmp_path, held_out, training, is_alike
 ):
-    others = [prompt_of(text, system=system) for text in OTHERS]
-    report = find(
-        tokenizer, tmp_path, [*others, prompt_of(training, system=system)], [prompt_of(held_out, system=system)]
-    )
+    report = find(tokenizer, tmp_path, [prompt_of("Another"), prompt_of(training)], [prompt_of(held_out)])
     assert (report.prompts_like_train, report.answers_in_train) == (int(is_alike), 0)
     assert len(report.like_train) == int(is_alike)
     if is_alike:
@@ -58,10 +46,15 @@ def test_a_prompt_is_found_by_its_words_and_not_by_those_that_all_share(
 
 @pytest.mark.parametrize(
     ("chosen", "rejected", "n"),
-    [("It lasts ten hours, or more!", "b", 1), ("a", "it lasts  ten hours or more", 1), ("Ten hours.", "b", 0)],
+    [
+        ("It lasts ten hours, or more!", "b", 1),
+        ("b", "電池は持つ!", 1),
+        ("a", "it lasts  ten hours or more", 1),
+        ("Ten hours.", "b", 0),
+    ],
 )
 def test_an_answer_of_five_words_is_found_whichever_its_role(tokenizer, tmp_path, chosen, rejected, n):
-    train = [prompt_of("q", "It lasts ten hours or more.", "Ten hours.")]
+    train = [prompt_of("q", "It lasts ten hours or more.", "Ten hours."), prompt_of("q", "電池は持つ", "電池は")]
     report = find(tokenizer, tmp_path, train, [prompt_of("Another question", chosen, rejected)])
     assert (report.prompts_like_train, report.answers_in_train) == (0, n)
     assert len([*report.find_leaks()]) == n
@@ -72,5 +65,5 @@ def test_below_one_percent_nothing_is_said():
     counts = {"prompts": 1000, "examples": 1000, "answers_in_train": 0, "like_train": like}
     assert [*SplitReport(prompts_like_train=9, **counts).find_leaks()] == []
     [warning] = SplitReport(prompts_like_train=10, **counts).find_leaks()
-    assert warning.startswith("10 of 1,000 held-out prompts have nearly all words of a training prompt, so")
+    assert warning.startswith("10 of 1,000 held-out prompts equal a training prompt, so")
     assert "'a' is held out, and 'b' trained on" in warning
