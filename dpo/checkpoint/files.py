@@ -14,12 +14,13 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 
 from dpo.errors import InputError, RunError, explaining
-from dpo.system.plain_files import check_readable, read_json, remove, replacing
+from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
@@ -27,6 +28,14 @@ TEMPORARY, FORMER = "dpo-tmp", "dpo-former"  # endings of hidden names of ours
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
+
+
+MAY_BE_NULL = (str, NoneType)
+MANIFEST_FORM = {  # of a run's manifest: the types of its facts
+    **{"files": dict, "config": dict, "model": dict, "code": list, "data": str, "test_data": str, "tokens": str},
+    **{"examples": int, "updates": int, "evaluated": bool, "samples_due": bool, "best_at": (int, NoneType)},
+    **{"run": MAY_BE_NULL, "base": MAY_BE_NULL, "chat_template": (dict, *MAY_BE_NULL)},
+}
 
 
 class DamagedCheckpoint(InputError):
@@ -174,6 +183,8 @@ def read_manifest(directory: Path) -> dict:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
+    if wrong := list_wrong({"files": None, **manifest}, MANIFEST_FORM):
+        raise DamagedCheckpoint(f"{path} has values of another type than a run writes: {', '.join(wrong)}")
     if outside := sorted(name for name in manifest["files"] if Path(name).name != name):
         raise DamagedCheckpoint(f"{path} lists files outside its directory: {', '.join(outside)}")
     return manifest

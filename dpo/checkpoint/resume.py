@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dpo.checkpoint.files import (
     MANIFEST,
+    MANIFEST_FORM,
     STEP,
     DamagedCheckpoint,
     check_complete,
@@ -149,6 +150,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     for checkpoint in candidates:
         try:
             manifest = check_complete(checkpoint)
+            if missing := sorted(MANIFEST_FORM.keys() - manifest.keys()):
+                raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(missing)}")
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"

@@ -412,9 +412,10 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
 def find_prompt_format(origin: Origin) -> str | None:
     """The form of all training prompts, by the run's record or an export's card; None if they differ."""
     if origin.run_dir is not None:
-        recorded = (_read_record(origin, "preflight.json").get("train") or {}).get("prompt_formats", {})
+        train = _read_record(origin, "preflight.json").get("train")
+        recorded = train.get("prompt_formats") if isinstance(train, Mapping) else None
         names = origin.plan.data.datasets
-        forms = {HH if name in BUILT_IN else recorded.get(name) for name in names}
+        forms = {HH if name in BUILT_IN else str((recorded or {}).get(name)) for name in names}
         form = forms.pop() if len(forms) == 1 else None
     else:
         card = Path(origin.weights.adapter or origin.plan.model.name_or_path, "README.md")
@@ -428,4 +429,7 @@ def find_prompt_format(origin: Origin) -> str | None:
 
 def _read_record(origin: Origin, name: str) -> Mapping[str, Any]:
     file = origin.run_dir and origin.run_dir / name
-    return read_json(file) if file and file.exists() else {}
+    record = read_json(file) if file and file.exists() else {}
+    if not isinstance(record, Mapping):
+        raise InputError(f"{file} holds no mapping: restore it, or remove it")
+    return record

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
 
 def read_yaml(path: Path) -> Any:
     return read_json(path, yaml.safe_load)
+
+
+def list_wrong(values: Mapping[str, Any], form: Mapping[str, Any]) -> list[str]:
+    """The names of the values that are not of the types in `form`."""
+    return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
 def remove(path: Path) -> None:

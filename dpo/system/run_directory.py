@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import IO, Any
 
 import yaml
@@ -26,7 +27,7 @@ import yaml
 from dpo import __version__
 from dpo.errors import InputError, RunError, explaining
 from dpo.system.host import is_installed
-from dpo.system.plain_files import read_json, replacing
+from dpo.system.plain_files import list_wrong, read_json, replacing
 from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
 
@@ -38,6 +39,7 @@ RUN_LOG = "log.txt"  # only appended to
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, RUN_LOG)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
+RECORD_FORM = {"run": str, "packages": dict, "seconds_before": (float, NoneType), "git_commit": (str, NoneType)}
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
@@ -155,9 +157,11 @@ def read_record(run_dir: Path) -> dict:
     """The facts in `env.json`; empty unless `write_record` wrote them."""
     try:
         facts = read_json(run_dir / "env.json")
-    except (OSError, InputError):
+        datetime.fromisoformat(facts["started"])
+    except (OSError, ValueError, TypeError, KeyError):
         return {}
-    return facts if isinstance(facts, dict) and {"packages", "git_commit", "started"} <= facts.keys() else {}
+    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong(facts, RECORD_FORM)
+    return facts if is_ours else {}
 
 
 def add_to_record(run_dir: Path, **new_facts: Any) -> None:

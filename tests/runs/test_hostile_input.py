@@ -34,6 +34,8 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
+from dpo.commands.export import main as export
+from dpo.commands.verify import main as verify
 from dpo.data.collation import find_examples, get_collate_fn, make_rows
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import SplitCounter
@@ -48,6 +50,7 @@ from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
+from dpo.system.run_directory import get_local_dir, read_record
 from dpo.training.reference import read_logps
 from preference_datasets import get_dataset
 
@@ -116,6 +119,39 @@ def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
         run("c", "n_examples=4", "cache_reference_logps=all")
     assert not (tmp_path / "proof").exists()
+
+
+def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(checkpoint, run, tmp_path, capsys):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    for name, value in {"files": None, "model": [], "chat_template": 5, "config": [], "updates": "x"}.items():
+        vouch(checkpoint, **{**manifest, name: value})
+        assert export([str(checkpoint), str(tmp_path / "out")]) == 2
+        assert verify([str(checkpoint)]) == 1
+        said = capsys.readouterr()
+        sentence = f"{checkpoint / MANIFEST} has values of another type than a run writes: {name}\n"
+        assert (said.err, said.out) == (f"error: {sentence}", f"damaged  {sentence}")
+    with pytest.raises(InputError, match=r"finds no complete checkpoint.* has values of another type .*: updates"):
+        run("run", "resume=auto")
+
+
+def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, run, tmp_path, capsys):
+    record = checkpoint.parent / "env.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"started": "x"}))
+    run("run", "resume=auto", "n_examples=12")
+    assert read_record(checkpoint.parent)["seconds_before"] is None
+    (checkpoint.parent / "preflight.json").write_text('{"train": [1]}')
+    record.write_text("[]")
+    assert export([str(checkpoint), str(tmp_path / "out")]) == 2
+    assert f"error: {record} holds no mapping: " in capsys.readouterr().err
+
+
+def test_reference_logps_that_cannot_be_written_cost_a_warning(run, tmp_path, capsys):
+    folder = Path(get_local_dir([str(tmp_path)]))
+    folder.mkdir()
+    (folder / "reference_logps").touch()  # where a directory is wanted
+    run("run", "n_examples=4", "cache_reference_logps=all", "do_first_eval=false")
+    assert "warning: another run scores the reference's examples again: " in capsys.readouterr().out
+    assert (tmp_path / "run" / "LATEST").exists()
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
