@@ -116,7 +116,9 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
         results["Time of updates"] = str(timedelta(seconds=round(seconds))), ""
         gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
         # a single process uses all GPUs that it sees
-        device, n = ("GPU", max(processes, len(gpus))) if gpus else ("CPU", number(run.env.get("cpus")))
+        device, n = "CPU", number(run.env.get("cpus"))
+        if isinstance(gpus, list) and gpus:
+            device, n = "GPU", max(processes, len(gpus))
         results[f"{device}-hours"] = figure(seconds * n / 3600), count(n, device)
     return results
 

@@ -31,7 +31,7 @@ ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the 
 
 
 MAY_BE_NULL = (str, NoneType)
-MANIFEST_FORM = {  # of a run's manifest: the types of its facts
+MANIFEST_FORM = {  # the types of a manifest's facts
     **{"files": dict, "config": dict, "model": dict, "code": list, "data": str, "test_data": str, "tokens": str},
     **{"examples": int, "updates": int, "evaluated": bool, "samples_due": bool, "best_at": (int, NoneType)},
     **{"run": MAY_BE_NULL, "base": MAY_BE_NULL, "chat_template": (dict, *MAY_BE_NULL)},

@@ -311,7 +311,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         )
         data = TrainingData.open(Path(table), tokenizer, plan)
         template = str(getattr(tokenizer, "chat_template", None))
-        check_alike({"data or tokenizer": repr(data.identity), "chat template": template})
+        facts = {"data or tokenizer": repr(data.identity), "chat template": template}
+        check_alike({**facts, "tokenizer": str(identify_tokenizer(tokenizer))})
     check_fits(plan, data)
     if not silent:
         warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))

@@ -127,10 +127,11 @@ def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(ref
 
 def test_machines_with_other_weights_of_a_reward_model_are_refused(refuse, tokenizer, tmp_path):
     for rank in range(2):
-        model = Path(save_reward_model(tmp_path / str(rank) / "rm", "llama", tokenizer))
-    weights = load_file(model / "model.safetensors")
+        save_reward_model(tmp_path / str(rank) / "rm", "llama", tokenizer)
+    file = tmp_path / "1" / "rm" / "model.safetensors"
+    weights = load_file(file)
     weights["score.weight"][0, 0] += 1e-3
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, file, metadata={"format": "pt"})
     settings = ("online=online", "online.scorer=reward_model", "online.max_new_tokens=4", "max_length=44")
     said = refuse(*settings, "online.reward_model=HERE/rm")
     assert re.search("rank 1 on .* differ in online.reward_model: give all", said)
