@@ -57,6 +57,7 @@ class Reduced(NamedTuple):
             metric_weights = torch.tensor(weights, dtype=torch.float64) if any(weights) else torch.ones_like(values)
             if examples and role in ROLES:
                 metric_weights *= torch.tensor([role in example.roles for example in examples])
+            metric_weights = scale_weights(metric_weights)
             if metric_weights.any():
                 counted = values.where(metric_weights > 0, 0)  # the loss of a tie may be infinite
                 means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
@@ -102,6 +103,16 @@ def make_scores(columns: NamedTensors, **more: Any) -> Scores:
     return Scores(**fields, **more)
 
 
+def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
+    """The weights, in float64, divided by a power of two so that the largest is about 1.
+
+    So their sum neither overflows nor vanishes, and their ratios are exact.
+    """
+    values = np.asarray(weights, dtype=np.float64)
+    _, exponent = np.frexp(values.max(initial=0.0))
+    return torch.from_numpy(np.ldexp(values, -exponent))
+
+
 def find_shares_ranked_right(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
     """For each labelled example, the share by weight of opposite labels that it is ranked right against, (B,).
 
@@ -110,10 +121,11 @@ def find_shares_ranked_right(rewards: Tensor, is_chosen: Tensor, weights: Tensor
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
         is_opposite = is_chosen != label
-        is_right = (rewards < reward if label else rewards > reward) & is_opposite
-        is_equal = (rewards == reward) & is_opposite
-        shares.append((weights[is_right].sum() + weights[is_equal].sum() / 2) / weights[is_opposite].sum())
-    return torch.stack(shares)
+        others, of_opposite = rewards[is_opposite], scale_weights(weights[is_opposite])
+        is_right = others < reward if label else others > reward
+        right = of_opposite[is_right].sum() + of_opposite[others == reward].sum() / 2
+        shares.append(right / of_opposite.sum())
+    return torch.stack(shares).to(rewards.dtype)
 
 
 class BatchContext(NamedTuple):
@@ -203,7 +215,7 @@ class Objective:
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
-        weights = torch.tensor(batch.weights, dtype=torch.float64)  # which float32 may not hold
+        weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())
         reference, statistic = self.find_cached_reference(batch), None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
@@ -319,7 +331,7 @@ class Objective:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
-            weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=rewards.dtype)
+            weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=torch.float64)
             metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
 

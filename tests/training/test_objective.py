@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import trainers
-from support.runs import GOLDEN, write_lists, write_weighted
+from support.runs import GOLDEN, ask, write_lists, write_splits, write_weighted
 from support.warm import launch
 
 from dpo.analysis.ledger import read_ledger
 from dpo.models.layouts import SharedPrefix
 from dpo.models.pretrained import Source, load_model
 from dpo.reporting.ledger import Ledger
+from dpo.training.objective import Reduced, find_shares_ranked_right
 from trainers import BasicTrainer, FSDPTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.5")
@@ -44,6 +46,38 @@ def test_lists_of_different_lengths_have_the_same_metrics_in_any_layout_and_with
     assert expected[-1]["rewards_eval/margins"] == pytest.approx(
         expected[-1]["rewards_eval/chosen"] - expected[-1]["rewards_eval/rejected"]
     )
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])  # of labels, the ranking is weighted too
+@pytest.mark.parametrize("weight", [1e308, 5e-324], ids=str)
+def test_weights_that_are_all_alike_give_the_numbers_of_none_whatever_their_size(loss, weight, make, tmp_path):
+    def write(folder: str, **weights: float) -> Path:
+        def make_row(split: str, i: int) -> dict:
+            if loss == "dpo":
+                answers = {"chosen": f" It is {'very ' * (i % 4)}near.", "rejected": f" Who knows {i}?"}
+            else:
+                answers = {"completion": f" It is {'very ' * (i % 4)}near.", "label": i % 2 == 0}
+            return {"prompt": ask(split, i), **answers, **weights}
+
+        return write_splits(tmp_path / folder, make_row)
+
+    found = []
+    for folder, weights in (("without", {}), ("with", {"weight": weight})):
+        trainer = make(f"run {folder}", write(folder, **weights), f"loss={loss}", "loss.beta=0.5")
+        found.append([*trainers.updates(trainer), trainer.evaluate_if_due(is_last=True)])
+    for without, alike in zip(*found, strict=True):
+        assert alike == pytest.approx(without, rel=1e-9)
+    assert trainer.plan.best[0] in alike
+
+
+def test_a_role_whose_weights_are_small_beside_the_others_has_means_and_a_ranking():
+    roles = [SimpleNamespace(roles=(role,)) for role in ("chosen", "chosen", "rejected")]
+    table = {"rewards/chosen": torch.tensor([1.0, 4.0, 0.0]), "rewards/rejected": torch.tensor([0.0, 0.0, 2.0])}
+    means = Reduced(table, {}).means(roles, [1e-323, 5e-324, 1e308])
+    assert means == {"rewards/chosen": 2.0, "rewards/rejected": 2.0}
+    weights = torch.tensor([1e-323, 5e-324, 1e308], dtype=torch.float64)
+    shares = find_shares_ranked_right(torch.tensor([1.0, 4.0, 2.0]), torch.tensor([True, True, False]), weights)
+    assert shares.tolist() == pytest.approx([0, 1, 1 / 3])
 
 
 def test_on_pairs_plackett_luce_trains_as_dpo_to_the_last_digit(make, tmp_path):
