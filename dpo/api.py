@@ -22,7 +22,6 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
 from dpo.settings.command_line import check_command_line, parse_key
-from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
@@ -110,13 +109,11 @@ def _write(value: Any) -> str:
 
 def _train(overrides: Sequence[str]) -> Path:
     """Train in a child process; show its messages, and its updates as a bar. Returns the run's directory."""
-    paths = [str(PACKAGE_DIR.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
         output, place, metrics = _Tail(Path(folder, "output.txt")), Path(folder, "place.txt"), None
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                [sys.executable, "-c", START.format(os.getpid(), str(place)), *overrides],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                **host.python_command("-c", START.format(os.getpid(), str(place)), *overrides),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from dpo.redaction import redact
+
 LONGEST = 300  # characters of a library's message
 
 
@@ -30,10 +32,10 @@ class SamplingFailed(Exception):
 
 
 def one_sentence(error: BaseException) -> str:
-    """Its message on one readable line without lone surrogates, or its class."""
+    """Its message on one readable line without lone surrogates and secrets, or its class."""
     is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
     words = [type(error).__name__] * is_value_alone + str(error).split()
-    return " ".join(words)[:LONGEST].encode(errors="backslashreplace").decode()
+    return redact(" ".join(words))[:LONGEST].encode(errors="backslashreplace").decode()
 
 
 @contextmanager

@@ -28,6 +28,7 @@ PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchma
 PACKAGES = (  # of `dpo`, and modules; each imports itself and those before it
     *(
         "",
+        "redaction",
         "errors",
         "numbers",
         "losses",

@@ -17,8 +17,8 @@ import numpy as np
 from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count, figure
+from dpo.redaction import redact
 from dpo.system.plain_files import check_readable, read_json, read_yaml
-from dpo.system.redaction import redact
 from dpo.system.run_directory import RUN_LOG, is_locked
 
 WARNS = "warning: "  # how a warning on the terminal begins

@@ -27,11 +27,11 @@ from dpo.data.preflight import TrainingData
 from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError
 from dpo.plugins import find_digests
+from dpo.redaction import redact
 from dpo.settings.keys import KEYS, PACKAGE, PRECISION, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_record, write_record
 
 VERSION_KEY = "transformers_version"  # key of a model's config

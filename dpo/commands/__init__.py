@@ -6,9 +6,11 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dpo import __version__
+from dpo.errors import InputError, RunError
+from dpo.redaction import redact
 from dpo.system import host
 from dpo.system.signals import end_on_stop_signals
 
@@ -28,8 +30,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     host.set_allocators(os.environ)  # before a command imports torch
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    host.print_whatever_happens()
     if name == "train":  # before the imports, which take a while: a signal may come during them
-        host.print_whatever_happens()
         end_on_stop_signals()
         from dpo.train import start
 
@@ -47,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"dpo {name} is no command\n{usage}", file=sys.stderr)
     return 2
+
+
+def run_command(work: Callable[[], object], *, when_interrupted: str = "") -> int:
+    """Do the work of a command; its exit status, after one sentence about a failure that is no bug."""
+    try:
+        work()
+    except (InputError, RunError) as error:
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        print(when_interrupted, file=sys.stderr)
+        return 130
+    return 0
 
 
 def parse_count(text: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpo.analysis.page import write_report
 from dpo.data.demo import COURTEOUS
-from dpo.system.host import is_installed
+from dpo.system.host import is_installed, python_command
 
 DEMO = Path(".cache", "demo")
 # samples before training are what the page compares with
@@ -28,12 +28,14 @@ STAGES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="dpo demo", description=__doc__).parse_args(arguments)
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # with a model this small, threads mostly wait for each other
     for name, stage in STAGES.items():
         start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
         command = [*stage.split(), *COMMON.split(), *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
-        if subprocess.run([sys.executable, "-m", "dpo", "train", *command], env=one_thread, check=False).returncode:
+        # one thread, as with a model this small threads mostly wait for each other
+        if subprocess.run(
+            **python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1"), check=False
+        ).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
     samples = [json.loads(line) for line in (DEMO / "dpo" / "samples.jsonl").read_text("utf-8").splitlines()]
     for n_examples in (0, samples[-1]["examples"]):

@@ -22,7 +22,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from dpo import __version__
-from dpo.system.host import has_bfloat16, host_memory, is_installed
+from dpo.redaction import redact
+from dpo.system.host import has_bfloat16, host_memory, is_installed, python_command
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
@@ -59,11 +60,11 @@ def list_problems() -> list[str]:
     print(f"{cores} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available", flush=True)
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
-    command = [sys.executable, "-c", "from dpo.commands import doctor; doctor.check_devices()"]
+    command = python_command("-c", "from dpo.commands import doctor; doctor.check_devices()")
     try:
-        child = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
+        child = subprocess.run(**command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
         if child.returncode:
-            last_line = (child.stderr.strip() or f"status {child.returncode}").splitlines()[-1]
+            last_line = (redact(child.stderr).strip() or f"status {child.returncode}").splitlines()[-1]
             problems.append(f"devices: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
     except subprocess.TimeoutExpired:
         problems.append(f"devices: no answer within {LIMIT_SECS} s")

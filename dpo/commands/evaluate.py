@@ -24,7 +24,7 @@ import transformers
 
 from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
-from dpo.commands import add_model_options, parse_count
+from dpo.commands import add_model_options, parse_count, run_command
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError
 from dpo.judging import judges
@@ -36,8 +36,9 @@ from dpo.models.answers import choose_sampling, list_end_tokens
 from dpo.models.export import Origin, find_origin
 from dpo.models.panel import load_panel
 from dpo.numbers import count, percent
+from dpo.redaction import redact
 from dpo.system.arithmetic import set_up_torch
-from dpo.system.host import is_installed
+from dpo.system.host import is_installed, python_command
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import now
 
@@ -84,21 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        if options.lm_eval:
-            run_lm_eval(options)
-        if options.judge:
-            evaluate(options)
-    except (InputError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print("what was answered and judged so far is kept: the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+    kept = "what was answered and judged so far is kept: the same command goes on"
+    return run_command(lambda: evaluate(options), when_interrupted=kept)
 
 
 def evaluate(options: argparse.Namespace) -> None:
+    if options.lm_eval:
+        run_lm_eval(options)
+    if options.judge:
+        judge_answers(options)
+
+
+def judge_answers(options: argparse.Namespace) -> None:
     contestants, origin = load_contestants(options)
     folder = find_folder(options, origin)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +107,7 @@ def evaluate(options: argparse.Namespace) -> None:
     if judge is None:
         write_form(folder / "judge.html", pairs)
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        print(f"then: {options.next_command}")
+        print(f"then: {redact(options.next_command)}")
         return
     verdicts = judge(pairs)
     is_recorded = options.judge.startswith("verdicts:")
@@ -125,7 +123,7 @@ def evaluate(options: argparse.Namespace) -> None:
     }
     names = (contestants[0].name, contestants[1].name)
     tested = judge(labelled) if labelled else []
-    report(folder, names, pairs, verdicts, tested, {key: value for key, value in settings.items() if value})
+    report(folder, names, pairs, verdicts, tested, redact({key: value for key, value in settings.items() if value}))
 
 
 def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
@@ -250,10 +248,10 @@ def run_lm_eval(options: argparse.Namespace) -> None:
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():
         arguments = f"pretrained={origin.plan.model.name_or_path},peft={model}"
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
+    command = ["-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
     command += ["--output_path", str(folder / "lm-eval"), "--batch_size", str(options.batch_size)]
     command += ["--include_path", options.include_path] if options.include_path else []
-    if subprocess.run(command, check=False).returncode:
+    if subprocess.run(**python_command(*command), check=False).returncode:
         raise RunError("lm-eval failed: its output above says why")
 
 

@@ -17,23 +17,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from huggingface_hub import HfApi, ModelCard, hf_hub_download, metadata_load
+from huggingface_hub import HfApi, ModelCard, get_token, hf_hub_download, metadata_load
 
 from dpo import __version__
 from dpo.analysis.curves import draw, plan_charts
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
-from dpo.commands import add_model_options
+from dpo.commands import add_model_options, run_command
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.models.export import Origin, export, find_origin
+from dpo.models.export import Origin, escape_markdown, export, find_origin
 from dpo.models.pretrained import DTYPES
+from dpo.redaction import redact, remember
 from dpo.system.host import is_installed
 from dpo.system.plain_files import read_json
-from dpo.system.redaction import redact
 from dpo.system.run_directory import read_record
 
 RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
+# patterns of the files that an export may have
+WEIGHTS = "model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf"
+CONFIGS = "config.json generation_config.json adapter_config.json *processor_config.json curves/*.png"
+TOKENIZER = """tokenizer* special_tokens_map.json added_tokens.json chat_template* additional_chat_templates/*
+    vocab.* merges.txt *.model *.tiktoken"""
+CODE = "configuration_*.py modeling_*.py tokenization_*.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,13 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(options.gguf) != bool(options.llama_cpp):
         parser.error("--gguf and --llama-cpp go together")
     transformers.utils.logging.disable_progress_bar()
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            write(options, options.out or Path(scratch, "model"))
-    except (InputError, RunError) as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        return run_command(lambda: write(options, options.out or Path(scratch, "model")))
 
 
 def write(options: argparse.Namespace, out: Path) -> None:
@@ -105,11 +106,12 @@ def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
     card.data.tags = [*(card.data.tags or []), "dpo-train"]
     if run_dir is not None:
         record = read_run(run_dir)
-        texts = ["## Results", describe_result(record)]
+        texts = ["## Results", escape_markdown(describe_result(record))]
         for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
             found = read_json(result)
             if found["settings"]["model"] == str(origin.policy):
-                texts.append(" ".join([f"Judged by {result.stem.partition('-')[2]}:", *found["sentences"]]))
+                sentences = [f"Judged by {result.stem.partition('-')[2]}:", *found["sentences"]]
+                texts.append(escape_markdown(" ".join(sentences)))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
             (folder / "curves").mkdir(exist_ok=True)
             (folder / "curves" / f"{i}.png").write_bytes(draw(chart, lines))
@@ -119,18 +121,24 @@ def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
 
 
 def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrite: bool) -> None:
-    """Upload a folder; InputError for a repository that something else than this run filled, unless it may be."""
+    """Make the repository's model what the folder has: files of an earlier one, that readers could prefer, go.
+
+    InputError for a repository that something else than this run filled, unless it may be.
+    """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     print(f"these files go to {name} ({'public' if public else 'private'} if it is new):")
     for file in files:
         print(f"  {file.relative_to(folder)} ({file.stat().st_size / 1e6:,.2f} MB)", flush=True)
     api = HfApi(library_name="dpo-train", library_version=__version__)
     with explaining_library(lambda error: RunError(f"{name} was not pushed: {one_sentence(error)}")):
+        remember(get_token())
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
             raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Trained by dpo {__version__}")
+        patterns = " ".join((WEIGHTS, CONFIGS, TOKENIZER, CODE)).split()
+        message = f"Trained by dpo {__version__}"
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=patterns)
     print(f"pushed to {api.endpoint}/{name}")
 
 

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.ledger import Pair, read_ledger, summarize
+from dpo.commands import run_command
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
+from dpo.redaction import redact
 
 LONGEST_TEXT = 300  # characters
 
@@ -55,19 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)
-    try:
-        summary = summarize(read_ledger(options.run), top=options.top)
-    except InputError as error:
-        parser.error(str(error))
+    return run_command(lambda: show(options.run, options.top))
+
+
+def show(run_dir: Path, top: int) -> None:
+    summary = summarize(read_ledger(run_dir), top=top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     texts, note = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, ""
     if wanted := {pair.example for pair in pairs} - texts.keys():
         try:
-            texts |= find_texts(options.run, wanted)
+            texts |= find_texts(run_dir, wanted)
             if not wanted <= texts.keys():
                 note = "The run's datasets have changed, and lack some of these pairs."
         except (InputError, OSError) as error:
-            note = f"Texts are not shown: {error}"
+            note = f"Texts are not shown: {redact(str(error))}"
     lines = [
         f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
         f"{count(summary.truncated, 'is', 'are')} truncated.",
@@ -81,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for line in lines:
         print("".join(c if c.isprintable() else " " for c in line))  # other characters could change the terminal
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from dpo.analysis.page import render_page, write_report
+from dpo.commands import run_command
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT, RUN_LOG, is_locked
 
@@ -31,17 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
     parser.add_argument("--port", type=int, default=8421, help="of --serve (default: 8421)")
     options = parser.parse_args(arguments)
-    try:
-        if options.serve:
-            serve(options.runs, options.port)
-        else:
-            runs = list_runs(options.runs)
-            default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
-            print(f"report: {write_report(runs, options.out or default_out)}")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: serve(options.runs, options.port) if options.serve else write(options))
+
+
+def write(options: argparse.Namespace) -> None:
+    runs = list_runs(options.runs)
+    default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
+    print(f"report: {write_report(runs, options.out or default_out)}")
 
 
 def list_runs(paths: Sequence[Path]) -> list[Path]:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 
 import transformers
 
-from dpo.commands import add_model_options
+from dpo.commands import add_model_options, run_command
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
 from dpo.models.panel import Panel, load_panel
+from dpo.redaction import redact
 from dpo.system.arithmetic import set_up_torch
 
 RESET = "/reset"
@@ -44,7 +45,7 @@ def converse(panel: Panel, sampling: Sampling) -> None:
         try:  # before the first answer, as a prompt that does not fit changes no history
             prompts = [panel.encode(messages, n_new=sampling.max_new_tokens) for messages in asked]
         except InputError as error:
-            print(f"error: {error}; {RESET} starts a new conversation", file=sys.stderr)
+            print(f"error: {redact(str(error))}; {RESET} starts a new conversation", file=sys.stderr)
             continue
         histories = asked
         for side, prompt, history in zip(panel.sides, prompts, histories, strict=True):
@@ -74,32 +75,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        panel = load_panel(
-            options.path,
-            reference=options.reference,
-            form=options.format,
-            model=options.model,
-            template=options.chat_template,
-            trust_remote_code=options.trust_remote_code,
-        )
-        sampling = choose_sampling(
-            panel.sides[0].model,
-            panel.tokenizer,
-            vars(options),
-            chat=panel.form == CHAT,
-            max_new_tokens=options.max_new_tokens,
-            seed=(options.seed,),
-        )
-        print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
-        print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
-        converse(panel, sampling)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(lambda: ask(options))
+
+
+def ask(options: argparse.Namespace) -> None:
+    panel = load_panel(
+        options.path,
+        reference=options.reference,
+        form=options.format,
+        model=options.model,
+        template=options.chat_template,
+        trust_remote_code=options.trust_remote_code,
+    )
+    sampling = choose_sampling(
+        panel.sides[0].model,
+        panel.tokenizer,
+        vars(options),
+        chat=panel.form == CHAT,
+        max_new_tokens=options.max_new_tokens,
+        seed=(options.seed,),
+    )
+    print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
+    print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
+    converse(panel, sampling)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints
+from dpo.redaction import redact
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"whole    {checkpoint} ({n_bytes / 1e9:.3g} GB)", flush=True)
             except DamagedCheckpoint as error:
                 status = 1
-                print(f"damaged  {error}", flush=True)
+                print(f"damaged  {redact(str(error))}", flush=True)
     return status
 
 

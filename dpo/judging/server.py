@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import os
 import re
+import socket
 import threading
 import time
-import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +21,54 @@ import tqdm
 
 from dpo.errors import InputError, one_sentence
 from dpo.judging.answers import hash_texts
+from dpo.redaction import redact, remember
 from dpo.system.plain_files import append_line, read_lines
 
 KEYS = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # environment variables, of which the first that is set is sent
 N_TRIES, WAIT_SECS = 4, 1.0  # the wait doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 LONGEST_REPLY = 512  # tokens
+LONGEST_ERROR = 2**16  # bytes that are read of a server's message
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:  # it could send the key to another host
-        return None
+class _AsTheyCome(urllib.request.HTTPErrorProcessor):
+    def http_response(self, request: Any, response: Any) -> Any:
+        """Follow no redirect, which could send the key to another host."""
+        return response
+
+    https_response = http_response
+
+
+class _ConnectionHere(http.client.HTTPConnection):
+    """Checks where it leads, as a name may lead elsewhere than when it was looked up."""
+
+    def connect(self) -> None:
+        super().connect()
+        if not _is_loopback(peer := self.sock.getpeername()[0]):
+            self.close()
+            raise OSError(f"{self.host} led to this machine before, and now to {peer}")
+
+
+class _HandlerHere(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_ConnectionHere, request)
+
+
+def _is_loopback(address: str) -> bool:
+    """Also of the address of no host, a connection to which stays on this machine."""
+    parsed = ipaddress.ip_address(address)
+    return parsed.is_loopback or parsed.is_unspecified
+
+
+def _is_here(url: str) -> bool:
+    """Whether a host has addresses of this machine alone; not if its name is not known here, as behind a proxy."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # a host, or port, that is none
+        return False
+    return all(_is_loopback(str(address[0])) for *_, address in found)
 
 
 class Server:
@@ -43,13 +81,18 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
         self._replies = {line["key"]: line["reply"] for line in read_lines(cache)}
-        self._opener, self._lock = urllib.request.build_opener(_NoRedirects), threading.Lock()
+        handlers, self._lock = [_AsTheyCome()], threading.Lock()
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
+        if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
+            raise InputError(f"the key in {' or '.join(KEYS)} has a space, line break or the like: set it without")
+        remember(self._key)
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: give the key in JUDGE_API_KEY instead")
-        is_here = re.match(r"http://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)", self.url)
-        if self._key and self.url.startswith("http://") and not is_here:
+        if _is_here(self.url):  # a proxy would be sent key and questions, and would answer
+            handlers += [urllib.request.ProxyHandler({}), _HandlerHere()]
+        elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {' or '.join(KEYS)} unencrypted: give an https URL")
+        self._opener = urllib.request.build_opener(*handlers)
         self.model = model or self._find_model()
 
     def ask_all(self, questions: Sequence[str]) -> list[str | Exception]:
@@ -73,9 +116,10 @@ class Server:
         try:
             content = self._request("/chat/completions", body)["choices"][0]["message"]["content"]
             if not isinstance(content, str):
-                raise ValueError(f"the reply has no text: {content!r:.100}")
+                raise ValueError(f"the reply has no text: {content!r}")
         except ERRORS as error:
-            return OSError(self._hide_key(error))
+            return OSError(one_sentence(error))
+        content = redact(content)  # a server may quote the key, and replies are written and published
         with self._lock:
             append_line(self.cache, {"key": key, "reply": content})
             self._replies[key] = content
@@ -86,12 +130,8 @@ class Server:
         try:
             return self._request("/models")["data"][0]["id"]
         except ERRORS as error:
-            why = f"{self.url}/models cannot be read: {self._hide_key(error)}"
+            why = f"{self.url}/models cannot be read: {one_sentence(error)}"
             raise InputError(f"--judge {why}; is it running? Or name its model with --judge-model") from error
-
-    def _hide_key(self, error: Exception) -> str:
-        text = one_sentence(error)
-        return text.replace(self._key, "***") if self._key else text
 
     def _request(self, path: str, body: Any = None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -102,20 +142,29 @@ class Server:
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
-                end, content = time.monotonic() + self.timeout, b""
-                with self._opener.open(request, timeout=self.timeout) as response:
-                    while part := response.read1():
-                        content += part
-                        if time.monotonic() > end:
-                            raise TimeoutError("timed out")
-                return json.loads(content)
-            except urllib.error.HTTPError as error:
-                detail = error.read(300).decode(errors="replace")
-                failure = OSError(f"status {error.code}: {' '.join(detail.split())}")
-                if error.code not in BUSY:
-                    raise failure from None
+                status, content = self._open(request)
             except (OSError, http.client.HTTPException) as error:
                 failure = error
+            else:
+                if status // 100 == 2:
+                    return json.loads(content)
+                if len(content) > LONGEST_ERROR:  # its last word could be a part of the key, which is not found
+                    content = content[:LONGEST_ERROR].rpartition(b" ")[0]
+                failure = OSError(f"status {status}: {content.decode(errors='replace')}")
+                if status not in BUSY:
+                    break
             if number + 1 < N_TRIES:
                 time.sleep(WAIT_SECS * 2**number)
         raise failure
+
+    def _open(self, request: urllib.request.Request) -> tuple[int, bytes]:
+        """The status and content of a response; of a failure not more than LONGEST_ERROR shows."""
+        end, content = time.monotonic() + self.timeout, b""
+        with self._opener.open(request, timeout=self.timeout) as response:
+            while part := response.read1():
+                content += part
+                if time.monotonic() > end:
+                    raise TimeoutError("timed out")
+                if response.status // 100 != 2 and len(content) > LONGEST_ERROR:
+                    break
+        return response.status, content

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -33,18 +34,19 @@ from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
 from dpo.models.weights import Weights, locate_weights, read_archive
+from dpo.redaction import redact
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json, replacing
-from dpo.system.redaction import redact
 from dpo.system.waiting import after_rank_0, leave_together
 
 RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
+TEXT_TAG = "tag:yaml.org,2002:str"
 CARD = """\
 # A model trained with {method}
 
@@ -349,6 +351,21 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
 # --- the model card --------------------------------------------------------------------------------------------------
 
 
+def escape_markdown(text: str) -> str:
+    """The text on one line, as a page shows it: no markup, HTML or link of its own, as names come from others."""
+    escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+    return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
+
+
+class _FactsDumper(yaml.SafeDumper):
+    """Quotes texts with a `<`, so that it can be written as an escape."""
+
+
+_FactsDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(TEXT_TAG, text, style='"' if "<" in text else None)
+)
+
+
 def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, model: Any = None) -> None:
     """Write `README.md`, without a `model` for an `adapter` alone."""
     plan, is_adapter = origin.plan, model is None
@@ -397,14 +414,15 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
         "commit": _read_record(origin, "env.json").get("git_commit"),
     }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
+    facts_text = yaml.dump(known, Dumper=_FactsDumper, sort_keys=False, allow_unicode=True)
     text = CARD.format(
-        method=loss or "preferences",
+        method=escape_markdown(loss or "preferences"),
         auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
         imported=", BitsAndBytesConfig" if IN_4_BITS in options else "",
         options=options,
         trust=trust,
         form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
-        facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
+        facts=textwrap.indent(facts_text.replace("<", r"\x3C"), "    "),  # a block of code
     )
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
+from dpo.redaction import redact
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.host import is_installed
-from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
 FLUSH_SECS = 10  # a killed run loses the events of TensorBoard of at most this time

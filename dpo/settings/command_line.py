@@ -20,11 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from dpo import __version__
 from dpo.errors import InputError, one_sentence
 from dpo.plugins import ADDED_LOSSES
+from dpo.redaction import redact
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_added_loss, load_plugins
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_alias, find_problems, find_value_problem, suggest
 from dpo.system.host import is_rank_0
-from dpo.system.redaction import redact
 
 MULTIRUN, HELP, VERSION = ("-m", "--multirun"), ("-h", "--help"), "--version"
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")

@@ -13,12 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.losses.formulas import mean_sft
+from dpo.redaction import redact
 from dpo.settings import keys
 from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults, load_plugins
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
-from dpo.system.redaction import redact
 
 
 class ParallelDims(NamedTuple):

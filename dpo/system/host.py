@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dpo.redaction import redact
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
 
@@ -41,8 +43,16 @@ class _Log(io.FileIO):
         return memoryview(data).nbytes if n_written is None else n_written  # after an error, claim all was written
 
 
+class _RedactedText(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        super().write(redact(text))
+        return len(text)
+
+
 def print_whatever_happens() -> None:
-    """Make printing never fail: on a full disk, into a closed stream, of characters that cannot be encoded."""
+    """Make printing never fail, on a full disk, into a closed stream, of characters that cannot be encoded; and hide
+    secrets, whoever prints them.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
             # the system gives the lowest free descriptor, which is the closed stream's and stays open when the
@@ -57,7 +67,7 @@ def print_whatever_happens() -> None:
         except io.UnsupportedOperation:  # not a file, as a program such as pytest captures the output
             continue
         options = {"encoding": stream.encoding, "line_buffering": stream.line_buffering or stream.write_through}
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), errors="backslashreplace", **options))
+        setattr(sys, name, _RedactedText(io.BufferedWriter(file), errors="backslashreplace", **options))
 
 
 @contextmanager
@@ -70,6 +80,31 @@ def importing(*, freeze: bool = False) -> Iterator[None]:
         gc.enable()
         if freeze and gc.get_freeze_count() == 0:  # later, in a sweep, it would exempt the garbage of earlier runs
             gc.freeze()
+
+
+def python_command(*arguments: str, **environment: str) -> dict[str, Any]:
+    """The `args` and `env` of a Python process that imports from where this one does.
+
+    By itself it would also, and first, import from the current directory, where others' files may lie.
+    """
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    command = [sys.executable, "-P", *arguments]
+    return {"args": command, "env": {**os.environ, "PYTHONPATH": paths, **environment}}
+
+
+@contextmanager
+def spawning() -> Iterator[None]:
+    """Inside, `multiprocessing` starts such processes; each calls `has_been_spawned`."""
+    former = os.environ.get("PYTHONSAFEPATH", "")  # empty: as if it were not set
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONSAFEPATH"] = former
+
+
+def has_been_spawned() -> None:
+    os.environ.pop("PYTHONSAFEPATH", None)  # it is not for the processes that the user's code may start
 
 
 def silence_bitsandbytes() -> None:

@@ -21,8 +21,15 @@ from multiprocessing.connection import wait as wait_for_any
 from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError, is_lost_contact
-from dpo.system.host import importing, keep_freed_memory, print_whatever_happens, return_freed_memory
-from dpo.system.redaction import redact
+from dpo.redaction import redact
+from dpo.system.host import (
+    has_been_spawned,
+    importing,
+    keep_freed_memory,
+    print_whatever_happens,
+    return_freed_memory,
+    spawning,
+)
 from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
 
 START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
@@ -192,13 +199,14 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
     """The parent gets its status and message."""
+    has_been_spawned()
     end_with_parent(parent, signal.SIGKILL)
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
-    pipe.send((status, message[-15_000:]))
+    pipe.send((status, redact(message)[-15_000:]))
     end_process("", status)
 
 
@@ -228,7 +236,7 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
                 worker_args = (rank_env, os.getpid(), sender, function, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
                 # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it
-                with handling_signals(signal.SIG_IGN, signal.SIGINT):
+                with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
                     process.start()
                 sender.close()
                 processes.append(process)

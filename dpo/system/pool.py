@@ -17,6 +17,7 @@ from typing import Any
 import tqdm
 
 from dpo.errors import RunError
+from dpo.system.host import has_been_spawned, spawning
 
 ITEMS_PER_CHUNK = 1000
 WORKER = {}  # in a worker: its function
@@ -53,7 +54,8 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
     pending = deque()
     try:
         for item in items:
-            pending.append(pool.submit(_work, item))
+            with spawning():
+                pending.append(pool.submit(_work, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -66,6 +68,7 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
 
 
 def _begin_worker(function: Callable) -> None:
+    has_been_spawned()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the results
     WORKER["function"] = function
 

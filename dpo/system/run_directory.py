@@ -26,9 +26,9 @@ import yaml
 
 from dpo import __version__
 from dpo.errors import InputError, RunError, explaining
+from dpo.redaction import redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import list_wrong, read_json, replacing
-from dpo.system.redaction import redact
 from dpo.system.signals import Stopped
 
 # files of a run

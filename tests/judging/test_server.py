@@ -43,8 +43,11 @@ class Stub(BaseHTTPRequestHandler):
                 self.wfile.write(b" ")
                 time.sleep(0.05)
             return None
-        if question == "echo":
-            return self.send(400, {"error": self.headers.get("Authorization")})
+        if question.startswith("echo"):
+            padding = question.removeprefix("echo")
+            return self.send(400, {"error": f"{padding}{self.headers.get('Authorization')}"})
+        if question == "quote":
+            return self.send(200, {"choices": [{"message": {"content": f"A {self.headers.get('Authorization')}"}}]})
         if question == "strange":
             return self.send(200, {"choices": []})
         return self.send(200, {"choices": [{"message": {"content": f"re: {question}"}}]})
@@ -118,6 +121,45 @@ def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, m
         Server("http://example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
     with pytest.raises(InputError, match="unencrypted"):
         Server("http://127.0.0.1.example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+
+
+@pytest.mark.parametrize("padding", ["x" * 270, "x" * 280, "\n" * 60_000, " " * 65_500, " " * 65_510])
+def test_no_part_of_a_key_that_a_server_quotes_is_shown_or_written(padding, stub, tmp_path, monkeypatch):
+    key = "sk-0123456789" * 4
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    replies = connect(stub, tmp_path).ask_all(["quote", f"echo{padding}", "quote"])
+    shown = f"{replies}" + (tmp_path / "replies.jsonl").read_text()
+    assert replies[0] == "A Bearer REDACTED"
+    assert "status 400" in shown
+    assert not any(key[i : i + 6] in shown for i in range(len(key) - 5))
+
+
+@pytest.mark.parametrize("key", ["sk-01234567\nsk-89abcdef", "sk-0123\x7f456", "sk-0123 4567", "sk-schlüssel"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key, stub, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    with pytest.raises(InputError, match="has a space, line break or the like") as refusal:
+        connect(stub, tmp_path)
+    assert "sk-" not in str(refusal.value)
+    assert not stub.calls
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "0.0.0.0", "LOCALHOST"])
+def test_a_proxy_is_not_asked_for_an_address_of_this_machine(host, stub, tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY", "REQUEST_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-key")
+    monkeypatch.setattr(server_module, "N_TRIES", 1)
+    url = f"http://{host}:{stub.server_address[1]}/v1"
+    server = Server(url, "m", tmp_path / "replies.jsonl", parallel=1, timeout=1)
+    assert server.ask_all(["a"]) == ["re: a"]
+    assert stub.calls == [("a", "m", "Bearer secret-key")]
+    # a name may lead elsewhere when it is looked up again
+    monkeypatch.setattr(server_module, "_is_loopback", lambda address: False)
+    with pytest.raises(InputError, match=r"led to this machine before, and now to 127\.0\.0\.1"):
+        server.ask_all(["b", "c"])
+    assert len(stub.calls) == 1
 
 
 def test_a_server_that_refuses_is_named_before_all_is_asked(stub, tmp_path):

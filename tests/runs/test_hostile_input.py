@@ -44,12 +44,12 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import Source, load_config
+from dpo.redaction import redact
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
-from dpo.system.redaction import redact
 from dpo.system.run_directory import get_local_dir, read_record
 from dpo.training.reference import read_logps
 from preference_datasets import get_dataset

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from support.hub import TOKEN, serving_hub
 from support.runs import run_python
 
-from dpo.commands.export import main
+from dpo.commands.export import complete_card, main
+from dpo.models.export import find_origin
 
 CONVERTER = """\
 import pathlib, sys
@@ -45,6 +48,54 @@ def test_a_run_is_pushed_to_a_private_repository_with_its_verdict(hub, copied, t
     assert {line.split()[0] for line in listed.splitlines()[:-1]} == files.keys()
     assert TOKEN not in result.stdout + result.stderr + card
     assert hub.unsigned == []
+
+
+UPLOAD = """\
+import pathlib, sys
+from dpo.commands import export, run_command
+upload = lambda: export.push(pathlib.Path(sys.argv[1]), "me/mine", None, public=False, may_overwrite=True)
+sys.exit(run_command(upload) * 10 + run_command(upload))
+"""
+
+
+def test_a_push_leaves_the_repository_as_the_last_export_is_and_a_refusal_shows_no_saved_token(hub, tmp_path):
+    old = {"adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors", "curves/3.png"}
+    old |= {"model.safetensors.index.json", "model-f16.gguf", "chat_template.jinja", "modeling_x.py"}
+    theirs = {".gitattributes", "LICENSE", "notes/config.md", "data.json"}
+    hub.files["me/mine"], hub.private["me/mine"] = dict.fromkeys(old | theirs, b"old"), True
+    folder = tmp_path / "export"
+    for name in ("model.safetensors", "config.json", "curves/0.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"new")
+    saved = tmp_path / "hf" / "token"  # as `hf auth login` saves it
+    saved.parent.mkdir()
+    saved.write_text(TOKEN)
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(saved.parent), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    hub.commits_left = 1
+    result = run_python("-c", UPLOAD, str(folder), **settings)
+    assert result.returncode == 1, result.stderr  # the first upload succeeds, and the second does not
+    assert hub.unsigned == []
+    left = {name for name, content in hub.files["me/mine"].items() if content == b"old"}
+    assert left == theirs
+    assert hub.files["me/mine"].keys() - theirs == {"model.safetensors", "config.json", "curves/0.png"}
+    assert "error: me/mine was not pushed: 403 " in result.stderr
+    assert "Bearer REDACTED" in result.stderr
+    assert TOKEN[:6] not in result.stderr
+
+
+def test_a_card_shows_what_others_named_as_text(copied, tmp_path):
+    run_dir = copied("run")
+    origin, name = find_origin(run_dir), "<script>x</script>\n# Owned [a](http://b.c) www.b.c ![i](data:x) *b*"
+    (run_dir / "evaluation").mkdir()
+    result = {"settings": {"model": str(origin.policy)}, "sentences": [f"{name} wins 2 of 3 prompts."]}
+    (run_dir / "evaluation" / "evaluation-<b>.json").write_text(json.dumps(result))
+    (tmp_path / "README.md").write_text("---\n---\n# A model\n")
+    complete_card(tmp_path, origin, "run")
+    card = (tmp_path / "README.md").read_text()
+    judged = next(line for line in card.splitlines() if line.startswith("Judged by &#60;b&#62;: "))
+    assert html.unescape(judged) == f"Judged by <b>: {' '.join(name.split())} wins 2 of 3 prompts."
+    assert not any(markup in judged for markup in ("<", "[", "*", "!", "://", "www."))
+    assert "# Owned" not in card.splitlines()
 
 
 @pytest.mark.slow

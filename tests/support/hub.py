@@ -23,6 +23,7 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, dict[str, bytes]] = {}
         self.large: dict[str, bytes] = {}  # by digest
         self.unsigned: list[str] = []  # paths of calls without the token
+        self.commits_left = 100  # afterwards calls are refused, with their header in the message
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,14 +63,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer_about(self, name: str, what: list[str], body: bytes) -> None:
         files = self.server.files[name]
-        if what[:1] == ["preupload"]:
+        if self.server.commits_left == 0:
+            self.send(403, {"error": f"{'no ' * 30}{self.headers['Authorization']}"})
+        elif what[:1] == ["preupload"]:
             sent = json.loads(body)["files"]
             modes = [{"path": f["path"], "uploadMode": "lfs" if f["size"] > 10**6 else "regular"} for f in sent]
             self.send(200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]})
+        elif what[:1] == ["tree"]:
+            self.send(200, [{"type": "file", "path": f, "size": len(files[f]), "oid": "x"} for f in files])
         elif what[:1] == ["commit"]:
+            self.server.commits_left -= 1
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del files[line["value"]["path"]]
                 elif line["key"] == "lfsFile":
                     files[line["value"]["path"]] = self.server.large[line["value"]["oid"]]
             self.send(200, {"commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
@@ -77,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": file} for file in files]
             self.send(200, {"id": name, "sha": COMMIT, "private": self.server.private[name], "siblings": siblings})
 
-    def send(self, status: int, content: dict | bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
+    def send(self, status: int, content: dict | list | bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():

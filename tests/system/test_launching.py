@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ from support import warm
 from support.runs import ROOT, assert_gone, make_environment, run_python
 
 from dpo.errors import InputError, RunError
+from dpo.system.host import python_command
 from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
+from dpo.system.pool import map_chunks
 
 TESTS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"  # where processes find this file
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -169,6 +173,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
 
 FAILING_RANK = """
 import pathlib, sys
+from dpo.system.host import python_command
 from dpo.system.launching import launch
 from test_launching import fail_on_rank_1
 launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=True, timeout_secs=5)
@@ -190,3 +195,22 @@ def test_a_rank_of_another_machine_that_fails_is_named(how, tmp_path):
     assert all(process.returncode for process in started)
     assert "rank 0 lost contact" in errors[0]
     assert "because rank 1 failed, was killed, or did not answer in time" in errors[0]
+
+
+STARTS = {
+    "pool": lambda folder: list(map_chunks(len, range(3000), 3000, "count", 1000, silent=True)),
+    "command": lambda folder: subprocess.run(**python_command("-c", "import socket, selectors, dpo"), check=True),
+    "workers": lambda folder: launch(add_up, 2, folder, process_group=True, timeout_secs=100),
+}
+
+
+@pytest.mark.parametrize("start", ["pool", "command", pytest.param("workers", marks=pytest.mark.slow)])
+def test_no_child_runs_what_lies_in_the_current_directory(start, tmp_path, monkeypatch):
+    for name in ("socket", "selectors", "dpo"):  # such as the directory of somebody's data
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(filter(None, sys.path)))  # which begins with '' after python -m
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    STARTS[start](tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert not os.environ.get("PYTHONSAFEPATH")

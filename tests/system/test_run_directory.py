@@ -16,7 +16,7 @@ from support.faults import start_run
 from support.runs import ROOT
 
 from dpo.errors import InputError
-from dpo.system.redaction import redact
+from dpo.redaction import redact
 from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_record
 
 

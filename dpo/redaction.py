@@ -1,0 +1,103 @@
+"""Redaction of likely secrets, before anything is written."""
+
+from __future__ import annotations
+
+import html
+import json
+import netrc
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$",
+    re.IGNORECASE,
+)
+TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
+CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# Searched in texts of others, so each takes a time that grows no faster than the text: no run of characters is searched
+# again from its middle.
+URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
+URL_SECRETS = re.compile(
+    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE
+)
+# KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
+ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
+REMEMBERED: set[str] = set()  # what `remember` was told
+SHORTEST = 8  # characters; a shorter value may be an ordinary word
+INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
+
+
+@lru_cache(1000)
+def is_secret(name: Any) -> bool:
+    """Whether a key is named like a secret, as `api_key`, `authToken` and `db.password` are."""
+    last_part = str(name).rpartition(".")[2]
+    words = CAMEL_CASE_BOUNDARY.sub("_", last_part)
+    return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
+
+
+def remember(secret: str | None) -> None:
+    """Hide a secret from now on, of whatever place it was read."""
+    REMEMBERED.add(secret or "")
+
+
+def _list_secrets() -> Iterator[str]:
+    """Those of the environment, of the files in which `hf auth login` and `wandb login` save theirs, and others."""
+    yield from REMEMBERED
+    yield from (secret for name, secret in os.environ.items() if is_secret(name))
+    environ, home = os.environ, os.path.expanduser("~")
+    hub = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface"
+    logins = environ.get("NETRC") or f"{home}/.netrc"
+    for file in (environ.get("HF_TOKEN_PATH") or f"{hub}/token", f"{hub}/stored_tokens", logins):
+        with suppress(OSError):  # there is no such file, or it may not be read
+            found = os.stat(file)
+            if stat.S_ISREG(found.st_mode):
+                yield from _read_secrets(file, found.st_mtime_ns, is_logins=file == logins)
+
+
+@lru_cache(8)
+def _read_secrets(file: str, changed: int, *, is_logins: bool) -> list[str]:
+    """A token alone, the values of an INI file, or the passwords of a netrc file; none of another file."""
+    with suppress(ValueError, netrc.NetrcParseError):
+        if is_logins:
+            return [password or "" for _, _, password in netrc.netrc(file).hosts.values()]
+        return re.findall(r"(?:^|=)\s*(\S+)\s*$", Path(file).read_text(encoding="utf-8"), re.MULTILINE)
+    return []
+
+
+@lru_cache(1000)
+def _list_forms(secret: str) -> list[str]:
+    """A secret as messages, JSON, URLs and pages write it, the longest first."""
+    # repr escapes a quote if there are quotes of both kinds
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+    forms |= {quote(secret, safe="", errors="surrogateescape"), html.escape(secret), " ".join(secret.split())}
+    forms |= {form.replace("'", "\\'") for form in forms} | {form.replace("/", "\\/") for form in forms}
+    return sorted(forms, key=len, reverse=True)
+
+
+def redact(value: Any) -> Any:
+    """Replace by REDACTED: values of keys named like a secret (KEY=VALUE in texts too), secrets of this machine's
+    environment and logins, and credentials in URLs. Before a text is cut, as what is left of a secret is not found.
+    """
+    if isinstance(value, dict):
+        secret_keys = {k for k, v in value.items() if is_secret(k) and v and not INTERPOLATION.fullmatch(str(v))}
+        return {k: "REDACTED" if k in secret_keys else redact(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [redact(v) for v in value]
+    if not isinstance(value, str):
+        return value
+    text = value
+    for secret in sorted({*_list_secrets()}, key=len, reverse=True):  # one may be a part of another
+        if len(secret.strip()) >= SHORTEST:
+            for form in _list_forms(secret.strip()):
+                text = text.replace(form, "REDACTED")
+    # up to its last @ each word is searched: behind it there are no credentials, but perhaps many ://
+    text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
+    text = URL_SECRETS.sub(r"\1REDACTED", text)
+    return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)
