@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
+from dpo.redaction import redact
 from dpo.settings.command_line import check_command_line, parse_key
 from dpo.settings.places import store_rows
 from dpo.system import host
@@ -87,7 +88,7 @@ def run(keys: Mapping[str, Any] | Sequence[str] | str = (), data: Any = None) ->
     if data is not None:
         stored = store_rows({"datasets": data})
         if "dataset_sources" not in stored:
-            raise InputError(f"data is {data!r:.100}: give a list of mappings, or one split of a Dataset")
+            raise InputError(f"data is {redact(repr(data))[:100]}: give a list of mappings, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
     if not given & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")

@@ -26,10 +26,10 @@ from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
 from dpo.commands import add_model_options, parse_count, run_command
 from dpo.data.asking import CHAT
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
 from dpo.judging.answers import ANSWERS, AnswerFile, Contestant, Pair, draw_answers, list_labelled, load_prompts, show
-from dpo.judging.page import write_form, write_result
+from dpo.judging.page import check_files, write_form, write_result
 from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize
 from dpo.models.answers import choose_sampling, list_end_tokens
@@ -99,12 +99,16 @@ def evaluate(options: argparse.Namespace) -> None:
 def judge_answers(options: argparse.Namespace) -> None:
     contestants, origin = load_contestants(options)
     folder = find_folder(options, origin)
-    folder.mkdir(parents=True, exist_ok=True)
+    with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; give another --out")):
+        folder.mkdir(parents=True, exist_ok=True)
+    kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
+    check_files(folder, kind)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
     tokenizer = contestants[0].panel.tokenizer
     prompts = load_prompts(origin, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
     pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
     if judge is None:
+        check_files(folder, kind)
         write_form(folder / "judge.html", pairs)
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         print(f"then: {redact(options.next_command)}")
@@ -123,7 +127,9 @@ def judge_answers(options: argparse.Namespace) -> None:
     }
     names = (contestants[0].name, contestants[1].name)
     tested = judge(labelled) if labelled else []
-    report(folder, names, pairs, verdicts, tested, redact({key: value for key, value in settings.items() if value}))
+    check_files(folder, kind)  # again, as hours may have passed
+    known = {key: redact(value) for key, value in settings.items() if value}
+    report(folder, kind, names, pairs, verdicts, tested, known)
 
 
 def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
@@ -195,6 +201,7 @@ def answer_both(contestants: Sequence[Contestant], prompts: Sequence[Any], file:
 
 def report(
     folder: Path,
+    kind: str,
     names: tuple[str, str],
     pairs: Sequence[Pair],
     verdicts: Sequence[judges.Verdict],
@@ -221,7 +228,6 @@ def report(
         sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
         rates.append(("The judge's agreement with labels", agreement))
     facts = {"policy": names[0], "other": names[1], "sentences": sentences, "rates": rates, "settings": settings}
-    kind = "server" if settings["judge"].startswith("http") else settings["judge"].partition(":")[0]
     page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
     write_result(page, facts, pairs, verdicts)
     rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]

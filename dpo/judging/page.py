@@ -13,9 +13,22 @@ from dpo.analysis import page
 from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.numbers import percent
-from dpo.system.plain_files import replacing
+from dpo.system.plain_files import check_own, replacing
 
+# files of an evaluation, by the kind of its judge, and how each begins
+FORM = {"judge.html": ".*<title>Which answer is better\\?</title>", "pairs.jsonl": r'\{"id": "\w{16}", "prompt": '}
+RESULT = {
+    "evaluation-{}.html": ".* against .* · evaluation</title>",
+    "evaluation-{}.json": r'\{\s*"policy": ',
+    "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
+}
 MOST_SHOWN = 100  # pairs on the page; the files have all
+
+
+def check_files(folder: Path, kind: str) -> None:
+    """Raise InputError if files of others would be replaced."""
+    for name, mark in (FORM if kind == "human" else RESULT).items():
+        check_own(folder / name.format(kind), mark)
 
 
 def write_result(file: Path, facts: Mapping[str, Any], pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:

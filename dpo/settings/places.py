@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.plugins import DATASETS, READERS
+from dpo.redaction import redact
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import get_local_dir
@@ -89,7 +90,8 @@ class Source:
         if unknown := ", ".join(map(str, source.keys() - SOURCE_KEYS)):
             raise InputError(f"{key} has the unknown key {unknown}: it may have {', '.join(SOURCE_KEYS)}")
         if not is_text(source.get("path")):
-            raise InputError(f"{key}={value!s:.200} must be a directory, file or Hub id, or a mapping with it as path")
+            shown = redact(str(value))[:200]
+            raise InputError(f"{key}={shown} must be a directory, file or Hub id, or a mapping with it as path")
         columns = source.get("columns") or {}
         are_mapped = isinstance(columns, Mapping) and all(
             own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))

@@ -4,6 +4,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -16,11 +17,25 @@ import yaml
 
 from dpo.errors import InputError, one_sentence
 
+LONGEST_MARK = 2**14  # characters
+
 
 def check_readable(path: Path) -> None:
     """Raise InputError unless it is or links to a regular file: opening a FIFO would block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{path} is not a regular file")
+
+
+def check_own(path: Path, mark: str) -> None:
+    """Raise InputError for what is there, unless it begins as a pattern says that a file of ours does, or is empty."""
+    if not os.path.lexists(path):
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            beginning = file.read(LONGEST_MARK).decode(errors="replace")
+        if not beginning or re.match(mark, beginning, re.DOTALL):
+            return
+    raise InputError(f"{path} is none of the files that this command writes: move it away, or give another directory")
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
@@ -73,11 +88,12 @@ def replacing(path: Path) -> Iterator[Path]:
             remove(temporary)
 
 
-def read_lines(path: Path) -> Iterator[Any]:
+def read_lines(path: Path, mark: str) -> Iterator[Any]:
     """Yield the values of JSON lines to which `append_line` adds, if there is such a file.
 
-    A last line that was cut off, as by a kill, is removed.
+    A last line that was cut off, as by a kill, is removed. InputError for a file that does not begin as `mark` says.
     """
+    check_own(path, mark)
     if path.exists():
         content = path.read_bytes()
         end = content.rfind(b"\n") + 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from support.runs import GOLDEN, make_environment, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
+from dpo.errors import InputError
+from dpo.judging.page import check_files
 from dpo.system.host import is_installed
+from dpo.system.plain_files import remove
 
 SHORT = ("--max-new-tokens", "6", "--out", "out")
 
@@ -50,6 +54,34 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     assert main([str(run_dir), str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
     assert read_result()["ties"] == result["n"]  # the run beside itself: equal answers, the first of which are kept
     assert len(Path("out/answers.jsonl").read_text().splitlines()) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("judge", "name"), [("human", "pairs.jsonl"), ("function:mine.py:score", "answers.jsonl")], ids=lambda value: value
+)
+def test_a_file_of_the_user_is_neither_replaced_nor_cut(judge, name, run_dir, capsys):
+    theirs = write_rows(Path("out", name), [{"prompt": "Hi", "chosen": "Hello.", "rejected": "What?"}])
+    theirs.write_text(content := theirs.read_text().rstrip())  # without a newline at its end
+    assert main([str(run_dir), "--judge", judge, *SHORT]) == 2
+    assert f"error: {theirs} is none of the files that this command writes" in capsys.readouterr().err
+    assert theirs.read_text() == content
+    assert [path.name for path in theirs.parent.iterdir()] == [name]
+
+
+def test_files_of_an_evaluation_are_known_by_their_beginning(tmp_path):
+    for name in ("evaluation-server.html", "evaluation-server.json", "judged-server.jsonl", "judge.html"):
+        kind = "human" if name == "judge.html" else "server"
+        for content in ("", None):  # an empty file, a directory
+            file = tmp_path / name
+            file.mkdir() if content is None else file.write_text(content)
+            with nullcontext() if content == "" else pytest.raises(InputError, match=re.escape(str(file))):
+                check_files(tmp_path, kind)
+            remove(file)
+        for content in ('{"prompt": "Hi", "chosen": "Hello."}\n', "<!doctype html><title>Mine</title>"):
+            file.write_text(content)
+            with pytest.raises(InputError, match="move it away, or give another directory"):
+                check_files(tmp_path, kind)
+        file.unlink()
 
 
 def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, capsys):

@@ -67,7 +67,7 @@ def test_weights_that_are_all_alike_give_the_numbers_of_none_whatever_their_size
         found.append([*trainers.updates(trainer), trainer.evaluate_if_due(is_last=True)])
     for without, alike in zip(*found, strict=True):
         assert alike == pytest.approx(without, rel=1e-9)
-    assert trainer.plan.best[0] in alike
+    assert found[1][-1].keys() >= {"loss/eval", "rewards_eval/accuracies" if loss == "dpo" else "rewards_eval/auc"}
 
 
 def test_a_role_whose_weights_are_small_beside_the_others_has_means_and_a_ranking():
