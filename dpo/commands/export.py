@@ -35,7 +35,7 @@ from dpo.system.run_directory import read_record
 RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
 # patterns of the files that an export may have: weights, configs, tokenizer and code
-FILES = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
+PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
     config.json generation_config.json adapter_config.json *processor_config.json curves/*.png
     tokenizer* special_tokens_map.json added_tokens.json chat_template* additional_chat_templates/* vocab.* merges.txt
     *.model *.tiktoken configuration_*.py modeling_*.py tokenization_*.py"""
@@ -135,7 +135,7 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
             raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
-        patterns = [*FILES.split()]
+        patterns = [*PUSHED.split()]
         message = f"Trained by dpo {__version__}"
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=patterns)
     print(f"pushed to {api.endpoint}/{name}")

@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)
-    return run_command(lambda: show(options.run, options.top))
+    return run_command(lambda: print_summary(options.run, options.top))
 
 
-def show(run_dir: Path, top: int) -> None:
+def print_summary(run_dir: Path, top: int) -> None:
     summary = summarize(read_ledger(run_dir), top=top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     texts, note = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, ""

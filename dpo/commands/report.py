@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
     parser.add_argument("--port", type=int, default=8421, help="of --serve (default: 8421)")
     options = parser.parse_args(arguments)
-    return run_command(lambda: serve(options.runs, options.port) if options.serve else write(options))
+    return run_command(lambda: serve(options.runs, options.port) if options.serve else write_page(options))
 
 
-def write(options: argparse.Namespace) -> None:
+def write_page(options: argparse.Namespace) -> None:
     runs = list_runs(options.runs)
     default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     print(f"report: {write_report(runs, options.out or default_out)}")

@@ -75,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return run_command(lambda: ask(options))
+    return run_command(lambda: load_and_converse(options))
 
 
-def ask(options: argparse.Namespace) -> None:
+def load_and_converse(options: argparse.Namespace) -> None:
     panel = load_panel(
         options.path,
         reference=options.reference,

@@ -30,7 +30,7 @@ from dpo.settings.places import Source
 from dpo.system.plain_files import append_line, read_lines
 
 ANSWERS = "answers.jsonl"
-OWN = r'\{"key": "\w{16}", "model": '  # how that begins
+ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that begins
 
 
 class Pair(NamedTuple):
@@ -115,7 +115,7 @@ class AnswerFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.answers = path, {}
-        for line in read_lines(path, OWN):
+        for line in read_lines(path, ANSWER_MARK):
             self.answers[line["key"]] = Answer(line["answer"], tuple(line["tokens"]), line["ended"])
 
     def add(self, key: str, answer: Answer, **facts: str) -> None:

@@ -29,7 +29,7 @@ N_TRIES, WAIT_SECS = 4, 1.0  # the wait doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 LONGEST_REPLY = 512  # tokens
 LONGEST_ERROR = 2**16  # bytes that are read of a server's message
-OWN = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
+REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
@@ -57,7 +57,7 @@ class _HandlerHere(urllib.request.HTTPHandler):
 
 
 def _is_loopback(address: str) -> bool:
-    """Also of the address of no host, a connection to which stays on this machine."""
+    """True for 0.0.0.0 too, a connection to which stays on this machine."""
     parsed = ipaddress.ip_address(address)
     return parsed.is_loopback or parsed.is_unspecified
 
@@ -81,7 +81,7 @@ class Server:
     def __init__(self, url: str, model: str | None, cache: Path, *, parallel: int, timeout: float) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
-        self._replies = {line["key"]: line["reply"] for line in read_lines(cache, OWN)}
+        self._replies = {line["key"]: line["reply"] for line in read_lines(cache, REPLY_MARK)}
         handlers, self._lock = [_AsTheyCome()], threading.Lock()
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
         if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
