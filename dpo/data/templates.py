@@ -121,7 +121,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.changes: Changes = {}
-        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))))
+        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")
 
     def render(self, record: Record) -> Record:
         """Render a record, whose responses continue the prompt's last turn if it is the assistant's.

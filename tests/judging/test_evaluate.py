@@ -15,13 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.formats import WITH_TOOLS
 from support.models import save_reward_model
 from support.runs import GOLDEN, make_environment, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
+from dpo.data.table import Prompt
 from dpo.errors import InputError
+from dpo.judging.answers import Contestant
 from dpo.judging.page import check_files
+from dpo.models.panel import Panel, Side
 from dpo.system.host import is_installed
 from dpo.system.plain_files import remove
 
@@ -112,6 +116,12 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
     assert "1 prompt left out, too long" in capsys.readouterr().out
     assert main(["first", "second", *arguments, "--max-new-tokens", "40"]) == 2
     assert "no prompt is left" in capsys.readouterr().err
+
+
+def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
+    contestant = Contestant("first", Panel([], chat(WITH_TOOLS), "chat"), Side("policy", None))
+    with pytest.raises(InputError, match=r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
+        contestant.encode(Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
 
 
 @pytest.mark.parametrize(

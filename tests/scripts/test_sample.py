@@ -184,7 +184,8 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel,
         return answer
 
     monkeypatch.setattr(Panel, "answer", listen)
-    monkeypatch.setattr("sys.stdin", io.StringIO("One?\n\nTwo?\n/reset\nOne?\n"))
+    refused = "Say <|endoftext|>\n" if form == "chat" else ""  # and asked again
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"One?\n\n{refused}Two?\n/reset\nOne?\n"))
     converse(panel._replace(tokenizer=chatty, form=form), Sampling(6))
 
     said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<|endoftext|><assistant>", "raw": "{}"}[form]
@@ -193,6 +194,7 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel,
         assert first == after_reset == said.format("One?")
         history = {"hh": f"{first} {answer}", "chat": f"{first}{answer}<|endoftext|>", "raw": ""}[form]
         assert second == history + said.format("Two?")
-    shown = capsys.readouterr().out
+    shown, errors = capsys.readouterr()
+    assert ("has the control token '<|endoftext|>'" in errors) == bool(refused)
     assert shown.count("--- policy ---\n\ufffd[2J") == shown.count("--- reference ---\n\ufffd[2J") == 3
     assert all(character.isprintable() or character in "\n\t" for character in shown)
