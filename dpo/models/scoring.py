@@ -178,18 +178,15 @@ class RewardModel:
 
     def _write_texts(self, prompt: Prompt, answer: str) -> list[str]:
         """Prompt and answer as one text, or as two in the form pair; messages, without the policy's template."""
-        if prompt.messages is None:  # this tokenizer adds its own BOS
-            texts = [prompt.text.removeprefix(self.tokenizer.bos_token or ""), answer]
-        else:
-            chat = self._clean(as_messages(prompt, answer))
-            question = chat[:-1]
-            is_alone = len(question) == 1 and question[0]["role"] == "user"
-            if self.form == "pair":
-                before = question[0]["content"] if is_alone else write_dialogue(question)
-                texts = [before, chat[-1]["content"]]
-            else:
-                texts = [write_dialogue(chat)]
-        return texts if self.form == "pair" else ["".join(texts)]
+        question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
+        separator = ""
+        if prompt.messages is not None:
+            *asked, said = self._clean(as_messages(prompt, answer))
+            is_alone = self.form == "pair" and [message["role"] for message in asked] == ["user"]
+            question = asked[0]["content"] if is_alone else write_dialogue(asked)
+            answer = said["content"]
+            separator = " "
+        return [question, answer] if self.form == "pair" else [question + separator + answer]
 
     def digest(self) -> str:
         content = self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items())
