@@ -81,83 +81,91 @@ def warnings_of(data: Any) -> list[str]:
             BY_ROLE,
             [{"role": "developer", "content": "Be kind."}, *ASK],
             SKY,
-            "leaves out the content of messages of role developer in prompts; in records: 1 of 1, as in 'Be kind.'",
+            "content developer of prompts; 'Be kind.'",
         ),
         (
             BY_ROLE,
             [*ASK, assistant("Let me look"), {"role": "tool", "content": "42 degrees"}],
             [assistant("It has 42 degrees")],
-            "leaves out the content of messages of role tool in prompts; in records: 1 of 1, as in '42 degrees'",
+            "content tool of prompts; '42 degrees'",
         ),
         (
             BY_ROLE,
             ASK,
             [assistant("Let me look"), {"role": "tool", "content": "A"}, *SKY],
-            "leaves out the content of messages of role tool in responses; in records: 1 of 1, as in 'A'",
+            "content tool of responses; 'A'",
         ),
         # two equal texts need two places
         (
             FIRST_SYSTEM,
             [system("Be kind."), *ASK, assistant("Yes?"), system("Be kind."), user("Well?")],
             SKY,
-            "leaves out the content of messages of role system in prompts; in records: 1 of 1, as in 'Be kind.'",
+            "content system of prompts; 'Be kind.'",
         ),
         # and a text that is a part of another is not found in it
         (
             BY_ROLE,
             [{"role": "tool", "content": "42"}, user("Why 42?")],
             SKY,
-            "leaves out the content of messages of role tool in prompts; in records: 1 of 1, as in '42'",
+            "content tool of prompts; '42'",
+        ),
+        # words that are written in another way are no reason to refuse the record
+        (
+            make(BEGIN + "{{ m.content | upper if m.role == 'user' else m.content }}" + CLOSE),
+            ASK,
+            SKY,
+            "content user of prompts; 'Which colour?'",
         ),
         (
             TRIMMED,
             ASK,
             [assistant("    return 1")],
-            "changes the white space of the content of messages of role assistant in responses; in records: 1 of 1, as "
-            "in '    return 1'",
+            "changes the white space of the content of messages of role assistant in responses; '    return 1'",
         ),
         (
             WITHOUT_THOUGHTS,
             ASK,
             [assistant("<think>\nSo 1.\n</think>\n\nIt is 1.")],
-            "leaves out the thought of messages of role assistant in responses; in records: 1 of 1, as in 'So 1.'",
+            "thought assistant of responses; 'So 1.'",
         ),
         (
             PLAIN,
             ASK,
             [{**SKY[0], "reasoning": "Hm."}],
-            "leaves out the thought of messages of role assistant in responses; in records: 1 of 1, as in 'Hm.'",
+            "thought assistant of responses; 'Hm.'",
         ),
         (
             PLAIN + "{# tools, tool_calls #}",
             ASK,
             [{**CALL, "content": "I look."}],
-            "leaves out the call of messages of role assistant in responses; in records: 1 of 1, as in 'look'",
+            "call assistant of responses; 'look'",
         ),
         (
             WITH_TOOLS,  # which writes the name alone
             ASK,
             [call({"at": "the sky", "far": 12.5})],
-            "leaves out the call of messages of role assistant in responses; in records: 1 of 1, as in 'the sky'",
+            "call assistant of responses; 'the sky'",
         ),
         (
             make("{% if m.content %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}", "{{ tools[0].name or '' }}"),
             ASK,
             SKY,
-            "leaves out tools; in records: 1 of 1, as in 'look'",
+            "leaves out tools; 'look'",
         ),
         (
             PLAIN.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"),
             ASK,
             SKY,
             "ends the prompt, where the model is served, with a text that the responses do not begin with, so it is "
-            "left out; in records: 1 of 1, as in '<think>'",
+            "left out; '<think>'",
         ),
     ],
 )  # fmt: skip
 def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt, chosen, said, chat):
-    tools = TOOLS if "tools; " in said else None
-    assert warnings_of(read(chosen, chat(template), prompt, tools=tools)) == [said]
+    tools = TOOLS if "tools;" in said else None
+    expected = re.sub(r"^(\w+) (\w+) of (.*);", r"leaves out the \1 of messages of role \2 in \3;", said)
+    expected = expected.replace(";", "; in records: 1 of 1, as in", 1)
+    assert warnings_of(read(chosen, chat(template), prompt, tools=tools)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -214,11 +222,6 @@ def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template
     good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
     rows = [{**good, "prompt": prompt, "chosen": chosen}, good]
     assert len(get_custom(rows, "mine", chat(template), bad_records="skip")) == 1
-
-
-def test_a_template_that_writes_a_question_in_another_way_is_only_warned_about(chat):
-    warnings = warnings_of(read(SKY, chat(PLAIN.replace("m.content", "m.content | upper"))))
-    assert [warning.partition(" of messages")[0] for warning in warnings] == ["leaves out the content"] * 2
 
 
 @pytest.mark.parametrize(
