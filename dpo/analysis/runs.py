@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,8 @@ UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_on
 
 
 def number(value: Any) -> float:
-    """NaN for what is no number, or an integer beyond every float."""
-    with suppress(OverflowError):
-        return float(value) if isinstance(value, (int, float)) else math.nan
-    return math.nan
+    """NaN for what is no number."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 class Log:

@@ -30,11 +30,9 @@ WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # ra
 ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
 
 
-MAY_BE_NULL = (str, NoneType)
-MANIFEST_FORM = {  # the types of a manifest's facts
-    **{"files": dict, "config": dict, "model": dict, "code": list, "data": str, "test_data": str, "tokens": str},
-    **{"examples": int, "updates": int, "evaluated": bool, "samples_due": bool, "best_at": (int, NoneType)},
-    **{"run": MAY_BE_NULL, "base": MAY_BE_NULL, "chat_template": (dict, *MAY_BE_NULL)},
+MANIFEST_FORM = {  # the types of facts that are read, and not only compared
+    **{"files": dict, "config": dict, "model": dict, "updates": int, "best_at": (int, NoneType)},
+    **{"run": (str, NoneType), "chat_template": (str, dict, NoneType)},
 }
 
 

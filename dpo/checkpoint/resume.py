@@ -58,7 +58,7 @@ class Run(NamedTuple):
         if self.resume_point is None:
             return False
         manifest = self.resume_point.manifest
-        return manifest["updates"] >= updates and manifest["evaluated"] and not manifest["samples_due"]
+        return manifest["updates"] >= updates and manifest.get("evaluated") and not manifest.get("samples_due")
 
     def record(self, plan: Plan) -> None:
         former = None
@@ -273,7 +273,7 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         "tokens": "the tokenizer",
         "code": "the code of plugins",
     }
-    changed = [name for key, name in names.items() if saved[key] != current[key]]
+    changed = [name for key, name in names.items() if saved.get(key) != current[key]]
     former, model = saved["model"], current["model"]
     keys = former.keys() | model.keys()
     if former.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys

@@ -158,43 +158,40 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
     adapters = {POLICY: resume_from or weights.adapter} if plan.lora else {}
     if plan.reference == "adapter":
         adapters[REFERENCE] = weights.adapter
-
-    def adapt(model: Any) -> tuple[Any, str | None]:
-        if plan.lora and rank == 0:
-            model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
-        _prepare(model, plan, adapters, rank=rank, compile_blocks=True)
-        if not plan.lora:
-            return model, None
-        if weights.archive is not None or not plan.model.random_init:
-            base = resolve_name(str(weights.archive or plan.model.name_or_path))
-            model.adapter_configs[POLICY]["base_model_name_or_path"] = base
-        is_reference = rank == 0 and plan.reference != "model"
-        return model, _digest_reference(model, plan, adapters) if is_reference else None
-
-    return _load_on_all_ranks(policy, adapt)
+    is_reference = plan.lora is not None and plan.reference != "model"
+    model, digest = _load_on_all_ranks(policy, plan, adapters, rank=rank, is_reference=is_reference)
+    if plan.lora and (weights.archive is not None or not plan.model.random_init):
+        base = resolve_name(str(weights.archive or plan.model.name_or_path))
+        model.adapter_configs[POLICY]["base_model_name_or_path"] = base
+    return model, digest
 
 
 def load_reference(reference: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
     """As `load_policy`, for a separate reference; without a digest if it is to follow the policy."""
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-
-    def adapt(model: Any) -> tuple[Any, str | None]:
-        _prepare(model, plan, adapters, rank=rank, compile_blocks=True).eval().requires_grad_(False)
-        is_fixed = rank == 0 and plan.follow_every is None
-        return model, _digest_reference(model, plan, adapters) if is_fixed else None
-
-    return _load_on_all_ranks(reference, adapt)
+    is_fixed = plan.follow_every is None
+    model, digest = _load_on_all_ranks(reference, plan, adapters, rank=rank, is_reference=is_fixed)
+    return model.eval().requires_grad_(False), digest
 
 
-def _load_on_all_ranks(load: Any, adapt: Callable[[Any], Any]) -> Any:
-    """Load on rank 0, and then the structure on others; `adapt` what was loaded, or a model that is given.
+def _load_on_all_ranks(
+    load: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int, is_reference: bool
+) -> tuple[Any, str | None]:
+    """Load on rank 0, then the structure on others, and add adapters; a model that is given is not loaded.
 
     Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
     """
     model = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
     untie(model, from_rank_0(list_ties(model)))
-    return after_rank_0("a model's adapters", lambda: adapt(model))
+
+    def adapt() -> str | None:
+        if POLICY in adapters and rank == 0:
+            model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
+        _prepare(model, plan, adapters, rank=rank, compile_blocks=True)
+        return _digest_reference(model, plan, adapters) if is_reference and rank == 0 else None
+
+    return model, after_rank_0("a model's adapters", adapt)
 
 
 def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> str:

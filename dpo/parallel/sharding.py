@@ -94,7 +94,7 @@ def list_ties(model: nn.Module) -> dict[str, str]:
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
     """Part parameters that are apart in another model's `list_ties`."""
     for name, first in list_ties(model).items():
-        if name != first and ties.get(name) == name:
+        if first != name == ties.get(name):
             owner, _, attribute = name.rpartition(".")
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(owner), attribute, own)
@@ -105,12 +105,9 @@ def describe_structure(model: nn.Module) -> dict[str, str]:
 
     A dtype may differ: it is rank 0's that counts.
     """
-    ties = list_ties(model)
     facts = {"the model's code": hash_files(Path(inspect.getfile(type(model))).parent.glob("*.py"))}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        facts[f"the weight {name}"] = repr((ties[name], tuple(parameter.shape), parameter.requires_grad))
-    for name, buffer in model.named_buffers():
-        facts[f"the buffer {name}"] = repr(tuple(buffer.shape))
+    for name, first in list_ties(model).items():
+        facts[f"the weight {name}"] = f"{first} {tuple(model.get_parameter(name).shape)}"
     return facts
 
 

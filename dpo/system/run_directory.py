@@ -39,7 +39,7 @@ RUN_LOG = "log.txt"  # only appended to
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, RUN_LOG)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-RECORD_FORM = {"run": str, "packages": dict, "seconds_before": (float, NoneType), "git_commit": (str, NoneType)}
+RECORD_FORM = {"run": str, "seconds_before": (float, NoneType)}  # types of what is read of env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 

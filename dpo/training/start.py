@@ -54,8 +54,7 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
     facts = {package: version(package) for package in ("torch", "transformers")}
     facts |= {"the code of dpo": hash_files(PACKAGE_DIR.rglob("*.py")), "the code of plugins": " ".join(find_digests())}
     for key, value in plan.values.items():
-        is_path = key.endswith(("name_or_path", "archive", "template", "reward_model", "function", "datasets"))
-        if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and not is_path:
+        if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and "/" not in str(value):
             facts[key] = str(value)
     return facts
 

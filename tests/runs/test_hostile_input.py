@@ -134,11 +134,11 @@ def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(
         run("run", "resume=auto")
 
 
-def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, run, tmp_path, capsys):
+def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_path, capsys):
     record = checkpoint.parent / "env.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"started": "x"}))
-    run("run", "resume=auto", "n_examples=12")
-    assert read_record(checkpoint.parent)["seconds_before"] is None
+    for changes in ({"started": "x"}, {"run": []}, {"seconds_before": "x"}):
+        record.write_text(json.dumps({"packages": {}, "git_commit": None, "started": "2026-01-01", **changes}))
+        assert read_record(checkpoint.parent) == {}
     (checkpoint.parent / "preflight.json").write_text('{"train": [1]}')
     record.write_text("[]")
     assert export([str(checkpoint), str(tmp_path / "out")]) == 2

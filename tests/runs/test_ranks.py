@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dpo.settings.plan import ParallelDims
 
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "collective_timeout_secs=60")
 SPLIT = ("trainer=TensorParallelTrainer", "world_size=2", "collective_timeout_secs=60")
+SLOW = pytest.mark.slow
 
 
 # --- a head of its own in the file, which the config ties ------------------------------------------------------------
@@ -38,43 +38,25 @@ def tied(tmp_path) -> Path:
     return folder
 
 
-RESUMED = ("n_examples=12", "resume=auto")
-
-
-@pytest.mark.parametrize(
-    ("trainer", "parts"),
-    [
-        (SHARDED, [()]),
-        pytest.param(SHARDED, [(), RESUMED], marks=pytest.mark.slow),
-        pytest.param(SPLIT, [(), RESUMED], marks=pytest.mark.slow),
-    ],
-    ids=("FSDP", "FSDP resumed", "TP resumed"),
-)
+@pytest.mark.parametrize("several", [SHARDED, pytest.param(SPLIT, marks=SLOW)], ids=("FSDP", "TP"))
 def test_a_head_that_the_config_ties_and_the_file_has_trains_the_same_on_several_processes(
-    trainer, parts, tied, run, command, tmp_path
+    several, tied, run, command, tmp_path
 ):
-    settings = (f"model.name_or_path={tied}", "n_examples=8", "eval_every=4")
-    for more in parts:
+    settings = (f"model.name_or_path={tied}", "n_examples=8", "eval_every=8")
+    starts = ((), ("n_examples=12", "resume=auto")) if several == SPLIT else ((),)
+    for more in starts:
         run("one", *settings, *more)
-        several = train(*command("two", *settings, *trainer, *more))
-        assert several.returncode == 0, several.stderr
+        result = train(*command("two", *settings, *several, *more))
+        assert result.returncode == 0, result.stderr
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["equal", "archive"])
-def test_such_a_head_that_equals_the_embeddings_or_is_in_an_archive(case, tied, run, command, tmp_path):
-    settings = [f"model.name_or_path={tied}", "n_examples=8"]
-    if case == "equal":
-        weights = load_file(tied / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        save_file(weights, tied / "model.safetensors", metadata={"format": "pt"})
-    else:
-        run("sft", *settings, "loss=sft")
-        settings.append(f"model.archive={tmp_path / 'sft'}")
+@SLOW
+def test_such_a_head_may_be_in_an_archive(tied, run, command, tmp_path):
+    run("sft", f"model.name_or_path={tied}", "loss=sft", "n_examples=8")
+    settings = (f"model.name_or_path={tied}", f"model.archive={tmp_path / 'sft'}", "n_examples=8")
     run("one", *settings)
-    several = train(*command("two", *settings, *SHARDED))
-    assert several.returncode == 0, several.stderr
+    assert train(*command("two", *settings, *SHARDED)).returncode == 0
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
@@ -91,68 +73,57 @@ def start_run(rank: int, world_size: int, config: Any, folder: Path, of_rank_1: 
 
 
 @pytest.fixture
-def refuse(rows, tmp_path):
-    """What two machines are refused for, before the first update."""
+def start(rows, tokenizer, tmp_path):
+    """Start two machines with files alike but for one, if that is named, of rank 1."""
 
-    def refuse(*settings: str, **of_rank_1: Any) -> str:
-        config = compose(*small_run(rows, tmp_path / "run", *SHARDED, *settings))
-        with pytest.raises(InputError) as raised:
-            launch(start_run, 2, config, tmp_path, of_rank_1, process_group=True, timeout_secs=60)
-        assert not (tmp_path / "run" / "metrics.jsonl").exists()
-        return str(raised.value)
+    def start(*settings: str, changed: str = "", **of_rank_1: Any) -> None:
+        for rank in range(2):
+            folder = Path(save_reward_model(tmp_path / str(rank), "llama", tokenizer))
+            (folder / "my.py").write_text(PLUGIN)
+        if changed.endswith(".py"):
+            (folder / changed).write_text(PLUGIN.replace("0", "1"))
+        elif changed:
+            weights = load_file(folder / changed)
+            weights["score.weight"] += 1e-3
+            save_file(weights, folder / changed, metadata={"format": "pt"})
+        config = compose(*small_run(rows, tmp_path / "run", *SHARDED, "n_examples=8", *settings))
+        launch(start_run, 2, config, tmp_path, of_rank_1, process_group=True, timeout_secs=60)
 
-    return refuse
-
-
-def write_on_both(folder: Path, name: str, *texts: str) -> None:
-    for rank, text in enumerate(texts):
-        (folder / str(rank)).mkdir(exist_ok=True)
-        (folder / str(rank) / name).write_text(text)
-
-
-LOSS = """
-import torch
-from dpo.losses import Losses
-from dpo.plugins import add_loss
-
-add_loss("mine", lambda scores: Losses({}torch.tanh(scores.chosen - scores.rejected)))
-"""
+    return start
 
 
-def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(refuse, tmp_path):
-    write_on_both(tmp_path, "my.py", LOSS.format(""), LOSS.format("-"))
-    said = refuse("plugins=[HERE/my.py]", lr=1e-4)
-    assert re.match("rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all machines the same", said)
+PLUGIN = (
+    "import dpo.plugins\ndpo.plugins.add_reader('mine', dict)\ndef score(prompts, answers): return [0] * len(answers)"
+)
+ONLINE = ("online=online", "online.max_new_tokens=4", "max_length=44")
+REWARDED = (*ONLINE, "online.scorer=reward_model", "online.reward_model=HERE")
 
 
-def test_machines_with_other_weights_of_a_reward_model_are_refused(refuse, tokenizer, tmp_path):
-    for rank in range(2):
-        save_reward_model(tmp_path / str(rank) / "rm", "llama", tokenizer)
-    file = tmp_path / "1" / "rm" / "model.safetensors"
-    weights = load_file(file)
-    weights["score.weight"][0, 0] += 1e-3
-    save_file(weights, file, metadata={"format": "pt"})
-    settings = ("online=online", "online.scorer=reward_model", "online.max_new_tokens=4", "max_length=44")
-    said = refuse(*settings, "online.reward_model=HERE/rm")
-    assert re.search("rank 1 on .* differ in online.reward_model: give all", said)
+def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, tmp_path):
+    with pytest.raises(InputError, match="^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
+        start("plugins=[HERE/my.py]", changed="my.py", lr=1e-4)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_machines_with_another_scoring_function_are_refused(refuse, tmp_path):
-    write_on_both(tmp_path, "judge.py", *(f"def score(prompts, answers): return [{n}] * len(answers)" for n in (1, 2)))
-    settings = ("online=online", "online.scorer=function", "online.max_new_tokens=4", "max_length=44")
-    assert "differ in online.function: give all" in refuse(*settings, "online.function=HERE/judge.py:score")
+@pytest.mark.parametrize(
+    ("settings", "changed", "named"),
+    [
+        (REWARDED, "model.safetensors", "reward_model"),
+        pytest.param(
+            (*ONLINE, "online.scorer=function", "online.function=HERE/my.py:score"), "my.py", "function", marks=SLOW
+        ),
+    ],
+    ids=("reward model", "function"),
+)
+def test_machines_with_another_scorer_are_refused(settings, changed, named, start, tmp_path):
+    with pytest.raises(InputError, match=rf"rank 1 on .* differ in online\.{named}: give all"):
+        start(*settings, changed=changed)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_machines_with_the_same_files_in_other_places_train(rows, tokenizer, tmp_path):
-    write_on_both(tmp_path, "my.py", LOSS.format(""), LOSS.format(""))
-    for rank in range(2):
-        save_reward_model(tmp_path / str(rank) / "rm", "llama", tokenizer)
-    settings = ("online=online", "online.scorer=reward_model", "online.max_new_tokens=4", "max_length=44")
-    places = ("plugins=[HERE/my.py]", "online.reward_model=HERE/rm", "n_examples=8")
-    config = compose(*small_run(rows, tmp_path / "run", *SHARDED, *settings, *places))
-    launch(start_run, 2, config, tmp_path, {}, process_group=True, timeout_secs=60)
+@SLOW
+def test_machines_with_the_same_files_in_other_places_train(start, tmp_path):
+    start("plugins=[HERE/my.py]", *REWARDED)
     assert (tmp_path / "run" / "LATEST").exists()
 
 
