@@ -219,10 +219,9 @@ def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     manifest, named = resume_point.manifest if resume_point else {}, plan.chat.template
     if "chat_template" not in manifest or named != manifest["config"].get("chat_template"):
         return named
-    kept = manifest["chat_template"]
-    if named and (not os.path.isfile(named) or Path(named).read_text(errors="replace") != kept):
-        print(f"the chat template is the one with which the run began, and not what {named} has now")
-    return KeptTemplate(json.dumps(kept))
+    if named:
+        print(f"the chat template is the text that {named} had when the run began")
+    return KeptTemplate(json.dumps(manifest["chat_template"]))
 
 
 # --- what must be unchanged ----------------------------------------------------------------------------------------

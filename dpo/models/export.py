@@ -161,23 +161,20 @@ def export(
     out: str | Path,
     *,
     dtype: str | None = None,
-    model: str | None = None,
     merge: bool = False,
-    trust_remote_code: bool = False,
     verify: bool = True,
-    template: str | Path | None = None,
     plan: Plan | None = None,
+    **options: Any,
 ) -> Path:
     """Write a directory for transformers, whole or not at all, and return its path.
 
-    `checkpoint`, `model`, `template` and `plan` are those of `find_origin`. An adapter stays one, unless `merge` is
-    given; `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be
-    exported or `out` is not empty, and RunError if writing fails.
+    `checkpoint`, `plan` and `options` are those of `find_origin`. An adapter stays one, unless `merge` is given;
+    `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or
+    `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
-    options = {"model": model, "trust_remote_code": trust_remote_code, "template": template}
     origin = find_origin(checkpoint, run_plan=plan, **options)
     has_adapter = origin.weights.adapter is not None
     if origin.weights == Weights() or (merge and not has_adapter):

@@ -77,9 +77,6 @@ def load_panel(path: str | Path, *, reference: str | None = None, form: str | No
         origins["reference"] = find_origin(reference, hub=True, trust_remote_code=trust)
         if _load_tokenizer(origins["reference"]).get_vocab() != tokenizer.get_vocab():
             raise InputError(f"{reference} has another tokenizer than the policy: give a reference with the same one")
-    for name, origin in origins.items():
-        if origin:
-            print(f"{name}: {origin.parts}")
     bases = {}
     sides = [_load(name, origin, bases) for name, origin in origins.items() if origin]
     form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
@@ -106,6 +103,7 @@ def _find_start(policy: Origin) -> Origin | None:
 
 
 def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
+    print(f"{name}: {origin.parts}")
     plan, weights = origin.plan, origin.weights
     has_plan_dtype = origin.run_dir is not None or weights.archive is not None
     dtype = DTYPES[plan.model.policy_dtype] if has_plan_dtype else None  # None: that of the model's own config

@@ -252,9 +252,8 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         score = load_function(online.function, file) if is_rank_0() else None
         name = f"online.function={online.function}"
         digest = from_rank_0(hash_code(file) if is_rank_0() else "")
-        check_alike(
-            {"online.function": hash_code(file) if file.is_file() else digest}
-        )  # a resumed run may have another rank 0
+        # a resumed run may have another rank 0
+        check_alike({"online.function": hash_code(file) if file.is_file() else digest})
         return Scorer(name, score, digest, file=file)
     scores = {
         "keyword": lambda prompts, answers: [answer.text.count(online.keyword) for answer in answers],

@@ -95,7 +95,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     """Hash what determines log-probabilities: weights, architecture, compute `dtype`, the `adapter` in use."""
     differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
-    digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
+    facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
     # a scalar head that is trained with the policy's adapter is no part of the base
     if HEAD_WEIGHT in adapter_weights(model, POLICY):
@@ -103,19 +103,18 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     if adapter:
         weights |= adapter_weights(model, adapter)
         adapter_config = model.adapter_configs[adapter]
-        digest.update(f"scaled by {adapter_config['lora_alpha'] / adapter_config['r']}".encode())
-    _hash_weights(digest, weights)
-    return digest.hexdigest()[:32]
+        facts += f"scaled by {adapter_config['lora_alpha'] / adapter_config['r']}"
+    return _hash_weights(weights, facts)
 
 
 def hash_base(model: Any) -> str:
     """Hash a base's weights, and not its config, whose keys differ between versions of transformers."""
-    digest = hashlib.sha256()
-    _hash_weights(digest, base_weights(model))
-    return digest.hexdigest()[:32]
+    return _hash_weights(base_weights(model), "")
 
 
-def _hash_weights(digest: Any, weights: Mapping[str, torch.Tensor]) -> None:
+def _hash_weights(weights: Mapping[str, torch.Tensor], facts: str) -> str:
+    digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]

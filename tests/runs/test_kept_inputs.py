@@ -30,7 +30,7 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
     asked = panel.encode([{"role": "user", "content": "Hi"}], n_new=1)
     assert panel.tokenizer.decode(asked) == "<user>Hi"
-    assert "is the one with which the run began, and not what" in capsys.readouterr().out
+    assert "had when the run began" in capsys.readouterr().out
 
 
 def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tmp_path, capsys):

@@ -80,12 +80,13 @@ def start(rows, tokenizer, tmp_path):
         for rank in range(2):
             folder = Path(save_reward_model(tmp_path / str(rank), "llama", tokenizer))
             (folder / "my.py").write_text(PLUGIN)
-        if changed.endswith(".py"):
-            (folder / changed).write_text(PLUGIN.replace("0", "1"))
-        elif changed:
-            weights = load_file(folder / changed)
+        file = folder / changed
+        if changed.endswith(".safetensors"):
+            weights = load_file(file)
             weights["score.weight"] += 1e-3
-            save_file(weights, folder / changed, metadata={"format": "pt"})
+            save_file(weights, file, metadata={"format": "pt"})
+        elif changed:
+            file.write_text(file.read_text().replace("[0]", "[1]").replace("1e-06", "0.1"))
         config = compose(*small_run(rows, tmp_path / "run", *SHARDED, "n_examples=8", *settings))
         launch(start_run, 2, config, tmp_path, of_rank_1, process_group=True, timeout_secs=60)
 
@@ -96,11 +97,12 @@ PLUGIN = (
     "import dpo.plugins\ndpo.plugins.add_reader('mine', dict)\ndef score(prompts, answers): return [0] * len(answers)"
 )
 ONLINE = ("online=online", "online.max_new_tokens=4", "max_length=44")
+SCORED = (*ONLINE, "online.scorer=function", "online.function=HERE/my.py:score")
 REWARDED = (*ONLINE, "online.scorer=reward_model", "online.reward_model=HERE")
 
 
 def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, tmp_path):
-    with pytest.raises(InputError, match="^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
+    with pytest.raises(InputError, match=r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
         start("plugins=[HERE/my.py]", changed="my.py", lr=1e-4)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -108,15 +110,13 @@ def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(sta
 @pytest.mark.parametrize(
     ("settings", "changed", "named"),
     [
-        (REWARDED, "model.safetensors", "reward_model"),
-        pytest.param(
-            (*ONLINE, "online.scorer=function", "online.function=HERE/my.py:score"), "my.py", "function", marks=SLOW
-        ),
+        (["model.name_or_path=HERE"], "config.json", "the model's config.json"),
+        (REWARDED, "model.safetensors", "online.reward_model"),
+        pytest.param(SCORED, "my.py", "online.function", marks=SLOW),
     ],
-    ids=("reward model", "function"),
 )
-def test_machines_with_another_scorer_are_refused(settings, changed, named, start, tmp_path):
-    with pytest.raises(InputError, match=rf"rank 1 on .* differ in online\.{named}: give all"):
+def test_machines_with_another_model_or_scorer_are_refused(settings, changed, named, start, tmp_path):
+    with pytest.raises(InputError, match=rf"rank 1 on .* differ in {named}: give all"):
         start(*settings, changed=changed)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.runs import GOLDEN, compose, small_run
 from support.warm import launch
 
-import train as main
 from dpo.checkpoint import files, saver
 from dpo.checkpoint.files import check_complete, describe_file
-from dpo.errors import InputError, RunError
+from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
@@ -80,23 +77,6 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
 @pytest.mark.slow
 def test_a_save_may_take_longer_than_a_collective(tmp_path):
     launch(save_slowly, 2, tmp_path, process_group=True, timeout_secs=TIMEOUT)
-
-
-def start_run(rank: int, world_size: int, config: Any) -> None:
-    config.model.name_or_path += f"/{rank}"  # the same path on two machines
-    main.work(rank, world_size, main.resolve(config))
-
-
-def test_ranks_whose_models_have_another_config_are_refused_before_the_first_update(rows, tmp_path):
-    for rank in range(2):
-        shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model" / str(rank))
-    path = tmp_path / "model" / "1" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
-    changes = ("trainer=FSDPTrainer", "world_size=2", f"model.name_or_path={tmp_path / 'model'}")
-    config = compose(*small_run(rows, tmp_path / "run", *changes))
-    with pytest.raises(InputError, match=r"rank 0 on .* differ in the model's config\.json: give all machines"):
-        launch(start_run, 2, config, process_group=True, timeout_secs=60)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- for one process of each machine ---------------------------------------------------------------------------------
