@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import netrc
 import os
 import re
 import stat
@@ -42,42 +41,39 @@ def is_secret(name: Any) -> bool:
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
-def remember(secret: str | None) -> None:
+def remember(secret: str) -> None:
     """Hide a secret from now on, of whatever place it was read."""
-    REMEMBERED.add(secret or "")
+    REMEMBERED.add(secret)
 
 
 def _list_secrets() -> Iterator[str]:
     """Those of the environment, of the files in which `hf auth login` and `wandb login` save theirs, and others."""
-    yield from REMEMBERED
-    yield from (secret for name, secret in os.environ.items() if is_secret(name))
     environ, home = os.environ, os.path.expanduser("~")
+    yield from REMEMBERED
+    yield from (secret for name, secret in environ.items() if is_secret(name))
     hub = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface"
-    logins = environ.get("NETRC") or f"{home}/.netrc"
-    for file in (environ.get("HF_TOKEN_PATH") or f"{hub}/token", f"{hub}/stored_tokens", logins):
+    token, logins = environ.get("HF_TOKEN_PATH") or f"{hub}/token", environ.get("NETRC") or f"{home}/.netrc"
+    for file in (token, f"{hub}/stored_tokens", logins):
         with suppress(OSError):  # there is no such file, or it may not be read
             found = os.stat(file)
             if stat.S_ISREG(found.st_mode):
-                yield from _read_secrets(file, found.st_mtime_ns, is_logins=file == logins)
+                yield from _read_secrets(file, found.st_mtime_ns)
 
 
 @lru_cache(8)
-def _read_secrets(file: str, changed: int, *, is_logins: bool) -> list[str]:
-    """A token alone, the values of an INI file, or the passwords of a netrc file; none of another file."""
-    with suppress(ValueError, netrc.NetrcParseError):
-        if is_logins:
-            return [password or "" for _, _, password in netrc.netrc(file).hosts.values()]
-        return re.findall(r"(?:^|=)\s*(\S+)\s*$", Path(file).read_text(encoding="utf-8"), re.MULTILINE)
-    return []
+def _read_secrets(file: str, changed: int) -> list[str]:
+    """A token alone on its line, the values of an INI file, or the passwords of a netrc file."""
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
 
 
 @lru_cache(1000)
 def _list_forms(secret: str) -> list[str]:
     """A secret as messages, JSON, URLs and pages write it, the longest first."""
     # repr escapes a quote if there are quotes of both kinds
-    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
-    forms |= {quote(secret, safe="", errors="surrogateescape"), html.escape(secret), " ".join(secret.split())}
-    forms |= {form.replace("'", "\\'") for form in forms} | {form.replace("/", "\\/") for form in forms}
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret), " ".join(secret.split())}
+    forms.add(quote(secret, safe="", errors="surrogateescape"))
+    forms |= {form.replace(character, f"\\{character}") for form in forms for character in "'/"}
     return sorted(forms, key=len, reverse=True)
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import pytest
-from support.runs import run_python, write_rows
+from support.runs import run_python
 
 from dpo.errors import LONGEST, one_sentence
 from dpo.redaction import redact
 
 SECRET = "s3cret-0123456789/+abcdef"
-FAILING = f"""\
-def score(prompt, answer):
-    raise ValueError("no access with {SECRET}")
-"""
 PRINTING = f"""\
 from dpo.system.host import print_whatever_happens
 print_whatever_happens()
@@ -24,21 +19,21 @@ raise ValueError("a bug that quotes {SECRET}")
 """
 
 
-@pytest.mark.parametrize("place", ["token", "stored_tokens", "netrc"])
-def test_the_logins_of_this_machine_are_hidden(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "content"),
+    [
+        ("token", f"{SECRET}\n"),
+        ("stored_tokens", f"[a-long-name]\nhf_token = {SECRET}\n"),
+        ("netrc", f"machine api.wandb.ai\n  login a-long-name\n  password {SECRET}\n"),
+    ],
+)
+def test_the_logins_of_this_machine_are_hidden(place, content, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     text = f"of {SECRET}, of hf_token and of a-long-name"
     assert redact(text) == text
-    content = {
-        "token": f"{SECRET}\n",
-        "stored_tokens": f"[a-long-name]\nhf_token = {SECRET}\n",
-        "netrc": f"machine api.wandb.ai\n  login a-long-name\n  password {SECRET}\n",
-    }
-    (tmp_path / place).write_text(content[place])
+    (tmp_path / place).write_text(content)
     assert redact(text) == text.replace(SECRET, "REDACTED")
-    (tmp_path / place).write_bytes(b"\xff\x00 is none of these")  # nor is this an error
-    assert redact(text) == text
 
 
 @pytest.mark.parametrize("shown", ["s3cret-0123456789%2F%2Babcdef", r"s3cret-0123456789\/+abcdef", SECRET])
@@ -59,22 +54,7 @@ def test_every_command_hides_secrets_in_its_messages(name, monkeypatch, capsys, 
     assert "s3cret" not in shown
 
 
-def test_an_error_of_a_scoring_function_is_hidden_in_an_evaluation_as_in_training(
-    copied, monkeypatch, capsys, tmp_path
-):
-    from dpo.commands.evaluate import main
-
-    monkeypatch.setenv("MY_API_KEY", SECRET)
-    (tmp_path / "judge.py").write_text(FAILING)
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "Who is there?"}])
-    arguments = [str(copied("run")), "--prompts", str(prompts), "--max-new-tokens", "2", "--limit", "1"]
-    assert main([*arguments, "--judge", f"function:{tmp_path / 'judge.py'}:score", "--out", str(tmp_path / "out")]) == 1
-    shown = "".join(capsys.readouterr())
-    assert "no access with REDACTED" in shown
-    assert "s3cret" not in shown
-
-
-def test_what_libraries_and_tracebacks_print_is_hidden(tmp_path: Path):
+def test_what_libraries_and_tracebacks_print_is_hidden():
     result = run_python("-c", PRINTING, MY_API_KEY=SECRET)
     assert result.stdout == "a line of REDACTED\n"
     assert "ValueError: a bug that quotes REDACTED" in result.stderr

@@ -108,7 +108,6 @@ def judge_answers(options: argparse.Namespace) -> None:
     prompts = load_prompts(origin, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
     pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
     if judge is None:
-        check_files(folder, kind)
         write_form(folder / "judge.html", pairs)
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         print(f"then: {redact(options.next_command)}")
@@ -127,7 +126,6 @@ def judge_answers(options: argparse.Namespace) -> None:
     }
     names = (contestants[0].name, contestants[1].name)
     tested = judge(labelled) if labelled else []
-    check_files(folder, kind)  # again, as hours may have passed
     known = {key: redact(value) for key, value in settings.items() if value}
     report(folder, kind, names, pairs, verdicts, tested, known)
 

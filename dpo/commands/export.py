@@ -130,7 +130,7 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
         print(f"  {file.relative_to(folder)} ({file.stat().st_size / 1e6:,.2f} MB)", flush=True)
     api = HfApi(library_name="dpo-train", library_version=__version__)
     with explaining_library(lambda error: RunError(f"{name} was not pushed: {one_sentence(error)}")):
-        remember(get_token())
+        remember(get_token() or "")
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):

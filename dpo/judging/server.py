@@ -28,7 +28,6 @@ KEYS = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # environment variables, of which th
 N_TRIES, WAIT_SECS = 4, 1.0  # the wait doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 LONGEST_REPLY = 512  # tokens
-LONGEST_ERROR = 2**16  # bytes that are read of a server's message
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
@@ -58,8 +57,7 @@ class _HandlerHere(urllib.request.HTTPHandler):
 
 def _is_loopback(address: str) -> bool:
     """True for 0.0.0.0 too, a connection to which stays on this machine."""
-    parsed = ipaddress.ip_address(address)
-    return parsed.is_loopback or parsed.is_unspecified
+    return address == "0.0.0.0" or ipaddress.ip_address(address).is_loopback
 
 
 def _is_here(url: str) -> bool:
@@ -86,7 +84,7 @@ class Server:
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
         if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
             raise InputError(f"the key in {' or '.join(KEYS)} has a space, line break or the like: set it without")
-        remember(self._key)
+        remember(self._key or "")
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: give the key in JUDGE_API_KEY instead")
         if _is_here(self.url):  # a proxy would be sent key and questions, and would answer
@@ -143,29 +141,19 @@ class Server:
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
-                status, content = self._open(request)
+                end, content = time.monotonic() + self.timeout, b""
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    while part := response.read1():
+                        content += part
+                        if time.monotonic() > end:
+                            raise TimeoutError("timed out")
+                if response.status // 100 == 2:
+                    return json.loads(content)
+                failure = OSError(f"status {response.status}: {content.decode(errors='replace')}")
+                if response.status not in BUSY:
+                    break
             except (OSError, http.client.HTTPException) as error:
                 failure = error
-            else:
-                if status // 100 == 2:
-                    return json.loads(content)
-                if len(content) > LONGEST_ERROR:  # its last word could be a part of the key, which is not found
-                    content = content[:LONGEST_ERROR].rpartition(b" ")[0]
-                failure = OSError(f"status {status}: {content.decode(errors='replace')}")
-                if status not in BUSY:
-                    break
             if number + 1 < N_TRIES:
                 time.sleep(WAIT_SECS * 2**number)
         raise failure
-
-    def _open(self, request: urllib.request.Request) -> tuple[int, bytes]:
-        """The status and content of a response; of a failure not more than LONGEST_ERROR shows."""
-        end, content = time.monotonic() + self.timeout, b""
-        with self._opener.open(request, timeout=self.timeout) as response:
-            while part := response.read1():
-                content += part
-                if time.monotonic() > end:
-                    raise TimeoutError("timed out")
-                if response.status // 100 != 2 and len(content) > LONGEST_ERROR:
-                    break
-        return response.status, content

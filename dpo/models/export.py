@@ -46,7 +46,6 @@ RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
-TEXT_TAG = "tag:yaml.org,2002:str"
 CARD = """\
 # A model trained with {method}
 
@@ -354,15 +353,6 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
 
 
-class _FactsDumper(yaml.SafeDumper):
-    """Quotes texts with a `<`, so that it can be written as an escape."""
-
-
-_FactsDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar(TEXT_TAG, text, style='"' if "<" in text else None)
-)
-
-
 def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, model: Any = None) -> None:
     """Write `README.md`, without a `model` for an `adapter` alone."""
     plan, is_adapter = origin.plan, model is None
@@ -411,7 +401,6 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
         "commit": _read_record(origin, "env.json").get("git_commit"),
     }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
-    facts_text = yaml.dump(known, Dumper=_FactsDumper, sort_keys=False, allow_unicode=True)
     text = CARD.format(
         method=escape_markdown(loss or "preferences"),
         auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
@@ -419,7 +408,7 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
         options=options,
         trust=trust,
         form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
-        facts=textwrap.indent(facts_text.replace("<", r"\x3C"), "    "),  # a block of code
+        facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
     )
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
 

@@ -28,10 +28,14 @@ def hub():
         yield serving
 
 
-def push(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf")}
+def call(hub, tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     # an upload by Xet goes to another kind of server; HF_HUB_OFFLINE is set for tests
-    return run_python("-m", "dpo", "export", *arguments, **settings, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return run_python(*arguments, **settings, HF_HOME=str(tmp_path / "hf"), **more)
+
+
+def push(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return call(hub, tmp_path, "-m", "dpo", "export", *arguments, HF_TOKEN=TOKEN)
 
 
 def test_a_run_is_pushed_to_a_private_repository_with_its_verdict(hub, copied, tmp_path):
@@ -59,25 +63,22 @@ sys.exit(run_command(upload) * 10 + run_command(upload))
 
 
 def test_a_push_leaves_the_repository_as_the_last_export_is_and_a_refusal_shows_no_saved_token(hub, tmp_path):
-    old = {"adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors", "curves/3.png"}
-    old |= {"model.safetensors.index.json", "model-f16.gguf", "chat_template.jinja", "modeling_x.py"}
+    old = {"adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors"}
+    old |= {"model.safetensors.index.json", "model-f16.gguf", "chat_template.jinja", "curves/3.png"}
     theirs = {".gitattributes", "LICENSE", "notes/config.md", "data.json"}
     hub.files["me/mine"], hub.private["me/mine"] = dict.fromkeys(old | theirs, b"old"), True
-    folder = tmp_path / "export"
-    for name in ("model.safetensors", "config.json", "curves/0.png"):
+    folder, new = tmp_path / "export", {"model.safetensors", "config.json", "curves/0.png"}
+    for name in new:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"new")
     saved = tmp_path / "hf" / "token"  # as `hf auth login` saves it
     saved.parent.mkdir()
     saved.write_text(TOKEN)
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(saved.parent), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     hub.commits_left = 1
-    result = run_python("-c", UPLOAD, str(folder), **settings)
+    result = call(hub, tmp_path, "-c", UPLOAD, str(folder))
     assert result.returncode == 1, result.stderr  # the first upload succeeds, and the second does not
     assert hub.unsigned == []
-    left = {name for name, content in hub.files["me/mine"].items() if content == b"old"}
-    assert left == theirs
-    assert hub.files["me/mine"].keys() - theirs == {"model.safetensors", "config.json", "curves/0.png"}
+    assert hub.files["me/mine"].keys() == theirs | new
     assert "error: me/mine was not pushed: 403 " in result.stderr
     assert "Bearer REDACTED" in result.stderr
     assert TOKEN[:6] not in result.stderr
@@ -122,17 +123,6 @@ def test_what_the_run_did_not_make_is_not_overwritten_without_yes(hub, copied, t
     assert hub.files["me/theirs"].keys() == {"README.md"}
     assert push(hub, tmp_path, str(run_dir), "--push", "me/theirs", "--yes").returncode == 0
     assert "model.safetensors" in hub.files["me/theirs"]
-
-
-@pytest.mark.slow
-def test_a_refusal_of_the_hub_is_a_sentence_without_the_token(hub, copied, tmp_path):
-    hub.shutdown()
-    hub.server_close()
-    result = push(hub, tmp_path, str(copied("run")), "--push", "me/mine")
-    assert result.returncode == 1
-    assert "error: me/mine was not pushed: " in result.stderr
-    assert "Traceback" not in result.stderr
-    assert TOKEN not in result.stderr
 
 
 def test_the_converter_of_llama_cpp_gets_the_exported_model(copied, tmp_path, capsys):

@@ -51,23 +51,21 @@ def test_lists_of_different_lengths_have_the_same_metrics_in_any_layout_and_with
 @pytest.mark.parametrize("loss", ["dpo", "kto"])  # of labels, the ranking is weighted too
 @pytest.mark.parametrize("weight", [1e308, 5e-324], ids=str)
 def test_weights_that_are_all_alike_give_the_numbers_of_none_whatever_their_size(loss, weight, make, tmp_path):
-    def write(folder: str, **weights: float) -> Path:
-        def make_row(split: str, i: int) -> dict:
-            if loss == "dpo":
-                answers = {"chosen": f" It is {'very ' * (i % 4)}near.", "rejected": f" Who knows {i}?"}
-            else:
-                answers = {"completion": f" It is {'very ' * (i % 4)}near.", "label": i % 2 == 0}
+    found = []
+    for weights in ({}, {"weight": weight}):
+        run = f"run {len(weights)}"
+
+        def make_row(split: str, i: int, weights: dict = weights) -> dict:
+            answers = {"chosen": f" It is {i}.", "rejected": f" Who knows {i}?"}
+            if loss == "kto":
+                answers = {"completion": f" It is {i}.", "label": i % 2 == 0}
             return {"prompt": ask(split, i), **answers, **weights}
 
-        return write_splits(tmp_path / folder, make_row)
-
-    found = []
-    for folder, weights in (("without", {}), ("with", {"weight": weight})):
-        trainer = make(f"run {folder}", write(folder, **weights), f"loss={loss}", "loss.beta=0.5")
+        trainer = make(run, write_splits(tmp_path / "data" / run, make_row), f"loss={loss}", "loss.beta=0.5")
         found.append([*trainers.updates(trainer), trainer.evaluate_if_due(is_last=True)])
     for without, alike in zip(*found, strict=True):
         assert alike == pytest.approx(without, rel=1e-9)
-    assert found[1][-1].keys() >= {"loss/eval", "rewards_eval/accuracies" if loss == "dpo" else "rewards_eval/auc"}
+    assert found[1][-1].keys() >= {"loss/eval", trainer.plan.best[0]}
 
 
 def test_a_role_whose_weights_are_small_beside_the_others_has_means_and_a_ranking():
