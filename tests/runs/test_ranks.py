@@ -80,7 +80,7 @@ def start(rows, tokenizer, tmp_path):
         for rank in range(2):
             folder = Path(save_reward_model(tmp_path / str(rank), "llama", tokenizer))
             (folder / "my.py").write_text(PLUGIN)
-        file = folder / changed
+        file = tmp_path / "1" / changed
         if changed.endswith(".safetensors"):
             weights = load_file(file)
             weights["score.weight"] += 1e-3
