@@ -59,9 +59,16 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]
         yield
     except Exception as error:
         is_explained = isinstance(error, (InputError, RunError))
-        if is_explained or type(error).__name__ == "OutOfMemoryError" or is_lost_contact(error):
+        if is_explained or is_out_of_memory(error) or is_lost_contact(error):
             raise
         raise make(error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also inside cuBLAS, cuDNN or NCCL, and on a CPU, where torch raises a plain RuntimeError that says so."""
+    signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last of "can't" and "couldn't"
+    is_torchs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return isinstance(error, MemoryError) or is_torchs
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
-from dpo.system.launching import get_open_port, init_distributed, launch
+from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, read_record
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
 
@@ -96,7 +96,10 @@ def run(plan: Plan) -> None:
 
 
 def dry_run(plan: Plan) -> None:
-    """Print what a run would do, and the memory it needs; write nothing. Raises InputError wherever the run would."""
+    """Print what a run would do, and the memory it needs; write nothing.
+
+    Raises InputError wherever the run would, except if it has more processes than this machine has GPUs.
+    """
     from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
@@ -234,8 +237,7 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
     raise_problems(find_problems(plan))
     makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if makes_group:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=backend)
+        init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=choose_backend())
     # the default name of the directory contains the time, which differs between processes
     plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
     described = f"{describe(plan)}\n"

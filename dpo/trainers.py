@@ -34,7 +34,7 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems, raise_problems
-from dpo.system.host import list_own_gpus
+from dpo.system.host import count_gpus, list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
@@ -291,7 +291,7 @@ def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
 
 def peak_memory_gb() -> float:
     """Peak memory of this process in GB (1e9 bytes): of its GPUs if there are any, else resident."""
-    if torch.cuda.is_available():
+    if count_gpus():
         gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB

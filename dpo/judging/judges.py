@@ -16,7 +16,7 @@ from dpo.models.answers import Answer
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, raise_problems
-from dpo.system.host import count_gpus
+from dpo.system.host import choose_device
 from dpo.system.plain_files import check_readable
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,7 +43,7 @@ def make_scoring_judge(**online: Any) -> Judge:
     """A reward model or a function of the user, as online training has them; the answer with the higher score wins."""
     plan = resolve({"online": {"name": "online", **online}})
     raise_problems([problem for problem in find_problems(plan) if problem.key.startswith("online.")])
-    scorer = load_scorer(plan, "cuda" if count_gpus() else "cpu", rows=16)
+    scorer = load_scorer(plan, choose_device(), rows=16)
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
         prompts = [pair.prompt for pair in pairs]

@@ -20,6 +20,7 @@ from dpo.errors import InputError
 from dpo.models.packing import Segments
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
+from dpo.system.host import is_cpu, is_gpu
 
 # torch 2.11 does not have this option, and groups heads without it
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -43,7 +44,7 @@ def choose_attention(wanted: str) -> str | None:
 
 def _use_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     """transformers' rule, but not in float32 on GPUs, where only torch's slowest kernel takes grouped heads."""
-    return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
+    return not (is_gpu(key.device) and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
 
 
 # --- by segments, on a GPU -------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def attend_in_bfloat16(
     The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
     """
     dtype = find_compute_dtype(query.device.type, query.dtype)
-    is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
+    is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
     is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
     if not (is_cpu_bfloat16 and has_fixed_mask and is_plain):

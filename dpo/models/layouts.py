@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpo.data.examples import Example, make_labels
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, is_out_of_memory, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.attention import find_attention
 from dpo.models.logprobs import (
@@ -31,6 +31,7 @@ from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_e
 from dpo.parallel.sharding import find_class, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
+from dpo.system.host import is_gpu
 
 
 @dataclass
@@ -211,7 +212,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     layout = SharedPrefix(
         windows,
         max_length=max_length,
-        alignment=GPU_ALIGNMENT if model.get_input_embeddings().weight.device.type == "cuda" else 1,
+        alignment=GPU_ALIGNMENT if is_gpu(model.get_input_embeddings().weight.device) else 1,
         by_segments=attention == VARLEN,
         gives_rewards=find_scalar_head(model) is not None,
     )
@@ -281,9 +282,9 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
                     return f"gives other numbers with shared prefixes, off by {(error / size).max().item():.2g}"
-    except (torch.OutOfMemoryError, InputError):  # not the layout's fault
-        raise
     except Exception as error:  # an unsuitable model may raise anything
+        if isinstance(error, InputError) or is_out_of_memory(error):  # not the layout's fault
+            raise
         return f"refuses shared prefixes: {one_sentence(error)}"
     finally:
         model.train(was_training)

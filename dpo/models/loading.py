@@ -20,6 +20,7 @@ from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
+from dpo.system.host import GPU
 from dpo.system.waiting import after_rank_0
 
 FOLLOWING = "reference"  # the name of the checkpoint's part with a reference that follows the policy
@@ -209,7 +210,7 @@ def _prepare(
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:
-        quantize(model, device="cuda" if plan.gpus else None)
+        quantize(model, device=GPU if plan.gpus else None)
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0

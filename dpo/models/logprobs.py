@@ -20,6 +20,7 @@ from dpo.losses import IGNORE_INDEX
 from dpo.models.attention import attend_in_bfloat16, find_attention
 from dpo.models.packing import Packed, map_tensors, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
+from dpo.system.host import is_cpu, is_gpu
 
 HEAD, HEAD_WEIGHT = "score", "score.weight"  # transformers' names
 LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a reward model lacks
@@ -105,7 +106,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
     device, dtype = packed.input_ids.device, model.get_input_embeddings().weight.dtype
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
-    if device.type == "cpu":
+    if is_cpu(device):
         AttentionInterface.register("sdpa", attend_in_bfloat16)  # for additive masks, which only packed rows have
     if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
@@ -143,13 +144,13 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
-    rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
+    rows_per_piece = IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
 
 
 # logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
 # head's weight and writes a gradient for it
-LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**27}
+LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
 IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
@@ -165,7 +166,7 @@ def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bo
         return logps, torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())])
 
     n_logits = len(targets) * model.config.get_text_config().vocab_size
-    n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if hidden.is_cuda else "cpu"]))
+    n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if is_gpu(hidden.device) else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     draws = any(isinstance(module, nn.Dropout) for module in head.modules())  # of an adapter
     by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws) for chunk in earlier_chunks]

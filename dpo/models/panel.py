@@ -20,7 +20,7 @@ from dpo.models.pretrained import DTYPES, check_positions
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
-from dpo.system.host import count_gpus
+from dpo.system.host import GPU, count_gpus
 
 
 class Side(NamedTuple):
@@ -118,7 +118,7 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
         check_base(base, origin.base_digest, plan)
         base.base_digest = origin.base_digest
         if plan.quantized:
-            quantize(base, device="cuda" if gpus else None)
+            quantize(base, device=GPU if gpus else None)
         bases[key] = base.eval()
     if weights.adapter is None:
         return Side(name, bases[key])

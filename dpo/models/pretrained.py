@@ -21,6 +21,7 @@ from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
+from dpo.system.host import count_gpus
 
 DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 
@@ -89,11 +90,26 @@ def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None
 
 
 def load_onto(device_map: str | dict | None, load: Callable[..., Any], **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model and what its loader says; without accelerate, its weights go to a device by way of the CPU."""
-    if transformers.utils.is_accelerate_available():
-        return load(**options, device_map=device_map, output_loading_info=True)
-    model, loading = load(**options, output_loading_info=True)
-    return (model.to(device_map[""]) if isinstance(device_map, dict) else model), loading
+    """A model and what its loader says; without accelerate, its weights go to a device by way of the CPU.
+
+    Raises InputError if it does not fit on the devices.
+    """
+    if not transformers.utils.is_accelerate_available():
+        model, loading = load(**options, output_loading_info=True)
+        return (model.to(device_map[""]) if isinstance(device_map, dict) else model), loading
+    model, loading = load(**options, device_map=device_map, output_loading_info=True)
+    if not (isinstance(device_map, dict) and "" in device_map):  # "" stands for the whole model, on one device
+        refuse_offloading(model)
+    return model, loading
+
+
+def refuse_offloading(model: Any) -> None:
+    """Raise InputError for layers that accelerate has put elsewhere than on GPUs: they would not be trained."""
+    if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()}:
+        raise InputError(
+            "the model is larger than the free memory of the GPUs, so some of its layers would be on the CPU or the "
+            "disk: take more GPUs, trainer=FSDPTrainer, a smaller dtype (model.policy_dtype) or a smaller model"
+        )
 
 
 def load_model(
@@ -119,7 +135,7 @@ def load_model(
             state = read_archive(archive, structure)  # checked before memory is taken for the model
         elif random_init:
             # drawn on the CPU in float32, so models of the same seed are equal up to rounding, whatever their dtype
-            with torch.random.fork_rng(range(torch.cuda.device_count())):  # without the range it warns of several GPUs
+            with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs
                 torch.manual_seed(seed)
                 structure = _make(source, config, torch.float32, attention)
             state = structure.state_dict()

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.logprobs import find_scalar_head
 from dpo.system.arithmetic import find_compute_dtype
-from dpo.system.host import release_freed_memory, silence_bitsandbytes
+from dpo.system.host import choose_device, release_freed_memory, silence_bitsandbytes
 
 BLOCK = 64  # weights that share a scale
 SCALES = 256  # scales that share a scale of scales
@@ -109,7 +109,7 @@ def layers_to_quantize(model: Any) -> list[str]:
     silence_bitsandbytes()
     needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
     with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):
-        _quantize(torch.zeros(BLOCK, device="cuda" if torch.cuda.is_available() else "cpu"))
+        _quantize(torch.zeros(BLOCK, device=choose_device()))
     head = model.get_output_embeddings() or find_scalar_head(model)
     return [
         name

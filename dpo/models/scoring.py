@@ -32,6 +32,7 @@ from dpo.models.pretrained import (
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.settings.plan import Plan
+from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike
 
@@ -70,7 +71,7 @@ class Scorer(NamedTuple):
 def seeded_generators(*numbers: int) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(count_gpus())):
         random.seed(seeds.tobytes())
         np.random.seed(seeds)
         torch.manual_seed(int(seeds.view(np.uint64)[0]))

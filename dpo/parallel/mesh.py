@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dpo.settings.plan import ParallelDims
+from dpo.system.host import GPU, count_gpus
 from dpo.system.waiting import is_shared
 
 
@@ -30,8 +31,8 @@ class Mesh:
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():
-            if torch.cuda.is_available():
-                self.device = torch.device("cuda", torch.cuda.current_device())
+            if count_gpus():
+                self.device = torch.device(GPU, torch.cuda.current_device())
             # silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)

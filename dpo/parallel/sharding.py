@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
+from dpo.system.host import is_gpu
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
@@ -211,7 +212,7 @@ def gathered_weights(model: Any) -> Iterator[None]:
     """Gather all weights inside, which sampling needs for each token, if every GPU has twice the memory for them."""
     units = _list_units(model)
     device = next(model.parameters()).device
-    if units and device.type == "cuda":
+    if units and is_gpu(device):
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
         free = torch.cuda.mem_get_info(device)[0] + cached
         fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
@@ -368,7 +369,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     optimizer.load_state_dict(received)
     # on a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them
     for values in optimizer.state.values():
-        values.update({key: v.clone() for key, v in values.items() if torch.is_tensor(v) and v.is_cpu})
+        values.update({key: value.clone() for key, value in values.items() if torch.is_tensor(value)})
 
 
 # --- one process with several GPUs ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from dpo.errors import InputError
 from dpo.parallel.tensor_parallel import check_tensor_parallel
+from dpo.system.host import is_gpu
 
 FAMILIES = ("gpt2", "gpt_neox", "llama")
 
@@ -117,7 +118,7 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
         pattern: rule for pattern, rule in state_rules.items() if any(pattern.search(name) for name in names)
     }
     # on CPUs the package's own sum is in the order in which threads arrive, so results would differ from run to run
-    add_up = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
+    add_up = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     output_rules = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
     # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the attention
     # weights, which are not needed.

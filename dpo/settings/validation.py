@@ -12,11 +12,13 @@ from typing import Any
 
 from dpo.errors import InputError, one_sentence
 from dpo.losses import LOSSES
+from dpo.numbers import count
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, MISSING, find_defaults
 from dpo.settings.places import Problem, find_dataset_problems
 from dpo.settings.plan import Plan, resolve
 from dpo.system.host import is_installed
+from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
 
@@ -35,6 +37,9 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         (several and p.dims.replicate_size * p.dims.shard_size * p.dims.tensor_size != processes,
          f"fsdp_shard_size={run.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not divide "
          f"the {processes} processes"),
+        (0 < p.gpus < count_processes_here(processes) and not run.dry_run,
+         f"{count(count_processes_here(processes), 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set "
+         f"world_size={p.gpus}, or start as many on each machine"),
         (data.batch_size % max(1, accumulation * data_processes),
          f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
          f"{accumulation} * {data_processes}"),

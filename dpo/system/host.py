@@ -148,12 +148,12 @@ def host_memory() -> tuple[int, int]:
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
-    """Bytes of this process's GPUs or, without any, of its share of free host memory."""
+    """Bytes that this process holds or can have on its GPUs or, without any, of its share of the host's memory."""
     if count_gpus():
         import torch
 
         gpus = list_own_gpus(multi_process=multi_process)
-        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+        return sum(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in gpus)
     n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # the launchers set it
     return (host_memory()[1] + resident_memory()) // n_processes_here
 
@@ -161,6 +161,23 @@ def find_device_memory(world_size: int, *, multi_process: bool) -> int:
 def resident_memory() -> int:
     """Bytes that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+GPU = "cuda"  # the type of devices that count as GPUs; a test may let CPUs count, to see what would differ there
+
+
+def is_gpu(device: Any) -> bool:
+    return device.type == GPU
+
+
+def is_cpu(device: Any) -> bool:
+    """Unlike the meta device."""
+    return device.type == "cpu" != GPU
+
+
+def choose_device() -> str:
+    """The type of device for what one process computes."""
+    return GPU if count_gpus() else "cpu"
 
 
 def count_gpus() -> int:

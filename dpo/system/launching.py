@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.redaction import redact
 from dpo.system.host import (
+    count_gpus,
     has_been_spawned,
     importing,
     keep_freed_memory,
@@ -102,12 +103,21 @@ def find_rank_env() -> RankEnv | None:
     return None
 
 
+def count_processes_here(world_size: int) -> int:
+    """Processes of a run that use this machine's GPUs; 1 under Slurm, which may show each task a GPU of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if find_rank_env() else world_size))
+
+
 # --- in a worker -----------------------------------------------------------------------------------------------------
 
 
 def get_open_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+def choose_backend() -> str:
+    return "nccl" if count_gpus() else "gloo"
 
 
 def init_distributed(
@@ -133,7 +143,7 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(port))
     device = None
     if backend == "nccl":  # set the GPU before joining, or NCCL takes GPU 0 on every rank
-        device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
+        device = torch.device("cuda", (rank if local_rank is None else local_rank) % count_gpus())
         torch.cuda.set_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
@@ -141,7 +151,6 @@ def init_distributed(
 def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
     """Return exit status and message, "" for a worker that is done."""
     with importing():
-        import torch
         import torch.distributed as dist
         import tqdm
 
@@ -151,7 +160,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
     rank, world_size, local_rank, address, port, serves_store = rank_env
-    timeout, backend = timedelta(seconds=timeout_secs), "nccl" if torch.cuda.is_available() else "gloo"
+    timeout, backend = timedelta(seconds=timeout_secs), choose_backend()
     status, message = DONE, ""
     try:
         # let a stop signal kill this process, as no Python handler could run during the calls below

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from dpo.data.examples import (
     Example,
@@ -26,6 +25,7 @@ from dpo.data.preflight import TrainingData
 from dpo.models.answers import Drawn
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
+from dpo.system.host import count_gpus
 
 
 class Batch(NamedTuple):
@@ -117,7 +117,7 @@ class Batches:
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
-        if torch.cuda.is_available():  # copies from pinned memory are asynchronous
+        if count_gpus():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError, one_sentence
+from dpo.errors import RunError, is_out_of_memory, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
@@ -116,7 +116,7 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     if isinstance(microbatch.inputs, PaddedRows):  # log-probabilities and two gradients, in float32
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
-    n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if plan.gpus else "cpu"]))
+    n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
     # a GPU computes a chunk's log-probabilities at once, from a copy in float32; a CPU computes a few rows at a time
     extra = (4 if itemsize == 4 else 8) if plan.gpus else 0
     return copy + n_logits // n_chunks * (itemsize + extra)
@@ -221,7 +221,7 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
     needed, available = memory.total(), _find_available(plan)
-    print(f"{'total':>12} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB")
+    print(f"{'total':>12} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
     print(*notes, *([f"won't fit: try {SAVERS}"] if needed > available else []), sep="\n")
 
 
@@ -235,9 +235,7 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # on a CPU torch raises a plain RuntimeError: "can't allocate memory", "couldn't allocate memory"
-        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "t allocate memory" in str(error)
-        if isinstance(error, RunError) or not is_out_of_memory:
+        if isinstance(error, RunError) or not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import hold_the_same, release_gathered
 from dpo.settings.plan import Plan
+from dpo.system.host import is_gpu
 from dpo.training.batches import Batch
 from dpo.training.reference import Reference, read_logps
 
@@ -400,7 +401,7 @@ class Objective:
         return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
     def _to_device(self, values: Tensor) -> Tensor:
-        if self.device.type != "cuda":
+        if not is_gpu(self.device):
             return values
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 

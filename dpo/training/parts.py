@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import REFERENCE, policy_part, switch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
-from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations
+from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, refuse_offloading
 from dpo.models.weights import load_archive
-from dpo.parallel.mesh import Mesh, from_rank_0
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import list_callbacks
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
+from dpo.system.host import GPU
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import Objective, make_objective
@@ -49,8 +48,10 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
 
 
 def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
-    """Whether frozen weights are whole on every process, which rank 0 decides."""
-    frozen = from_rank_0(decide_frozen_weights(plan) if mesh.rank == 0 else None)
+    """Whether frozen weights are whole on every process: if they fit on each, as GPUs may be in use by others."""
+    frozen = decide_frozen_weights(plan)
+    if mesh.any(frozen == "sharded"):
+        frozen = "sharded"
     if frozen != plan.fsdp.frozen_weights:
         progress.line(f"frozen weights are {frozen} on every process (fsdp_frozen_weights)")
     return frozen == "whole"
@@ -123,10 +124,11 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
             frozen_whole=frozen_whole,
         )
     if plan.trainer.cuts_layers:
-        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        gpus = [f"{GPU}:{i}" for i in range(plan.gpus)]
         n_slices = plan.run.tensor_parallel_size or len(gpus)
         return split_over_devices(model, gpus[:n_slices] if gpus else ["cpu"] * n_slices)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        refuse_offloading(model)
         from accelerate.hooks import remove_hook_from_module  # transformers needed it to place the layers
 
         # accelerate would move the logits of all tokens back to the first GPU; the model's parts keep their hooks

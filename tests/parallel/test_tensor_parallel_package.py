@@ -16,6 +16,7 @@ from dpo.errors import InputError
 from dpo.models.weights import load_archive
 from dpo.parallel.sharding import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
+from dpo.system import host
 from dpo.training.optimization import OPTIMIZERS
 
 try:
@@ -112,6 +113,16 @@ def test_clipped_updates_are_those_of_the_whole_model_and_continue(family, optim
     assert_same(split.state_dict(), whole.state_dict(), ROUNDING)
     with pytest.raises(ValueError, match="doesn't match the size"):  # with other slices it cannot go on
         optimizers[0].load_state_dict(state)
+
+
+@needs_package
+def test_the_packages_own_sum_gives_the_same_numbers(monkeypatch):
+    """On GPUs it adds up in a fixed order."""
+    monkeypatch.setattr(host, "GPU", "cpu")
+    whole = build("llama")
+    split = split_over_devices(whole, CPUS)
+    assert_same(loss(split), loss(whole), 1e-5)
+    assert_same(split.state_dict(), whole.state_dict(), 0)
 
 
 def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(monkeypatch):
