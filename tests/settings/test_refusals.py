@@ -98,6 +98,8 @@ REFUSED = [
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives a batch no pairs of the data, "),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs lora=none and a loss with "),
+    (f"GPUS=2 {FSDP} world_size=4", "4 processes cannot share 2 GPUs: set world_size=2, or start as many on each mac"),
+    (f"RANK=0 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GPUS=1 {FSDP}", "4 processes cannot share 1 GPU: set world_size=1, or"),
 ]
 
 DISCOURAGED = [
@@ -135,6 +137,8 @@ ACCEPTED = [
     f"{CUT} world_size=8 tensor_parallel_size=2 gradient_accumulation_steps=2",
     f"{PACKAGE} tensor_parallel_size=2 sample_during_eval=false",
     f"RANK=0 WORLD_SIZE=4 GPUS=2 {FSDP} {COMPUTED} world_size=4",  # two machines of two GPUs
+    f"GPUS=1 {FSDP} {COMPUTED} world_size=8 dry_run=true",  # of another machine
+    f"SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_JOB_ID=1 GPUS=1 {FSDP} {COMPUTED}",  # one for each
     f"GPUS=2 lora=qlora lr=1e-4 {FSDP} {COMPUTED}",
     f"GPUS=1 {FSDP} model.autocast=bfloat16 world_size=1",  # nothing is gathered
     f"{LORA} lr=1e-5 model.policy_dtype=bfloat16",
