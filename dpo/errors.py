@@ -65,7 +65,7 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also inside cuBLAS, cuDNN or NCCL, and on a CPU, where torch raises a plain RuntimeError that says so."""
+    """Whether memory ran out, in torch, cuBLAS, cuDNN or NCCL: most of them raise a plain RuntimeError that says so."""
     signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last of "can't" and "couldn't"
     is_torchs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     return isinstance(error, MemoryError) or is_torchs

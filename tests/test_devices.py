@@ -180,7 +180,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("settings", ["lr=1e-4", "model.autocast=bfloat16 cache_reference_logps=all"])
 def test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu(settings, finished, run, tmp_path, monkeypatch, request):
-    """In its rows, masks and kernels, and with pinned copies."""
+    """It has a GPU's rows, masks and kernels, and pinned copies."""
     overrides = ("n_examples=8", *settings.split())
     on_cpu, made, pinned = finished(*overrides), [], []
     request.getfixturevalue("as_on_a_gpu")

@@ -171,7 +171,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def is_cpu(device: Any) -> bool:
-    """Unlike the meta device."""
+    """Whether it is one, and not the meta device."""
     return device.type == "cpu" != GPU
 
 

@@ -8,6 +8,7 @@ import shutil
 import weakref
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from dpo.settings.plan import resolve
 from dpo.training import memory
 from dpo.training.memory import decide_frozen_weights, predict
 from dpo.training.optimization import OPTIMIZERS, count_states, make_optimizer
+from dpo.training.parts import place_frozen_weights
 from preference_datasets import load_data
 from trainers import BasicTrainer
 
@@ -202,6 +204,10 @@ def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monk
     for available, expected in ((2.01 * held, "whole"), (1.99 * held, "sharded")):
         monkeypatch.setattr(memory, "find_device_memory", lambda *_, size=available, **__: size)
         assert decide_frozen_weights(plan) == expected
+        for another_is_full in (False, True):
+            mesh = SimpleNamespace(any=lambda here, there=another_is_full: here or there)
+            is_whole = place_frozen_weights(plan, mesh, SimpleNamespace(line=print))
+            assert is_whole == (expected == "whole" and not another_is_full)
     assert decide_frozen_weights(plan_of(f"{FSDP} loss=sft", 2)) is None  # nothing is frozen
 
 
