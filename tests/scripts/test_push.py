@@ -86,17 +86,16 @@ def test_a_push_leaves_the_repository_as_the_last_export_is_and_a_refusal_shows_
 
 def test_a_card_shows_what_others_named_as_text(copied, tmp_path):
     run_dir = copied("run")
-    origin, name = find_origin(run_dir), "<script>x</script>\n# Owned [a](http://b.c) www.b.c ![i](data:x) *b*"
+    origin, name = find_origin(run_dir), "<script>x</script>\n# Owned [a](http://b.c) www.b.c *b*"
+    found = {"settings": {"model": str(origin.policy)}, "sentences": [name]}
     (run_dir / "evaluation").mkdir()
-    result = {"settings": {"model": str(origin.policy)}, "sentences": [f"{name} wins 2 of 3 prompts."]}
-    (run_dir / "evaluation" / "evaluation-<b>.json").write_text(json.dumps(result))
+    (run_dir / "evaluation" / "evaluation-<b>.json").write_text(json.dumps(found))
     (tmp_path / "README.md").write_text("---\n---\n# A model\n")
     complete_card(tmp_path, origin, "run")
-    card = (tmp_path / "README.md").read_text()
-    judged = next(line for line in card.splitlines() if line.startswith("Judged by &#60;b&#62;: "))
-    assert html.unescape(judged) == f"Judged by <b>: {' '.join(name.split())} wins 2 of 3 prompts."
-    assert not any(markup in judged for markup in ("<", "[", "*", "!", "://", "www."))
-    assert "# Owned" not in card.splitlines()
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    [judged] = [line for line in lines if line.startswith("Judged by ")]
+    assert html.unescape(judged) == f"Judged by <b>: {' '.join(name.split())}"
+    assert not any(markup in judged for markup in ("<", "[", "*", "://", "www."))
 
 
 @pytest.mark.slow
