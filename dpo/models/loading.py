@@ -20,7 +20,6 @@ from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
-from dpo.system.host import GPU
 from dpo.system.waiting import after_rank_0
 
 FOLLOWING = "reference"  # the name of the checkpoint's part with a reference that follows the policy
@@ -117,7 +116,7 @@ def model_loaders(
     reference_archive = resume_from / f"{FOLLOWING}.pt" if resume_from and plan.follow_every else archive
     # a model that will be sharded or quantized stays on the CPU until then
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
-    device_map = None if stays_on_cpu else choose_device_map(plan.gpus)
+    device_map = None if stays_on_cpu else choose_device_map()
 
     def load(dtype: str, weights_path: Path | None) -> Any:
         if rank != 0:
@@ -210,7 +209,7 @@ def _prepare(
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:
-        quantize(model, device=GPU if plan.gpus else None)
+        quantize(model)
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0

@@ -20,7 +20,6 @@ from dpo.models.pretrained import DTYPES, check_positions
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
-from dpo.system.host import GPU, count_gpus
 
 
 class Side(NamedTuple):
@@ -112,13 +111,12 @@ def _load(name: str, origin: Origin, bases: dict[Hashable, Any]) -> Side:
     if key not in bases or (origin.base_digest and origin.base_digest != bases[key].base_digest):
         # not attention that needs a GPU
         attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
-        gpus = count_gpus()
-        device_map = None if plan.quantized else choose_device_map(gpus)
+        device_map = None if plan.quantized else choose_device_map()
         base = load_base(plan, dtype, weights.archive, attn_implementation=attention, device_map=device_map)
         check_base(base, origin.base_digest, plan)
         base.base_digest = origin.base_digest
         if plan.quantized:
-            quantize(base, device=GPU if gpus else None)
+            quantize(base)
         bases[key] = base.eval()
     if weights.adapter is None:
         return Side(name, bases[key])

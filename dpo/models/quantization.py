@@ -82,13 +82,12 @@ def _quantize(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
-    """Replace linear layers, except the head, by 4-bit ones, on `device` if given; InputError if impossible.
+def quantize(model: Any) -> Any:
+    """Replace linear layers, except the head, by 4-bit ones, on a GPU if there is one; InputError if impossible.
 
-    The device never holds the whole model unquantized. A model on the meta device stays there.
+    The GPU never holds the whole model unquantized. A model on the meta device stays there.
     """
-    if device is None or model.device.type == "meta":
-        device = model.device
+    device = model.device.type if model.device.type == "meta" else choose_device()
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
         weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()

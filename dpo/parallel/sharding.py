@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
-from dpo.system.host import is_gpu
+from dpo.system.host import count_gpus, is_gpu
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
@@ -375,8 +375,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
 # --- one process with several GPUs ---------------------------------------------------------------------------------
 
 
-def choose_device_map(gpus: int) -> str | dict[str, int] | None:
+def choose_device_map() -> str | dict[str, int] | None:
     """A map for `dpo.models.pretrained.place_weights`."""
+    gpus = count_gpus()
     if gpus == 0:
         return None
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU

@@ -8,8 +8,10 @@ import shutil
 from typing import Any
 
 import pytest
-from support.gpu import COMMON, GPU, TINY, WITHOUT_TF32, WORDS, Run, few_words, limit, pick
-from support.runs import GOLDEN, distance, find_differences, golden_command
+from support.gpu import COMMON, GPU, TINY, WITHOUT_TF32, WORDS, Run, few_words, limit, needs_gpu, pick
+from support.runs import GOLDEN, distance, find_differences, golden_command, run_python
+
+import utils
 
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
 KINDS = ("logps", "loss", "grad_norm", "rewards")
@@ -143,3 +145,13 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
     assert len(first.records()) == 6 + 3  # updates, evaluations
     assert first.records("samples.jsonl")
     assert [find_differences(first.directory, other.directory) for other in others] == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_gpu
+@limit(60)
+def test_doctor_computes_on_every_gpu(capsys):
+    assert run_python("-m", "scripts.doctor").returncode == 0
+    utils.print_gpu_memory()
+    assert "GiB at the peak" in capsys.readouterr().out
