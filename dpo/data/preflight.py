@@ -62,13 +62,15 @@ TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 COUNTS = (  # that the terminal shows
     *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
-    *("contradictory_labels", "control_tokens", "too_long"),
-    *("truncated_prompts", "truncated_responses", "identical_pairs", "tokens_across_limits"),
+    *("contradictory_labels", "identical_pairs", "control_tokens", "too_long"),
+    *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
 )
 WARNINGS = {  # of these counts: what happens, and what changes it; all but the last are of tokens
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
-    "identical_pairs": "both responses are the same after cutting, which teaches nothing: raise max_length",
+    "identical_pairs": "both responses are the same, as written or as the chat template renders them, which teaches "
+    "nothing: remove the pair, or choose another template",
+    "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
     "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
 }
 
@@ -84,6 +86,7 @@ class SplitReport:
     contradictory_pairs: int = 0  # pairs that reverse an earlier pair of their prompt
     contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
     too_long: int = 0  # examples that truncation=drop has left out
+    identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
     prompts_like_train: int | None = None  # of the test split: prompts that training has too
     answers_in_train: int | None = None  # of the test split: examples with an answer of train
@@ -95,7 +98,7 @@ class SplitReport:
     tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
-    identical_pairs: int = 0  # same tokens on both sides after truncation: no gradient under DPO
+    pairs_cut_alike: int = 0  # same tokens on both sides, of different texts
     longest: int = 0  # most tokens of a prompt with one response
     mean_chosen_tokens: float | None = None
     mean_rejected_tokens: float | None = None
@@ -122,7 +125,7 @@ class SplitReport:
         yield "; ".join(parts)
         for name, warning in WARNINGS.items():
             n = getattr(self, name)
-            total = self.examples + n if name == "too_long" else self.tokenized
+            total = {"too_long": self.examples + n, "identical_pairs": self.examples}.get(name, self.tokenized)
             if n and n >= WARNED_FROM * total:
                 yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
@@ -184,6 +187,8 @@ class SplitCounter:
         if texts.keys() <= CONTRARY.keys():  # no ranked list
             contrary_texts = {CONTRARY[role]: text for role, text in texts.items()}
             own, contrary = (hash((prompt.text, *sorted(each.items()))) for each in (texts, contrary_texts))
+            if len(texts) == 2 and texts["chosen"] == texts["rejected"]:
+                report.count("identical_pairs", prompt, index)
             if own in self._seen and len(texts) == 2:
                 report.count("duplicated_pairs", prompt, index)
             if contrary in self._seen and contrary != own:
@@ -214,8 +219,9 @@ class SplitCounter:
                     report.count("truncated_prompts", prompt, index)
                 if example.response_is_cut:
                     report.count("truncated_responses", prompt, index)
-                if example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]:
-                    report.count("identical_pairs", prompt, index)
+                is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
+                if is_alike and len({*prompt.texts(index).values()}) == 2:
+                    report.count("pairs_cut_alike" if example.response_is_cut else "identical_pairs", prompt, index)
                 longest = len(example.prompt) + max(map(len, example.responses), default=0)
                 report.longest = max(report.longest, longest)
                 scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
@@ -456,6 +462,12 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
                 f"{place} has a column weight, and loss={plan.loss.name} takes none: remove the column, or choose "
                 f"another loss, such as loss=dpo"
             )
+    train = report.train
+    if 0 < train.examples <= train.identical_pairs + train.pairs_cut_alike and (plan.n_offline or not plan.online):
+        raise InputError(
+            f"in all {count(train.examples, 'pair')} of the train split of {datasets} both responses are the same, as "
+            f"written, rendered by the chat template or cut to max_length: change what makes them so"
+        )
     if report.examples_per_epoch < batch_size:
         n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
         largest = report.examples_per_epoch // n_parts * n_parts  # a batch has equal parts

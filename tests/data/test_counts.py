@@ -58,7 +58,11 @@ COUNTED = {
     # both " b c d e" after the cut to 4
     "no difference, from the start or after truncation": (
         [prompt_of("a", (" b", " b")), prompt_of("a", (" b c d e b", " b c d e c"))],
-        {"identical_pairs": 2, "truncated_responses": 1},
+        {"identical_pairs": 1, "pairs_cut_alike": 1, "truncated_responses": 1},
+    ),
+    "the same before it is cut": (
+        [prompt_of("a", (" b c d e b", " b c d e b"))],
+        {"identical_pairs": 1, "truncated_responses": 1},
     ),
     # a pair without a difference is not its own reverse
     "no difference, twice": (
@@ -123,6 +127,15 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
 def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
     _, *found = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n).describe("train")
     assert [("max_length" in warning, "truncation" in warning) for warning in found] == [(True, True)] * is_warned
+
+
+def test_only_pairs_that_cutting_made_the_same_are_said_to_be_so():
+    alike = SplitReport(examples=10_000, tokenized=4_000, identical_pairs=100, pairs_cut_alike=40)
+    said, *warnings = alike.describe("train")
+    assert "identical pairs: 100; pairs cut alike: 40;" in said
+    assert warnings[0].startswith("warning: in 100 of 10,000 examples (train) both responses are the same, as written")
+    assert warnings[1].startswith("warning: in 40 of 4,000 examples (train) both responses are the same after cutting")
+    assert len([*SplitReport(examples=10_000, tokenized=4_000, identical_pairs=99).describe("train")]) == 1
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):

@@ -89,6 +89,20 @@ def test_data_that_the_run_cannot_train_on_is_refused_before_it_starts(three_pai
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("ends", "limits"), [(" c", {}), (" d", {"max_length": 16, "max_prompt_length": 12})], ids=["written", "cut"]
+)
+def test_pairs_that_are_all_without_a_difference_are_refused(three_pairs, tokenizer, ends, limits):
+    begin = "\n\nHuman: a\n\nAssistant: b b b b b b"
+    same = {"chosen": f"{begin} c", "rejected": f"{begin}{ends}"}
+    write_rows(three_pairs / "train.jsonl", [same, same])
+    with pytest.raises(InputError, match="in all 2 pairs of the train split of hh both responses are the same"):
+        prepare(three_pairs, tokenizer, **limits)
+    prepare(three_pairs, tokenizer, **limits, loss="sft", batch_size=1, gradient_accumulation_steps=1)
+    write_rows(three_pairs / "train.jsonl", [same, {**same, "rejected": f"{begin[:-12]} e"}])
+    prepare(three_pairs, tokenizer, **limits)
+
+
 def test_a_token_that_the_model_does_not_embed_is_refused_among_earlier_and_later_texts(tokenizer):
     encode = TextEncoder(tokenizer)
     [id_of_a] = encode([" a"])[" a"]
