@@ -81,19 +81,10 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "commands.doctor:check_devices commands.doctor:_sum system.host:has_bfloat16 utils:print_gpu_memory"
     ),
 }
-ASKS = re.compile("cuda|nccl|nvml|gpu|capability|bf16_supported|has_bfloat16|is_cpu", re.IGNORECASE)
-DEVICES = re.compile("(cuda|nccl)(:.*)?")  # texts that name a device or a backend
+ASKS = re.compile(r"cuda|nccl|nvml|(?<!synced_)gpu|capability|bf16_supported|has_bfloat16|is_cpu|\.type == 'cpu'")  # in the code
 
 
 # --- the places that ask ----------------------------------------------------------------------------------------------
-
-
-def asks(node: ast.AST) -> bool:
-    if isinstance(node, ast.Compare):  # device.type == "cpu"
-        return re.search(r"\.type\b.*'cpu'|'cpu'.*\.type\b", ast.unparse(node)) is not None
-    text = getattr(node, "value", None)
-    is_device = isinstance(node, ast.Constant) and isinstance(text, str) and DEVICES.fullmatch(text)
-    return bool(is_device or ASKS.search(getattr(node, "id", "") or getattr(node, "attr", "")))
 
 
 def test_every_place_that_asks_for_a_gpu_has_a_test_of_the_gpus_branch():
@@ -101,8 +92,10 @@ def test_every_place_that_asks_for_a_gpu_has_a_test_of_the_gpus_branch():
     for path in (ROOT / "dpo").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT / "dpo").with_suffix("").parts).removesuffix(".__init__")
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(function, ast.FunctionDef) and any(map(asks, ast.walk(function))):
-                found.add(f"{module}:{function.name}")
+            if isinstance(function, ast.FunctionDef):
+                code = function.body[ast.get_docstring(function) is not None :]
+                if any(ASKS.search(ast.unparse(statement)) for statement in code):
+                    found.add(f"{module}:{function.name}")
     known = {place for places in ON_A_GPU.values() for place in places.split()}
     assert found - known == set(), "write a test that takes the GPU's branch on a CPU, and name it in ON_A_GPU"
     assert known - found == set(), "these no longer ask: remove them from ON_A_GPU"
@@ -157,15 +150,14 @@ def test_grouped_heads_are_for_torchs_kernels_of_half_precision(as_on_a_gpu, mon
 def test_a_process_that_starts_others_never_initializes_cuda(run, command, monkeypatch):
     """A context there would take memory of a GPU for as long as the run lasts."""
     overrides = ("model.autocast=auto", "trainer=FSDPTrainer", "model.attn_implementation=varlen")
-    asked, started = [], []
-    for name in ("_lazy_init", "current_device", "is_bf16_supported", "get_device_properties", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # torch asks the driver's library, and makes no context
+    started = []
+    # torch asks the driver's library for it, and makes no context; whatever else is asked fails
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(launching, "_spawn", lambda function, world_size, *_, **__: started.append(world_size))
     _, plan = check_command_line(command("run", *overrides))
     assert plan.dims.world_size == 2
     run("run", *overrides)
-    assert (started, asked) == ([2], [])
+    assert started == [2]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +241,8 @@ def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, m
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     ],

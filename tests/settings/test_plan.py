@@ -79,7 +79,6 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
         (FSDP, True, None, (None, "bfloat16")),  # autocast would keep copies that FSDP cannot free
         (FSDP, False, None, (None, None)),
         (f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
-        (TENSOR, True, None, (None, "bfloat16")),
         (f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
         # a resumed run keeps its precision, also by another trainer
         (FSDP, False, {"model.autocast": "bfloat16"}, (None, "bfloat16")),
