@@ -37,7 +37,7 @@ RUNS = "tests/gpu/test_gpu_runs.py"
 ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in another file: the functions that ask
     "test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu": (
         "models.attention:attend_in_bfloat16 models.layouts:layout_by_rules models.logprobs:_find_masks "
-        "models.logprobs:_in_pieces models.logprobs:token_logps system.host:is_gpu system.host:is_cpu "
+        "models.logprobs:_in_pieces models.logprobs:token_logps system.host:is_cpu "
         "training.batches:split training.objective:cache_reference training.objective:_to_device"
     ),
     "test_grouped_heads_are_for_torchs_kernels_of_half_precision": "models.attention:_use_grouped_heads",
@@ -81,7 +81,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "commands.doctor:check_devices commands.doctor:_sum system.host:has_bfloat16 utils:print_gpu_memory"
     ),
 }
-ASKS = re.compile(r"cuda|nccl|nvml|(?<!synced_)gpu|capability|bf16_supported|has_bfloat16|is_cpu|\.type == 'cpu'")  # in the code
+ASKS = re.compile(r"cuda|nccl|nvml|(?<!synced_)gpu|capability|bf16_supported|has_bfloat16|is_cpu|\.type == 'cpu'")
 
 
 # --- the places that ask ----------------------------------------------------------------------------------------------
