@@ -25,7 +25,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.commands import add_model_options, run_command
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.models.export import Origin, escape_markdown, export, find_origin
+from dpo.models.export import Origin, describe_export, escape_markdown, export, find_origin
 from dpo.models.pretrained import DTYPES
 from dpo.redaction import redact, remember
 from dpo.system.host import is_installed
@@ -78,7 +78,7 @@ def write(options: argparse.Namespace, out: Path) -> None:
     origin = find_origin(options.checkpoint, **named)
     print(f"reading {origin.parts}", flush=True)
     folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
-    print(f"exported {folder}")
+    print(describe_export(folder))
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:

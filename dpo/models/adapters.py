@@ -266,13 +266,17 @@ def base_weights(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """A model's weights with an adapter merged, each sum rounded once, to `dtype` or the base's."""
+    """A model's weights with an adapter merged, each sum rounded once to the base's dtype, if that is `dtype` or None.
+
+    Otherwise the sums are in float32, for the caller to round.
+    """
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
         added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)
         if isinstance(layer.base_layer, Conv1D):
             added = added.T
-        layer.weight.data = (layer.weight + added).to(dtype or layer.weight.dtype)
+        is_rounded = dtype in (None, layer.weight.dtype)
+        layer.weight.data = (layer.weight + added).to(layer.weight.dtype if is_rounded else torch.float32)
     return base_weights(model)
 
 

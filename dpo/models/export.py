@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +20,22 @@ import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, read_manifest
-from dpo.data.asking import HH, MEANINGS
+from dpo.data.asking import CHAT, HH, MEANINGS, RAW
 from dpo.data.tokenizer import KeptTemplate, bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
-from dpo.models.answers import DEFAULTS, list_end_tokens
+from dpo.models.answers import list_end_tokens
 from dpo.models.loading import check_base, find_source, load_base, resolve_name
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
+from dpo.models.published import ambiguity, drop_copies, find_file, read_weights, rename_weights, spell_both_ways
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
-from dpo.models.text_part import complete_checkpoint, find_file, is_text_part
+from dpo.models.text_part import is_text_part
 from dpo.models.weights import Weights, locate_weights, read_archive
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS, Resume
@@ -45,6 +48,9 @@ from dpo.system.waiting import after_rank_0, leave_together
 RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)  # how images and video are read
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
 CARD = """\
 # A model trained with {method}
@@ -54,7 +60,7 @@ from transformers import {auto_class}, AutoTokenizer{imported}
 
 model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
-```
+{reward}```
 
 Prompts were tokenized without special tokens added, and every response ended with the EOS token. {form}
 
@@ -65,6 +71,19 @@ The licences of base model and data apply. State one as `license` above before y
 Metrics are means over the evaluation examples at this checkpoint, if it was evaluated.
 
 {facts}"""
+
+
+REWARD = """\
+prompt = {prompt}
+inputs = tokenizer(prompt + " Hi!" + tokenizer.eos_token, add_special_tokens=False, return_tensors="pt")
+reward = model(**inputs).logits.item()  # read at the last token: EOS
+"""
+EXAMPLES = {
+    CHAT: 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False, '
+    "add_generation_prompt=True)",
+    HH: r'"\n\nHuman: Hello\n\nAssistant:"',
+    RAW: '"Hello"',
+}
 
 
 class Origin(NamedTuple):
@@ -193,9 +212,18 @@ def export(
             _write_adapter(folder, origin)
         else:
             _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
-        for path in folder.iterdir():
+        for path in filter(Path.is_file, folder.rglob("*")):
             shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
     return out
+
+
+def describe_export(folder: Path) -> str:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    said = f"exported {folder} ({size / 1e9:,.3g} GB)"
+    config = folder / "config.json"
+    if config.exists() and read_json(config)["dtype"] == "float32":
+        said += "; in half of that: dpo export RUN DIR --dtype bfloat16"
+    return said
 
 
 def export_last(plan: Plan, rank: int) -> None:
@@ -210,7 +238,7 @@ def export_last(plan: Plan, rank: int) -> None:
         try:
             is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
-            print(f"exported {out}", flush=True)
+            print(describe_export(out), flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
             why = one_sentence(error)
             merge = " --merge" if "give --merge" in why else ""
@@ -243,105 +271,211 @@ def _find_base_for_peft(origin: Origin) -> str:
 def _write_adapter(folder: Path, origin: Origin) -> None:
     directory = origin.weights.adapter
     config = read_json(directory / CONFIG) | {"base_model_name_or_path": _find_base_for_peft(origin)}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write_json(folder / CONFIG, dict(sorted(config.items())))
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
-    base_config = load_config(find_source(origin.plan)).get_text_config()
-    tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
+    base = load_structure(find_source(origin.plan), dtype=torch.float32)
+    tokenizer = _write_tokenizer(folder, origin, base)
     if not origin.plan.loss.scalar_head:
         _write_generation_config(folder, origin, tokenizer)
-    _write_card(folder, origin, adapter=read_adapter(directory))
+    _write_card(folder, origin, base, tokenizer, adapter=read_adapter(directory))
 
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
+    """Write the base's own directory with other weights: its names, config and files, but for what had to change."""
     source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
-    model = load_structure(source, dtype=torch.float32)
-    _load_weights(model, origin, adapter, dtype)
-    # load the config again, with the base's dropout, which `load_structure` has set to 0
-    model.config = config = load_config(source)
-    if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
-        del config.auto_map
-    n_embeddings = model.get_input_embeddings().num_embeddings
-    tokenizer = _write_tokenizer(folder, origin, n_embeddings, may_grow=True)
+    model = load_structure(source, dtype=dtype or torch.float32)
+    state = drop_copies(model, _read_state(model, origin, adapter, dtype))
+    _copy_files(folder, source.name, source.cache_dir, PROCESSOR_FILES)
+    tokenizer = _write_tokenizer(folder, origin, model)
     if is_reward_model:
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        setattr(config, MARK, POLICY)
-        if tokenizer.pad_token_id >= n_embeddings:
-            model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
-    # save_pretrained refuses some published generation configs, so the base's own is not given to the model
-    model.generation_config = transformers.GenerationConfig()
-    if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
-        tensors = complete_checkpoint(model, source.name, source.cache_dir, dtype)
-        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
-        config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
+        _embed(model, state, tokenizer.pad_token_id)
+    # a reward model has another head than the files, and random weights may have nothing in common with them
+    is_like_files = not is_reward_model and not origin.plan.model.random_init
+    stored = read_weights(source.name, source.cache_dir) if is_like_files else {}
+    tensors = _complete(model, state, stored, dtype) if stored else {}
+    config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
+    if tensors or not is_text_part(config):
+        written = dict(read_json(Path(find_file(source.name, "config.json", source.cache_dir))))
+    elif is_like_files:
+        raise ambiguity(model, f"the files of {source.name}")
+    else:  # there are no weights of other parts
+        config = config.get_text_config()
+        written = json.loads(config.to_json_string())
+    tensors = tensors or revert_weight_conversion(model, _round(model, state, dtype))
+    save_torch_state_dict(_separate(tensors), folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
+    embeddings = state[_name_embeddings(model, state)]
+    dtype_name = str(dtype or embeddings.dtype).removeprefix("torch.")
+    text = written.get("text_config", written)
+    for part in (written, text):
+        part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
+        if not state.keys().isdisjoint(model.all_tied_weights_keys):  # a head of its own, although the config ties it
+            part["tie_word_embeddings"] = False
+    spell_both_ways(text, config.get_text_config())
+    if text is written:  # else the class has more parts than the one that was trained
+        written["architectures"] = [type(model).__name__]
+    written.pop("auto_map", None)
+    if model.is_remote_code():
         config.save_pretrained(folder)
+        custom_object_save(model, folder, config=config)
+        written["auto_map"] = config.auto_map
+    if is_reward_model:
+        text |= {"pad_token_id": tokenizer.pad_token_id, "vocab_size": max(text["vocab_size"], len(embeddings))}
+        written |= {"id2label": config.id2label, "label2id": config.label2id, MARK: POLICY}
+        written.pop("num_labels", None)
     else:
-        if is_text_part(config):
-            model.config = config.get_text_config()  # there are no weights of other parts
-        has_parts = model.config.get_text_config() is not model.config
-        model.save_pretrained(folder, max_shard_size=SHARD_BYTES, save_original_format=has_parts)
-    for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):  # how images and video are read
-        if path := find_file(source.name, file, source.cache_dir):
-            shutil.copyfile(path, folder / file)
-    if not is_reward_model:
         _write_generation_config(folder, origin, tokenizer)
-    _write_card(folder, origin, model=model, adapter=adapter)
+    _write_json(folder / "config.json", written)
+    _write_card(folder, origin, model, tokenizer, adapter=adapter, dtype=dtype_name)
 
 
-def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
+def _read_state(
+    model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     if adapter is None:
-        state = read_archive(origin.weights.archive, model)
-    else:
-        plan, has_run = origin.plan, origin.run_dir is not None
-        # the base as the run had it: in its precision, and of 4 bits what they keep
-        base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
-        base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
-        check_base(base, origin.base_digest, plan)
-        if has_run and plan.quantized:
-            for layer in map(base.get_submodule, layers_to_quantize(base)):
-                layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
-        state = merge_adapter(base, adapter, dtype)
-    expected, weights = model.state_dict(keep_vars=True), {}
-    for name, weight in expected.items():
-        # tied weights are one object with several names, of which a file may lack some
-        if name in state and id(weight) not in weights:
-            is_rounded = dtype is not None and state[name].is_floating_point()
-            weights[id(weight)] = state[name].to(dtype) if is_rounded else state[name]
-    model.load_state_dict({name: weights[id(weight)] for name, weight in expected.items()}, assign=True)
-    model.tie_weights()
+        return read_archive(origin.weights.archive, model)
+    plan, has_run = origin.plan, origin.run_dir is not None
+    # the base as the run had it: in its precision, and of 4 bits what they keep
+    base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
+    base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
+    check_base(base, origin.base_digest, plan)
+    if has_run and plan.quantized:
+        for layer in map(base.get_submodule, layers_to_quantize(base)):
+            layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+    return merge_adapter(base, adapter, dtype)
 
 
-def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
-    """Write the tokenizer as published, with another pad token if its own has no embedding.
+def _name_embeddings(model: Any, state: Mapping[str, torch.Tensor]) -> str:
+    weight, named = model.get_input_embeddings().weight, model.state_dict(keep_vars=True)
+    return next(name for name in state if named[name] is weight)
+
+
+def _embed(model: Any, state: dict[str, torch.Tensor], token_id: int) -> None:
+    """Add a row of zeros for a token, which is only read as padding."""
+    name = _name_embeddings(model, state)
+    n_missing = max(0, token_id + 1 - len(state[name]))
+    state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, n_missing))
+
+
+def _round(model: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Mapping[str, torch.Tensor]:
+    """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
+    if dtype is None:
+        return state
+    rounded = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype).state_dict()
+    return {name: rounded[name] for name in state}
+
+
+def _complete(
+    model: Any, state: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """A base's tensors with trained ones in their places; none if these are unclear.
+
+    With `dtype`, what is in float32 in files of 16 bits stays so.
+    """
+    named = rename_weights(model, state, stored)
+    if not named:
+        return {}
+    if dtype is None:
+        return {**stored, **named}
+    rounded = rename_weights(model, _round(model, state, dtype), stored)
+    is_in_16_bits = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in stored.values())
+    complete = {}
+    for name, tensor in {**stored, **named}.items():
+        is_kept = is_in_16_bits and stored[name].dtype == torch.float32
+        if not is_kept and tensor.is_floating_point():
+            tensor = rounded[name] if name in rounded else tensor.to(dtype)
+        complete[name] = tensor
+    return complete
+
+
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy what shares its storage: a tied weight that the base's files have twice, or an expert of several."""
+    storages, separate = set(), {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        is_shared = storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes
+        separate[name] = tensor.clone() if is_shared else tensor
+        storages.add(storage.data_ptr())
+    return separate
+
+
+def _copy_files(folder: Path, name: str, cache_dir: str | None, files: Iterable[str]) -> None:
+    for file in files:
+        if path := find_file(name, file, cache_dir):
+            (folder / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / file)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
+    """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
 
     A reward model always gets a pad token, a new one if no other token can pad.
     """
-    name = origin.plan.model.tokenizer
+    plan, source = origin.plan, find_source(origin.plan)
+    name = plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **find_source(origin.plan).options)
-    if type(tokenizer).__module__.startswith("transformers."):  # its class is used, not the model's code
-        tokenizer.init_kwargs.pop("auto_map", None)
-    bind_template(tokenizer, origin.plan.chat)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source.options)
+    template = tokenizer.chat_template
+    pad_token = tokenizer.pad_token
+    n_tokens = len(tokenizer)
+    bind_template(tokenizer, plan.chat)
+    n_embeddings = model.get_input_embeddings().num_embeddings
     pad = find_pad_token(tokenizer, n_embeddings)
-    if origin.plan.loss.scalar_head:
-        if pad is None and (may_grow or len(tokenizer) < n_embeddings):
+    if plan.loss.scalar_head:
+        if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):  # an adapter adds no embedding
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         else:
             tokenizer.pad_token_id = pad
     elif (tokenizer.pad_token_id or 0) >= n_embeddings:
         tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
-    tokenizer.save_pretrained(folder)
+    _copy_files(folder, name, source.cache_dir, {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
+    config_file = folder / "tokenizer_config.json"
+    published = read_json(config_file) if config_file.exists() else {}
+    config = dict(published)
+    if type(tokenizer).__module__.startswith("transformers."):  # its class is used, not the model's code
+        config.pop("auto_map", None)
+    else:
+        custom_object_save(tokenizer, folder, config=config)
+    if tokenizer.chat_template == template:
+        others = template if isinstance(template, dict) else ()
+        places = ["chat_template.jinja", *(f"additional_chat_templates/{other}.jinja" for other in others)]
+        _copy_files(folder, name, source.cache_dir, places)
+    else:
+        tokenizer.save_chat_templates(folder, config, None, save_jinja_files=True)
+    if tokenizer.pad_token != pad_token:
+        config["pad_token"] = tokenizer.pad_token
+        legacy = folder / "special_tokens_map.json"
+        if legacy.exists():
+            _write_json(legacy, read_json(legacy) | {"pad_token": tokenizer.pad_token})
+    if len(tokenizer) > n_tokens:
+        token = {"content": tokenizer.pad_token, "special": True}
+        token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"] = {**config["added_tokens_decoder"], str(tokenizer.pad_token_id): token}
+        fast = folder / "tokenizer.json"
+        if fast.exists():
+            content = read_json(fast)
+            content["added_tokens"].append({"id": tokenizer.pad_token_id, **token})
+            _write_json(fast, content)
+    if config != published:
+        _write_json(config_file, config)
     return tokenizer
 
 
 def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> None:
-    """Write the base's sampling and end tokens, with the one that was trained."""
-    published = load_generation_config(find_source(origin.plan))
-    end_tokens = list_end_tokens(published, tokenizer)
-    kept = {name: getattr(published, name) for name in (*DEFAULTS, "do_sample") if getattr(published, name) is not None}
+    """Write the base's settings of generation, with end tokens of which the first is the one that was trained."""
+    source = find_source(origin.plan)
+    published = load_generation_config(source)
+    file = find_file(source.name, "generation_config.json", source.cache_dir)
+    values = dict(read_json(Path(file))) if file else published.to_diff_dict()
+    values.pop("_from_model_config", None)  # by which transformers would make it anew
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    values = {"eos_token_id": end_tokens, "pad_token_id": pad, **kept}
-    (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    values |= {"eos_token_id": list_end_tokens(published, tokenizer), "pad_token_id": pad}
+    _write_json(folder / "generation_config.json", values)
 
 
 # --- the model card --------------------------------------------------------------------------------------------------
@@ -353,9 +487,12 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
 
 
-def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, model: Any = None) -> None:
-    """Write `README.md`, without a `model` for an `adapter` alone."""
-    plan, is_adapter = origin.plan, model is None
+def _write_card(
+    folder: Path, origin: Origin, model: Any, tokenizer: Any, *, adapter: StoredAdapter | None, dtype: str | None = None
+) -> None:
+    """Write `README.md`, without the weights' `dtype` for an `adapter` alone."""
+    plan = origin.plan
+    is_adapter = dtype is None
     checkpoint = read_file(origin.policy) if origin.policy else {}
     values = redact(plan.values) if origin.run_dir else {}
     base, loss = plan.model.name_or_path, plan.values.get("loss.name")
@@ -383,6 +520,13 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
         # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
         options += f', dtype="{plan.compute_dtype}"' + f", quantization_config={IN_4_BITS}" * plan.quantized
         options += ", num_labels=1" * plan.loss.scalar_head
+    auto_class = find_source(plan).auto_class.__name__
+    if is_adapter and hasattr(model, "names_in_class"):  # the adapter has the names of the whole checkpoint's class
+        auto_class = "AutoModelForImageTextToText"
+    reward = ""
+    if plan.loss.scalar_head:
+        default = CHAT if tokenizer.chat_template else RAW
+        reward = REWARD.format(prompt=EXAMPLES[form or default])
     # settings that determine the weights, but for paths, and for what was said to the export and not to the run
     kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
     settings = {
@@ -392,7 +536,7 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
     }
     facts = {
         "base": Path(base).name,
-        "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}",
+        "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {dtype}",
         "adapter": adapter and {"r": adapter.r, "alpha": adapter.alpha},
         "examples trained on": checkpoint.get("step_idx"),
         "metrics": {k: v for k, v in (checkpoint.get("metrics") or {}).items() if isinstance(v, int | float)},
@@ -403,10 +547,11 @@ def _write_card(folder: Path, origin: Origin, *, adapter: StoredAdapter | None, 
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     text = CARD.format(
         method=escape_markdown(loss or "preferences"),
-        auto_class="AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM",
+        auto_class=auto_class,
         imported=", BitsAndBytesConfig" if IN_4_BITS in options else "",
         options=options,
         trust=trust,
+        reward=reward,
         form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
         facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
     )

@@ -14,7 +14,7 @@ from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, re
 from dpo.models.logprobs import install_scalar_head
 from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
-from dpo.models.text_part import is_text_part, name_in_files
+from dpo.models.text_part import check_names, is_text_part
 from dpo.models.weights import Weights, hash_base, locate_weights, model_digest, read_archive
 from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
@@ -91,7 +91,7 @@ def check_model(plan: Plan) -> Weights:
     """Find the weights; InputError if the model cannot be trained."""
     weights, config = find_weights(plan), load_config(find_source(plan))
     if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
-        name_in_files(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
+        check_names(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return weights
 

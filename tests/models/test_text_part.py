@@ -15,7 +15,7 @@ from support.runs import run_here
 
 from dpo.errors import InputError
 from dpo.models.pretrained import Source, load_structure
-from dpo.models.text_part import name_in_files
+from dpo.models.text_part import check_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
 SIGLIP = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -125,4 +125,4 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     twins = {key.replace("language_model", "second_model"): tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors | twins, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be told from the others"):
-        name_in_files(load_structure(Source(model), dtype=torch.float32), model, None)
+        check_names(load_structure(Source(model), dtype=torch.float32), model, None)

@@ -97,7 +97,7 @@ def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, cap
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    monkeypatch.setattr("dpo.models.export.save_torch_state_dict", fail)
     run("run", "n_examples=8")
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the run is complete")]
     assert "its export failed: " in line

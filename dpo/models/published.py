@@ -1,0 +1,135 @@
+"""The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from dpo.errors import InputError, explaining_library, one_sentence
+
+# of transformers 4, with rope for each kind of layers; of others it has none
+LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")
+
+
+def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
+    """The path of a file of a directory or Hub id, which may be fetched."""
+    name = str(Path(name).expanduser())
+    return cached_file(name, file, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
+
+
+def read_weights(name: str, cache_dir: str | None) -> dict[str, Tensor]:
+    """All tensors of a directory or Hub id, mapped from the files that transformers reads; none if there are none."""
+    with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
+        weights = {}
+        for path in _find_weights(name, cache_dir):
+            if path.endswith(".safetensors"):
+                weights |= load_file(path)
+            else:
+                weights |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return weights
+
+
+def _find_weights(name: str, cache_dir: str | None) -> list[str]:
+    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):  # transformers' order
+        path = find_file(name, file, cache_dir)
+        if path is None:
+            continue
+        if path.endswith(".json"):
+            return get_checkpoint_shard_files(str(Path(name).expanduser()), path, cache_dir=cache_dir)[0]
+        return [path]
+    return []
+
+
+def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out tied weights, unless they differ from what they are tied to."""
+    kept = dict(state)
+    for name, source in model.all_tied_weights_keys.items():
+        tensor = kept.pop(name, None)
+        if tensor is None:
+            continue
+        if source not in kept:  # a file may have either name
+            kept[source] = tensor
+        elif tensor is not kept[source] and not torch.equal(tensor, kept[source]):
+            kept[name] = tensor
+    return kept
+
+
+def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of `drop_copies` by their names in files, which may have each expert apart; none if that is unclear.
+
+    A tied weight is there twice if the files have it twice.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    twice = dict(state)
+    for name, source in model.all_tied_weights_keys.items():
+        twice.setdefault(name, state[source])
+    for convert in (dict, partial(revert_weight_conversion, model)):
+        weights = convert(twice)
+        if names := match_names(model, weights, shapes, weights.keys() - convert(state).keys()):
+            return {theirs: weights[own] for own, theirs in names.items()}
+    return {}
+
+
+def match_names(
+    model: Any, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: Set[str]
+) -> dict[str, str]:
+    """Names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
+
+    The base model's weights share a prefix, those of its head perhaps another. The `optional` may be missing.
+    """
+    embeddings = model.get_input_embeddings()
+    base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
+    names = {}
+    for is_base in (True, False):
+        group = {
+            name.removeprefix(base) if is_base else name: name for name in weights if name.startswith(base) is is_base
+        }
+        required = {short: name for short, name in group.items() if name not in optional}
+        first = next(iter(required or group), "")
+        prefixes = {match[1] for key in shapes if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
+        fitting = [
+            prefix
+            for prefix in prefixes
+            if all(shapes.get(prefix + short) == weights[name].shape for short, name in required.items())
+        ]
+        if len(fitting) != 1 and required:
+            return {}
+        names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in shapes}
+    return names
+
+
+def ambiguity(model: Any, place: str) -> InputError:
+    return InputError(
+        f"in {place}, which has more parts than text, the weights of the text part ({type(model).__name__}) cannot be "
+        f"told from the others: give a model for text alone"
+    )
+
+
+def spell_both_ways(written: dict[str, Any], config: Any) -> None:
+    """Add to the entries of a config those by which transformers 4, or 5, finds the parameters of rope."""
+    rope = config.to_dict().get("rope_parameters") or {}
+    has_layer_types = config.model_type in LAYER_TYPES
+    whole = rope["full_attention"] if has_layer_types else rope
+    if "rope_theta" not in whole:
+        return
+    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    old = {"rope_theta": whole["rope_theta"], "rope_scaling": scaling if is_scaled else None}
+    if "partial_rotary_factor" in whole:
+        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
+    if config.model_type == "gpt_neox":
+        old |= {"rotary_emb_base": whole["rope_theta"], "rotary_pct": whole["partial_rotary_factor"]}
+    if has_layer_types:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    for key, value in {"rope_parameters": rope, **old}.items():
+        written.setdefault(key, value)
