@@ -74,15 +74,16 @@ Metrics are means over the evaluation examples at this checkpoint, if it was eva
 
 
 REWARD = """\
-prompt = {prompt}
-inputs = tokenizer(prompt + " Hi!" + tokenizer.eos_token, add_special_tokens=False, return_tensors="pt")
-reward = model(**inputs).logits.item()  # read at the last token: EOS
+model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+text = {text} + tokenizer.eos_token
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+reward = model(**inputs).logits.item()  # read at the last token, which is EOS
 """
 EXAMPLES = {
     CHAT: 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False, '
-    "add_generation_prompt=True)",
-    HH: r'"\n\nHuman: Hello\n\nAssistant:"',
-    RAW: '"Hello"',
+    'add_generation_prompt=True) + "Hi!"',
+    HH: r'"\n\nHuman: Hello\n\nAssistant: Hi!"',
+    RAW: '"Hello Hi!"',
 }
 
 
@@ -526,7 +527,7 @@ def _write_card(
     reward = ""
     if plan.loss.scalar_head:
         default = CHAT if tokenizer.chat_template else RAW
-        reward = REWARD.format(prompt=EXAMPLES[form or default])
+        reward = REWARD.format(text=EXAMPLES[form or default])
     # settings that determine the weights, but for paths, and for what was said to the export and not to the run
     kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
     settings = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from support.models import FAMILIES, GROUPED, build
 from support.runs import GOLDEN
 from support.small_configs import shrink
 
-from dpo.models.export import export
+from dpo.models.export import describe_export, export
 from dpo.models.pretrained import Source, load_structure
 from dpo.models.text_part import check_names
 from dpo.settings.plan import resolve
@@ -175,6 +178,73 @@ def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
         assert (out / name).read_bytes() == (base / name).read_bytes(), name
 
 
+def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
+    """The names of the class and of other tokens stay, and nothing of this machine is written."""
+    base = publish(tmp_path / "base", build(lambda: transformers.LlamaConfig(**GROUPED | {"vocab_size": 1024})))
+    change_json(base / "tokenizer_config.json", pad_token="<|end|>", chat_template="old", of_somebody=[1])
+    (base / "special_tokens_map.json").write_text('{"pad_token": "<|end|>", "sep_token": "x"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    fast = read_json(base / "tokenizer.json")
+    fast["added_tokens"].append({**fast["added_tokens"][0], "id": 1024, "content": "<|end|>"})
+    (base / "tokenizer.json").write_text(json.dumps(fast))  # a pad token without an embedding, as some published ones
+    (tmp_path / "new.jinja").write_text("{{ messages[0].content }}")
+    policy = archive(tmp_path / "policy.pt", build(lambda: transformers.AutoConfig.from_pretrained(base)).state_dict())
+    (tmp_path / "config.yaml").write_text(f"model: {{name_or_path: {base}}}\nchat_template: {tmp_path}/new.jinja\n")
+
+    out = export(policy, tmp_path / "out")
+
+    before, after = (read_json(folder / "tokenizer_config.json") for folder in (base, out))
+    assert before.pop("chat_template") == "old"
+    assert after == before | {"pad_token": "<|endoftext|>"}
+    assert after["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert read_json(out / "special_tokens_map.json") == {"pad_token": "<|endoftext|>", "sep_token": "x"}
+    assert (out / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    exported = transformers.AutoTokenizer.from_pretrained(out)
+    assert exported.chat_template == "{{ messages[0].content }}"
+    assert exported("Where is it?")["input_ids"] == tokenizer("Where is it?")["input_ids"]
+
+
+def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
+    config = transformers.LlamaConfig(**GROUPED | {"vocab_size": 1024, "pad_token_id": None}, num_labels=1)
+    base = publish(tmp_path / "base", build(lambda: config))
+    change_json(base / "tokenizer_config.json", added_tokens_decoder={})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    policy = archive(tmp_path / "policy.pt", model.state_dict())
+    (tmp_path / "config.yaml").write_text(f"model: {{name_or_path: {base}}}\nloss: {{name: bradley_terry}}\n")
+
+    out = export(policy, tmp_path / "out", dtype="float16")
+
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (base, out))
+    assert after.get_vocab() == before.get_vocab() | {"<|pad|>": 1024}
+    assert after.pad_token_id == 1024
+    written, expected = read_json(out / "config.json"), read_json(base / "config.json")
+    assert written["vocab_size"] == 1025
+    assert written["architectures"] == ["LlamaForSequenceClassification"]
+    assert written["id2label"] == {"0": "LABEL_0"}
+    assert {key for key in expected if written[key] != expected[key]} == {
+        "architectures", "vocab_size", "pad_token_id", "dtype",
+    }  # fmt: skip
+    tensors = read_tensors(out)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert torch.equal(tensors["model.embed_tokens.weight"][:1024], model.model.embed_tokens.weight.half())
+    assert tensors.keys() == model.state_dict().keys()
+
+
+def test_the_size_is_said_and_how_to_halve_it(tmp_path):
+    base = publish(tmp_path / "base", build("llama"))
+    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
+    whole = export(policy, tmp_path / "whole", model=str(base))
+    half = export(policy, tmp_path / "half", model=str(base), dtype="bfloat16")
+    size = (whole / "model.safetensors").stat().st_size / 1e9
+    assert (
+        describe_export(whole)
+        == f"exported {whole} ({size:.3g} GB); in half of that: dpo export RUN DIR --dtype bfloat16"
+    )
+    assert "--dtype" not in describe_export(half)
+
+
 @pytest.mark.parametrize("place", ["shards", "bin", "hub"])
 def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypatch):
     base = publish(tmp_path / "base", build("gpt-neox"))
@@ -242,3 +312,45 @@ def test_a_tied_head_that_the_files_have_is_there_again(tmp_path):
     assert describe(out) == describe(base)
     assert read_json(out / "config.json")["tie_word_embeddings"] is True
     assert torch.equal(logits_of(out), logits_of(build("llama, tied")))
+
+
+# --- readers with an older transformers ------------------------------------------------------------------------------
+
+READER = """
+import sys, torch, transformers
+
+assert transformers.__version__ == "4.57.6"
+for folder in sys.argv[1:]:
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not loading["missing_keys"], loading
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(20).view(2, 10), use_cache=False).logits
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    torch.save((logits, tokenizer("Where is the red umbrella?")["input_ids"]), f"{folder}/read.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformers_4_reads_the_same_model_and_tokens(tmp_path):
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), OLD]
+    installed = subprocess.run(install, capture_output=True, text=True, check=False)
+    if not (site / "transformers").exists():
+        pytest.skip(f"{OLD} cannot be installed: {installed.stderr[-300:]}")
+    exports = []
+    older = {"gemma3": FAMILIES["gemma3, norms per head"], "phi3": FAMILIES["phi3, fused projections"]}
+    older["mixtral"] = lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)
+    for name, config in (FIVE | older).items():
+        model = build(config)
+        base = publish(tmp_path / name / "base", model)
+        policy = archive(tmp_path / name / "policy.pt", model.state_dict())
+        exports.append(export(policy, tmp_path / name / "out", model=str(base)))
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    subprocess.run([sys.executable, "-c", READER, *map(str, exports)], env=environment, check=True)
+    for out in exports:
+        logits, tokens = torch.load(out / "read.pt")
+        torch.testing.assert_close(logits, logits_of(out), rtol=0, atol=1e-5)
+        assert tokens == transformers.AutoTokenizer.from_pretrained(out)("Where is the red umbrella?")["input_ids"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, list_examples
-from support.runs import GOLDEN
+from support.runs import GOLDEN, run_card
 from support.trainers import compose, make
 
 from dpo.analysis.ledger import read_ledger
@@ -125,6 +125,9 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
     return prompts, answers, found
 
 
+SHOWN = "\n\nHuman: Hello\n\nAssistant: Hi!<|endoftext|>"  # in the card of a reward model
+
+
 @pytest.mark.parametrize("with_adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "adapter"])
 def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, rows, tmp_path):
     run_dir = finished("loss=bradley_terry", "ledger=true", *(LORA if with_adapter else ()))
@@ -140,13 +143,16 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
         model.config.pad_token_id = None  # the base's is EOS
         one_by_one = [score_as_anyone_would(model, adapter, [text])[0] for text in texts]
         assert one_by_one == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+        shown = score_as_anyone_would(model, adapter, [SHOWN])
+        assert run_card(adapter)["reward"] == pytest.approx(shown[0], rel=1e-4)
 
     out = export(run_dir, tmp_path / "whole", merge=with_adapter)
     model, loading = model_class.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
     assert model.config.pad_token_id != model.config.eos_token_id
     assert score_as_anyone_would(model, out, texts) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
-    assert "AutoModelForSequenceClassification" in (out / "README.md").read_text()
+    shown = score_as_anyone_would(model, out, [SHOWN])
+    assert run_card(out)["reward"] == pytest.approx(shown[0], rel=1e-4)
 
     online = ("loss=dpo", "loss.beta=0.1", "online=online", "online.scorer=reward_model", f"online.reward_model={out}")
     plan = resolve(compose(tmp_path, "online", *online, "online.max_new_tokens=8"))

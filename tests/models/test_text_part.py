@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import GROUPED
-from support.runs import run_here
+from support.runs import run_card, run_here
 
 from dpo.errors import InputError
 from dpo.models.pretrained import Source, load_structure
@@ -104,6 +104,7 @@ def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, 
     before = logits_of(whole)
     adapted = logits_of(peft.PeftModel.from_pretrained(whole, adapter))
     assert (adapted - before).abs().max() > 1e-3
+    torch.testing.assert_close(logits_of(run_card(adapter)["model"]), adapted, rtol=0, atol=1e-5)
     run_here(command("next", *settings, "lora.reference=adapter", f"model.archive={tmp_path / 'run'}"))
     [first, *_] = (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(first)["rewards_eval/margins"] == 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 
 import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from support.runs import GOLDEN, read_metrics, train
+from support.runs import GOLDEN, read_metrics, run_card, train
 
 from dpo.analysis.rules import find_all
 from dpo.analysis.runs import read_run
@@ -78,9 +77,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
     plan = resolve(config)
     trained, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=checkpoint)
 
-    [snippet] = re.findall(r"```python\n(.*?)```", (checkpoint / "hf" / "README.md").read_text(), re.DOTALL)
-    loaded: dict = {}
-    exec(snippet.replace("PATH_OR_HUB_ID", str(checkpoint / "hf")), loaded)
+    loaded = run_card(checkpoint / "hf")
 
     assert loaded["tokenizer"].get_vocab()
     with torch.no_grad():

@@ -303,3 +303,11 @@ def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
     else:
         return [] if repr(a) == repr(b) else [key]
     return [unequal for name in names for unequal in _find_unequal_keys(a[name], b[name], f"{key}.{name}")]
+
+
+def run_card(folder: Path) -> dict[str, Any]:
+    """The names that the code in an export's model card defines."""
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("PATH_OR_HUB_ID", str(folder)), names)
+    return names
