@@ -289,8 +289,6 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
     state = drop_copies(model, _read_state(model, origin, adapter, dtype))
     _copy_files(folder, source.name, source.cache_dir, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, origin, model)
-    if is_reward_model:
-        _embed(model, state, tokenizer.pad_token_id)
     # a reward model has another head than the files, and random weights may have nothing in common with them
     is_like_files = not is_reward_model and not origin.plan.model.random_init
     stored = read_weights(source.name, source.cache_dir) if is_like_files else {}
@@ -303,10 +301,13 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
     else:  # there are no weights of other parts
         config = config.get_text_config()
         written = json.loads(config.to_json_string())
-    tensors = tensors or revert_weight_conversion(model, _round(model, state, dtype))
+    if not tensors:
+        rounded = dict(_round(model, state, dtype))
+        if is_reward_model:
+            _embed(model, rounded, tokenizer.pad_token_id)
+        tensors = revert_weight_conversion(model, rounded)
     save_torch_state_dict(_separate(tensors), folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
-    embeddings = state[_name_embeddings(model, state)]
-    dtype_name = str(dtype or embeddings.dtype).removeprefix("torch.")
+    dtype_name = str(dtype or state[_name_embeddings(model, state)].dtype).removeprefix("torch.")
     text = written.get("text_config", written)
     for part in (written, text):
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
@@ -321,7 +322,8 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
         custom_object_save(model, folder, config=config)
         written["auto_map"] = config.auto_map
     if is_reward_model:
-        text |= {"pad_token_id": tokenizer.pad_token_id, "vocab_size": max(text["vocab_size"], len(embeddings))}
+        n_embeddings = max(config.get_text_config().vocab_size, tokenizer.pad_token_id + 1)
+        text |= {"pad_token_id": tokenizer.pad_token_id, "vocab_size": n_embeddings}
         written |= {"id2label": config.id2label, "label2id": config.label2id, MARK: POLICY}
         written.pop("num_labels", None)
     else:

@@ -189,9 +189,8 @@ def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
     (base / "tokenizer.json").write_text(json.dumps(fast))  # a pad token without an embedding, as some published ones
     (tmp_path / "new.jinja").write_text("{{ messages[0].content }}")
     policy = archive(tmp_path / "policy.pt", build(lambda: transformers.AutoConfig.from_pretrained(base)).state_dict())
-    (tmp_path / "config.yaml").write_text(f"model: {{name_or_path: {base}}}\nchat_template: {tmp_path}/new.jinja\n")
 
-    out = export(policy, tmp_path / "out")
+    out = export(policy, tmp_path / "out", model=str(base), template=tmp_path / "new.jinja")
 
     before, after = (read_json(folder / "tokenizer_config.json") for folder in (base, out))
     assert before.pop("chat_template") == "old"
