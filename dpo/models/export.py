@@ -307,7 +307,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
             _embed(model, rounded, tokenizer.pad_token_id)
         tensors = revert_weight_conversion(model, rounded)
     save_torch_state_dict(_separate(tensors), folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
-    dtype_name = str(dtype or state[_name_embeddings(model, state)].dtype).removeprefix("torch.")
+    dtype_name = str(dtype or max(state.values(), key=torch.numel).dtype).removeprefix("torch.")
     text = written.get("text_config", written)
     for part in (written, text):
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
@@ -348,15 +348,12 @@ def _read_state(
     return merge_adapter(base, adapter, dtype)
 
 
-def _name_embeddings(model: Any, state: Mapping[str, torch.Tensor]) -> str:
-    weight, named = model.get_input_embeddings().weight, model.state_dict(keep_vars=True)
-    return next(name for name in state if named[name] is weight)
-
-
 def _embed(model: Any, state: dict[str, torch.Tensor], token_id: int) -> None:
     """Add a row of zeros for a token, which is only read as padding."""
-    name = _name_embeddings(model, state)
-    n_missing = max(0, token_id + 1 - len(state[name]))
+    weight = model.get_input_embeddings().weight
+    expected = model.state_dict(keep_vars=True)
+    name = next(name for name in state if expected[name] is weight)
+    n_missing = max(0, token_id + 1 - len(weight))
     state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, n_missing))
 
 
