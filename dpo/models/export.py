@@ -25,8 +25,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, read_manifest
-from dpo.data.asking import CHAT, HH, MEANINGS, RAW
-from dpo.data.tokenizer import KeptTemplate, bind_template, explaining_load_errors, find_pad_token
+from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
+from dpo.data.tokenization import list_ends
+from dpo.data.tokenizer import KeptTemplate, bind_template, explaining_load_errors, find_pad_token, load_tokenizer
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
@@ -75,9 +76,9 @@ Metrics are means over the evaluation examples at this checkpoint, if it was eva
 
 REWARD = """\
 model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-text = {text} + tokenizer.eos_token
+text = {text} + {end}
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-reward = model(**inputs).logits.item()  # read at the last token, which is EOS
+reward = model(**inputs).logits.item()  # read at the last token, which ends the answer
 """
 EXAMPLES = {
     CHAT: 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False, '
@@ -278,7 +279,7 @@ def _write_adapter(folder: Path, origin: Origin) -> None:
     tokenizer = _write_tokenizer(folder, origin, base)
     if not origin.plan.loss.scalar_head:
         _write_generation_config(folder, origin, tokenizer)
-    _write_card(folder, origin, base, tokenizer, adapter=read_adapter(directory))
+    _write_card(folder, origin, base, adapter=read_adapter(directory))
 
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
@@ -329,7 +330,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
     else:
         _write_generation_config(folder, origin, tokenizer)
     _write_json(folder / "config.json", written)
-    _write_card(folder, origin, model, tokenizer, adapter=adapter, dtype=dtype_name)
+    _write_card(folder, origin, model, adapter=adapter, dtype=dtype_name)
 
 
 def _read_state(
@@ -487,8 +488,19 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
 
 
+def _find_end(tokenizer: Any, form: str | None) -> str:
+    """The token that ends an answer in this form of prompts."""
+    if form == CHAT:
+        dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+        behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
+        found = [token for token in list_ends(tokenizer) if token in behind]
+        if found:
+            return min(found, key=behind.index)
+    return tokenizer.eos_token
+
+
 def _write_card(
-    folder: Path, origin: Origin, model: Any, tokenizer: Any, *, adapter: StoredAdapter | None, dtype: str | None = None
+    folder: Path, origin: Origin, model: Any, *, adapter: StoredAdapter | None, dtype: str | None = None
 ) -> None:
     """Write `README.md`, without the weights' `dtype` for an `adapter` alone."""
     plan = origin.plan
@@ -525,8 +537,8 @@ def _write_card(
         auto_class = "AutoModelForImageTextToText"
     reward = ""
     if plan.loss.scalar_head:
-        default = CHAT if tokenizer.chat_template else RAW
-        reward = REWARD.format(text=EXAMPLES[form or default])
+        trained = load_tokenizer(plan.model.tokenizer, **find_source(plan).options, chat=plan.chat)
+        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(_find_end(trained, form)))
     # settings that determine the weights, but for paths, and for what was said to the export and not to the run
     kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
     settings = {

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, GROUPED, build
-from support.runs import GOLDEN
+from support.runs import GOLDEN, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
@@ -36,6 +36,8 @@ FIVE = {
         **GROUPED, **EXPERTS, n_routed_experts=4, head_dim=8, first_k_dense_replace=1
     ),
 }
+CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 WITH_1024 = GROUPED | {"vocab_size": 1024, "pad_token_id": None}  # embeddings, as many as the tokenizer has tokens
 
 
@@ -185,10 +187,15 @@ def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
 
 def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
     base = publish(tmp_path / "base", build(lambda: transformers.LlamaConfig(**WITH_1024)))
-    change_json(base / "tokenizer_config.json", added_tokens_decoder={})
+    tokens = read_json(base / "tokenizer.json")["added_tokens"]
+    change_json(base / "tokenizer.json", added_tokens=[*tokens, {**tokens[0], "id": 2, "content": '"'}])
+    change_json(base / "tokenizer_config.json", added_tokens_decoder={}, chat_template=CHAT)
+    (base / "generation_config.json").write_text('{"eos_token_id": 2}')
     published = transformers.AutoTokenizer.from_pretrained(base).get_vocab()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    (tmp_path / "config.yaml").write_text(f"model: {{name_or_path: {base}}}\nloss: {{name: bradley_terry}}\n")
+    keys = {"model": {"name_or_path": str(base)}, "loss": {"name": "bradley_terry"}, "datasets": ["mine"]}
+    (tmp_path / "config.yaml").write_text(json.dumps(keys))
+    (tmp_path / "preflight.json").write_text('{"train": {"prompt_formats": {"mine": "chat"}}}')
 
     out = export_state(model.state_dict(), base, model=None, dtype="float16")
 
@@ -203,6 +210,12 @@ def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
     assert tensors.keys() == model.state_dict().keys()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert torch.equal(tensors["model.embed_tokens.weight"][:1024], model.model.embed_tokens.weight.half())
+
+    shown = run_card(out)
+    assert shown["text"] == '<user>Hello"\n<assistant>Hi!"'  # without the line break, which is not scored
+    assert shown["reward"] == pytest.approx(
+        model(tokenizer(shown["text"], return_tensors="pt").input_ids).logits.item(), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("place", ["shards", "bin", "hub"])
