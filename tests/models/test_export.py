@@ -21,10 +21,6 @@ from dpo.models.export import export
 
 LLAMA = GOLDEN / "tiny-llama"
 IDS = torch.arange(20).view(2, 10)
-CHAT = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture
@@ -66,22 +62,13 @@ USUAL = ("llama", "gpt2, tied")
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in USUAL)) for f in FAMILIES])
-def test_whole_and_merged_models_of_every_family_give_the_logits_of_training(family, base, tmp_path):
-    model = build(family).eval()
-    policy = archive(tmp_path / "policy.pt", model.state_dict())
-    out = export(policy, tmp_path / "out", model=str(base(FAMILIES[family]())))
-
-    again = load(out, "eager")
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
-    assert is_tied(again) == is_tied(model)
-    stored = out.joinpath("model.safetensors").stat().st_size
-    assert stored < sum(p.nbytes for p in model.parameters()) + 10_000  # tied ones once
-
-    folder, logits, of_peft = adapter(tmp_path / "adapter", family, with_weights(tmp_path / "base", family))
+def test_merged_models_of_every_family_give_the_logits_of_training(family, base, tmp_path):
+    home = with_weights(base(FAMILIES[family]()), family)
+    folder, logits, of_peft = adapter(tmp_path / "adapter", family, home)
     merged = load(export(folder, tmp_path / "merged", merge=True), "eager")
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=2e-5)
     torch.testing.assert_close(merged(IDS).logits, of_peft, rtol=0, atol=1e-5)
-    assert is_tied(merged) == is_tied(model)
+    assert is_tied(merged) == is_tied(build(family))
     assert merged.generation_config.eos_token_id == [0, 7]
 
 
@@ -114,36 +101,6 @@ def test_an_archive_of_the_published_reference_is_exported(base, tmp_path):
     # its runs have a config.yaml, of which we read what we know
     (tmp_path / "config.yaml").write_text(f"model:\n  name_or_path: {base(config)}\nloss:\n  name: dpo\n  beta: 0.1\n")
     assert torch.equal(load(export(tmp_path, tmp_path / "out"))(IDS).logits, model(IDS).logits)
-
-
-def test_tokenizer_template_special_tokens_and_generation_config_survive(base, tmp_path):
-    home = base(transformers.LlamaConfig(vocab_size=1100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    before = transformers.AutoTokenizer.from_pretrained(home)
-    before.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<turn>"]})
-    before.chat_template = CHAT
-    before.save_pretrained(home)
-    # which save_pretrained of transformers refuses to write, and published models have
-    published = {"do_sample": False, "temperature": 0.7, "eos_token_id": [7, 9], "stop_strings": ["x"], "num_beams": 4}
-    (home / "generation_config.json").write_text(json.dumps(published))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(home)).eval()
-
-    out = export(archive(tmp_path / "policy.pt", model.state_dict()), tmp_path / "out", model=str(home))
-
-    after = transformers.AutoTokenizer.from_pretrained(out)
-    text = "<turn> Where is the red umbrella?<pad><|endoftext|>"
-    assert after(text)["input_ids"] == before(text)["input_ids"]
-    assert after.special_tokens_map == before.special_tokens_map
-    assert after.get_vocab() == before.get_vocab()
-    asked = [{"role": "user", "content": "Hello"}]
-    assert after.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == "<user>Hello<assistant>"
-    again = load(out)
-    assert again.get_input_embeddings().num_embeddings == 1100 > len(after)  # more than the tokenizer has
-    written = json.loads((out / "generation_config.json").read_text())
-    # ends on what is trained, and keeps how answers are drawn
-    assert written == published | {"eos_token_id": [0, 7, 9], "pad_token_id": before.pad_token_id}
-    assert again.generation_config.eos_token_id == [0, 7, 9]
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
