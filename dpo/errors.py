@@ -9,6 +9,10 @@ from typing import Any
 from dpo.redaction import redact
 
 LONGEST = 300  # characters of a library's message
+ADVICE = {  # what to do about errors of the system and of NCCL, by words in their messages
+    "Too many open files": "raise the hard limit of open files (ulimit -Hn shows it), or use fewer processes",
+    "NCCL": "NCCL_DEBUG=INFO shows the cause: often the network (NCCL_SOCKET_IFNAME) or a small /dev/shm",
+}
 
 
 class InputError(ValueError):
@@ -35,7 +39,13 @@ def one_sentence(error: BaseException) -> str:
     """Its message on one readable line without lone surrogates and secrets, or its class."""
     is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
     words = [type(error).__name__] * is_value_alone + str(error).split()
-    return redact(" ".join(words))[:LONGEST].encode(errors="backslashreplace").decode()
+    text = redact(" ".join(words))[:LONGEST].encode(errors="backslashreplace").decode()
+    advice = find_advice(error)
+    return f"{text} ({advice})" if advice else text
+
+
+def find_advice(error: BaseException) -> str | None:
+    return next((advice for words, advice in ADVICE.items() if words in str(error)), None)
 
 
 @contextmanager

@@ -143,7 +143,8 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
     from dpo.analysis.verdict import print_result
     from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices, keep_template
     from dpo.models.export import export_last
-    from dpo.models.loading import check_model, find_model_config
+    from dpo.models.loading import check_blocks, check_model, find_model_config
+    from dpo.models.pretrained import take_model
     from dpo.parallel.mesh import from_rank_0
     from dpo.preference_datasets import check_columns, load_data
     from dpo.system.waiting import check_alike, meet_rank_0
@@ -163,9 +164,12 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         check_columns(plan)  # before a model is fetched
         if models is None:
             check_model(plan)  # before data is loaded, which may take minutes
+    policy = models and take_model(models[0])
+    if run:
+        check_blocks(plan, policy)
     kept = from_rank_0(keep_template(plan, run and run.resume_point))
     data = load_data(plan.change("chat_template", kept), silent=rank != 0)
-    model_config = models[0].config if models else find_model_config(plan)
+    model_config = policy.config if policy else find_model_config(plan)
     check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
     if run:
         check_inputs(run.resume_point, data, model_config)
@@ -204,7 +208,7 @@ def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | N
         policy, reference = parts.load_models(plan, models, progress, rank=rank, resume_from=resume_from)
         policy, digest = parts.make_policy(plan, policy, data, mesh, frozen_whole, resume_from=resume_from)
         reference = parts.make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
-        objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
+        objective = make_objective(plan, policy, reference, data, mesh)
         optimizer = make_optimizer(plan.training, policy)
         scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
         stop = StopRequest(mesh)

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
+from dpo.checkpoint.files import MANIFEST
 from dpo.checkpoint.resume import decide_autocast, record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
-from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
+from dpo.errors import InputError, NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
+from dpo.models.pretrained import unwrap
 from dpo.parallel.sharding import announce_backward, clip_gradient, release_gathered, step_optimizer
 from dpo.preference_datasets import load_data
 from dpo.reporting.events import Callbacks, Evaluation, Update
@@ -35,12 +37,14 @@ from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.host import count_gpus, list_own_gpus
+from dpo.system.plain_files import replacing
+from dpo.system.run_directory import add_to_record
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE, Objective
 from dpo.training.parts import list_saved, make_parts
-from dpo.training.start import list_notes, self_test
+from dpo.training.start import describe_setup, list_notes, self_test
 from dpo.training.stop import StopRequest
 
 
@@ -99,7 +103,10 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
         n_updates, n_done = self.data.report.updates, self.batch_counter
+        setup, facts = describe_setup(self.plan, self.objective)
         if self.objective.mesh.rank == 0:
+            add_to_record(Path(self.plan.run.local_run_dir), **facts)
+            self.progress.line(setup)
             for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
                 self.progress.line(note)
         self.callbacks.emit("start")
@@ -328,7 +335,7 @@ class BasicTrainer(Trainer):
 
     def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
-        logps = self.objective.forward(model, self._make_microbatch(batch))
+        logps = self.objective.forward(unwrap(model), self._make_microbatch(batch))
         return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
@@ -345,6 +352,22 @@ class BasicTrainer(Trainer):
         models = self.evaluator.sampled_models()
         policy, *reference = [self.evaluator.continuations(model, batch, n_examples=n_examples) for model in models]
         return policy, (reference[0] if reference else [])
+
+    def write_state_dict(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        filename: str,
+        dir_name: str | Path | None = None,
+    ) -> None:
+        """Write one file of a checkpoint of the caller's own, by default to LATEST in the run's directory."""
+        directory = Path(dir_name or self.run_dir / "LATEST")
+        if (directory / MANIFEST).exists():
+            raise InputError(f"{directory} has the checksums of the run's own checkpoint: give another dir_name")
+        directory.mkdir(parents=True, exist_ok=True)
+        with replacing(directory / filename) as unfinished:
+            torch.save({"step_idx": step, "state": state, "metrics": metrics or {}}, unfinished)
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)

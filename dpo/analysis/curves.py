@@ -14,6 +14,7 @@ from dpo.errors import needing
 
 FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
 LONGEST_LABEL = 48
+SOFTWARE = "dpo report"  # in the metadata of each picture, which is known by it
 STYLE = [
     "tableau-colorblind10",
     {
@@ -113,5 +114,5 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
         if any(line.label for line in lines):
             picture.legend(fontsize=8, loc="outside lower left", ncols=3, frameon=False)
         file = io.BytesIO()
-        picture.savefig(file, metadata={"Software": None})
+        picture.savefig(file, metadata={"Software": SOFTWARE})
         return file.getvalue()

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dpo.analysis.curves import draw, plan_charts
+from dpo.analysis.curves import SOFTWARE, draw, plan_charts
 from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
@@ -27,6 +27,7 @@ from dpo.system.plain_files import replacing
 from dpo.system.run_directory import REPORT
 
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
+PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # the files of charts, by title, for those who want no page
 ABSENT = "\N{EN DASH}"
 MOST_SAMPLES, MOST_DRAWN = 16, 4  # prompts; samples.txt has all
 HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
@@ -40,23 +41,35 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
     """Raises InputError for what is no run, and if `out` cannot be written or has another file of the page's name."""
-    html, page = render_page(runs, ended=ended), out / REPORT.name
+    html, pictures = render_page(runs, ended=ended)
+    files = {REPORT.name: html}
+    for title, png in pictures:
+        if title in PICTURES:
+            files[PICTURES[title]] = png
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(page) and not (page.is_file() and TITLE_END in page.read_bytes()):
-            raise InputError(f"{page} is no report of a run: give another directory with --out")
-        with replacing(page) as unfinished:
-            unfinished.write_bytes(html)
+        marks = dict.fromkeys(PICTURES.values(), SOFTWARE.encode()) | {REPORT.name: TITLE_END}
+        for name, mark in marks.items():
+            path = out / name
+            if os.path.lexists(path) and not (path.is_file() and mark in path.read_bytes()):
+                raise InputError(f"{path} is no report of a run: give another directory with --out")
+        for name in PICTURES.values():  # those of an earlier report, which this one may lack
+            (out / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            with replacing(out / name) as unfinished:
+                unfinished.write_bytes(content)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
-    return page
+    return out / REPORT.name
 
 
-def render_page(runs: Sequence[Path], *, ended: bool = False, links: Sequence[tuple[str, str]] = ()) -> bytes:
-    """The page of runs as they are now; `links` are names and addresses of other pages."""
+def render_page(
+    runs: Sequence[Path], *, ended: bool = False, links: Sequence[tuple[str, str]] = ()
+) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """The page of runs as they are now, and its pictures with their titles; `links` are to other pages."""
     contents = read_runs(runs, ended=ended)
     pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
-    return render(contents, pictures, links).encode("utf-8", "replace")
+    return render(contents, pictures, links).encode("utf-8", "replace"), pictures
 
 
 def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> str:

@@ -29,7 +29,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     host.set_allocators(os.environ)  # before a command imports torch
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name, *rest = host.take_local_rank(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     host.print_whatever_happens()
     if name == "train":  # before the imports, which take a while: a signal may come during them
         end_on_stop_signals()

@@ -1,4 +1,4 @@
-"""Print what a machine has, and what is wrong with it: exit status 1 if anything is.
+"""Print what a machine has, what to train with on it, and what is wrong: exit status 1 if anything is.
 
     dpo doctor
 
@@ -10,23 +10,31 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from dpo import __version__
+from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.system.host import has_bfloat16, host_memory, is_installed, python_command
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
+FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with data, sockets and checkpoints, get by
+FULL_BYTES, ADAPTER_BYTES = 14, 2  # per parameter, by docs/faq.md: all weights trained; the base under an adapter
+WEIGHTS_SHARE = 0.6  # of the memory; the rest is for activations
 
 
 def read_requirements() -> list[Requirement]:
@@ -60,6 +68,10 @@ def list_problems() -> list[str]:
     print(f"{cores} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available", flush=True)
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    print(f"open files: at most {soft:,}, which a run raises to {hard:,}", flush=True)
+    if hard < FEWEST_OPEN_FILES:
+        problems.append(f"at most {hard:,} open files: raise the hard limit to {FEWEST_OPEN_FILES:,} (ulimit -Hn)")
     command = python_command("-c", "from dpo.commands import doctor; doctor.check_devices()")
     try:
         child = subprocess.run(**command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
@@ -71,17 +83,79 @@ def list_problems() -> list[str]:
     return problems
 
 
-def check_devices() -> None:
-    """Multiply on each GPU, and sum a tensor over them, or over two processes."""
+class Gpu(NamedTuple):
+    name: str
+    free: int  # bytes
+    total: int
+    has_bfloat16: bool
+
+
+def find_gpus() -> list[Gpu]:
     import torch
 
-    n_gpus = torch.cuda.device_count()
-    for i in range(n_gpus):
-        free, total = torch.cuda.mem_get_info(i)
+    gpus = []
+    for i in range(torch.cuda.device_count()):
         ones = torch.ones(512, 512, device=f"cuda:{i}")
         assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
-        dtypes = "bfloat16" if has_bfloat16() else "no bfloat16"
-        print(f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {dtypes}")
+        with torch.cuda.device(i):
+            gpus.append(Gpu(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i), has_bfloat16()))
+    return gpus
+
+
+def find_links(n_gpus: int) -> Counter[str]:
+    """How many pairs of this machine's GPUs are linked how: by NV4 and the like, which is NVLink, or by what else
+    `nvidia-smi topo -m` knows, which is PCIe; without that command, whether one GPU reads the other's memory.
+    """
+    links, rows = Counter(), []
+    if n_gpus > 1 and shutil.which("nvidia-smi"):
+        table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
+        rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]  # not the heading
+    for i, row in enumerate(rows):
+        links.update(row[i + 2 : len(rows) + 1])  # each pair once, and none of a GPU with itself
+    if not rows:
+        import torch
+
+        for one, other in combinations(range(n_gpus), 2):
+            links["peer access" if torch.cuda.can_device_access_peer(one, other) else "no peer access"] += 1
+    return links
+
+
+def recommend(gpus: Sequence[Gpu], links: Mapping[str, int], memory: int) -> list[str]:
+    """What to train with on such a machine; `memory` is the host's, for one without GPUs."""
+    n, settings = len(gpus), ["trainer=BasicTrainer"]
+    if n > 1:
+        settings = ["trainer=FSDPTrainer", f"world_size={n}", f"batch_size={8 * n}"]
+    dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
+    if gpus:
+        key = "model.fsdp_policy_mp" if n > 1 else "model.autocast"
+        settings += [f"{key}={dtype}", f"model.reference_dtype={dtype}"]
+        memory = n * min(gpu.free for gpu in gpus)  # all hold equal shards
+    full, adapter = (WEIGHTS_SHARE * memory / size / 1e9 for size in (FULL_BYTES, ADAPTER_BYTES))
+    lines = [
+        f"recommended: dpo train {' '.join(settings)} ...",
+        f"  {count(max(n, 1), 'process', 'processes')} in {dtype if gpus else 'float32'}; models of up to about "
+        f"{full:.2g}B parameters with all weights, {adapter:.2g}B with lora=lora; dry_run=true predicts a run's memory",
+    ]
+    if n > 1 and not all(link.startswith("NV") for link in links):
+        lines.append(
+            "  not all pairs are known to have NVLink; else sending weights and gradients may take most of an update: "
+            "prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true fsdp_reduce_dtype=bfloat16"
+        )
+    return lines
+
+
+def check_devices() -> None:
+    """Multiply on each GPU, recommend, and sum a tensor over the GPUs, or over two processes."""
+    import torch
+
+    gpus = find_gpus()
+    n_gpus, links = len(gpus), find_links(len(gpus))
+    for i, gpu in enumerate(gpus):
+        dtypes = "bfloat16" if gpu.has_bfloat16 else "no bfloat16"
+        print(f"GPU {i}: {gpu.name}, {gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free, {dtypes}")
+    for link, n in links.items():
+        print(f"{count(n, 'pair')} of GPUs linked by {link}")
+    print("\n".join(recommend(gpus, links, host_memory()[1])), flush=True)
     backend, size = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sum, (backend, size, folder), nprocs=size)

@@ -102,7 +102,8 @@ def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
 
 @lru_cache(maxsize=16)  # a page without news is not drawn again, which takes a second
 def _draw(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], states: object) -> bytes:
-    return render_page(runs, links=links)
+    html, _ = render_page(runs, links=links)
+    return html
 
 
 if __name__ == "__main__":

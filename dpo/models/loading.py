@@ -12,11 +12,11 @@ import torch
 from dpo.errors import InputError
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, read_adapter
 from dpo.models.logprobs import install_scalar_head
-from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure
+from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure, take_model
 from dpo.models.quantization import quantize
 from dpo.models.text_part import check_names, is_text_part
 from dpo.models.weights import Weights, hash_base, locate_weights, model_digest, read_archive
-from dpo.parallel.mesh import from_rank_0
+from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
@@ -96,9 +96,16 @@ def check_model(plan: Plan) -> Weights:
     return weights
 
 
+def check_blocks(plan: Plan, given: Any = None) -> None:
+    """Raise InputError if the model, by default the plan's, lacks the blocks that are sharded or compiled."""
+    if plan.trainer.multi_process or plan.model.block_name or plan.training.compile:
+        find_blocks(given or find_structure(plan, plan.model.policy_dtype), plan.model.block_name)
+
+
 def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
     weights, structure = check_model(plan), find_structure(plan, plan.model.policy_dtype)
+    check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
     if weights.archive is not None:
         read_archive(weights.archive, structure)
@@ -182,7 +189,10 @@ def _load_on_all_ranks(
 
     Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
     """
-    model = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
+    given = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
+    model = take_model(given)
+    if model is not given and is_rank_0():
+        print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")
     untie(model, from_rank_0(list_ties(model)))
 
     def adapt() -> str | None:

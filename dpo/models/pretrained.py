@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
@@ -42,6 +43,27 @@ class Source(NamedTuple):
         if self.scalar_head:
             return transformers.AutoModelForSequenceClassification
         return transformers.AutoModelForCausalLM
+
+
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # around a model; the last by torch.compile
+
+
+def unwrap(model: Any) -> Any:
+    """The model in wrappers of torch, which have neither its config nor its methods."""
+    while type(model).__name__ in WRAPPERS:
+        [model] = model.children()
+    return model
+
+
+def take_model(given: Any) -> Any:
+    """A model that a caller hands over, without wrappers; InputError if it cannot be trained as it is."""
+    model = unwrap(given)
+    if not isinstance(model, transformers.PreTrainedModel) or isinstance(model, FSDPModule):
+        raise InputError(
+            f"the model given is a {type(model).__name__}: give the model of transformers itself, as `from_pretrained` "
+            f"loads it; trainer=FSDPTrainer shards it, and lora=lora adds an adapter"
+        )
+    return model
 
 
 def load_config(source: Source) -> transformers.PretrainedConfig:

@@ -33,6 +33,6 @@ class ReportWriter(Callback):
                 check=True,
             )
             self.log(f"report: {page}")
-        except subprocess.SubprocessError:
-            command = f"dpo report {self.run_dir}"
-            self.log(f"warning: the report was not written; {command} writes it, or says why not")
+        except subprocess.SubprocessError as error:
+            why = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2] or "it took too long"
+            self.log(f"warning: the report was not written: {why}; try dpo report {self.run_dir}")

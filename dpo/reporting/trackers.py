@@ -75,6 +75,8 @@ class WandbLogger(Callback):
         return super().is_wanted(context) and wanted
 
     def on_start(self) -> None:
+        if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():  # else the home would fill up
+            os.environ["WANDB_CACHE_DIR"] = os.path.abspath(self.plan.run.local_dir)
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)

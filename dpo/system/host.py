@@ -9,8 +9,10 @@ import io
 import logging
 import mmap
 import os
+import re
+import resource
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +27,17 @@ DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVID
 def is_rank_0() -> bool:
     """Also true if no launcher started this process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def take_local_rank(arguments: Sequence[str]) -> list[str]:
+    """Arguments without the `--local-rank=N` that `torch.distributed.launch` adds, which becomes LOCAL_RANK."""
+    others = []
+    for argument in arguments:
+        if found := re.fullmatch(r"--local[-_]rank=(\d+)", argument):
+            os.environ["LOCAL_RANK"] = found[1]
+        else:
+            others.append(argument)
+    return others
 
 
 def is_installed(package: str) -> bool:
@@ -110,6 +123,15 @@ def has_been_spawned() -> None:
 def silence_bitsandbytes() -> None:
     """It asks for a kernel package that is not used here, when PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one, as workers share many files; say so if that changes it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if is_rank_0():
+            print(f"limit of open files raised from {soft:,} to {hard:,}", flush=True)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

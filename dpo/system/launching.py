@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, NamedTuple
 
-from dpo.errors import InputError, RunError, is_lost_contact
+from dpo.errors import InputError, RunError, find_advice, is_lost_contact
 from dpo.redaction import redact
 from dpo.system.host import (
     count_gpus,
@@ -28,6 +28,7 @@ from dpo.system.host import (
     importing,
     keep_freed_memory,
     print_whatever_happens,
+    raise_open_file_limit,
     return_freed_memory,
     spawning,
 )
@@ -57,6 +58,7 @@ def launch(
     called here; otherwise `world_size` workers are spawned and meet at `port` (None: a free one). Raises InputError,
     Stopped, or RunError if a worker did not finish.
     """
+    raise_open_file_limit()
     if rank_env := find_rank_env():
         status, message = _run_in_group(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
@@ -182,6 +184,8 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     except Exception as error:
         status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
         message = f"rank {rank} {what}:\n{traceback.format_exc()}"
+        if advice := find_advice(error):
+            message += f"{advice}\n"
     if dist.is_initialized():
         store = waiting.default_store()
         with suppress(dist.DistError):  # rank 0 may have taken the store with it

@@ -25,7 +25,7 @@ from typing import IO, Any
 import yaml
 
 from dpo import __version__
-from dpo.errors import InputError, RunError, explaining
+from dpo.errors import InputError, RunError, explaining, find_advice
 from dpo.redaction import redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import list_wrong, read_json, replacing
@@ -245,6 +245,10 @@ def exiting_on_failure(log: RunLog) -> Iterator[None]:
             log.add(traceback.format_exc())
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
+    except Exception as error:
+        if advice := find_advice(error):
+            print(f"error: {advice}", file=sys.stderr)
+        raise
     except Stopped as stopped:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C changes nothing
         print(stopped, file=sys.stderr)

@@ -146,6 +146,7 @@ class Objective:
     layout: Layout
     mesh: Mesh
     loss: Loss
+    layout_note: str | None = None  # why the layout is not the one asked for
     autocast: torch.dtype | None = None  # in which float32 weights are multiplied; None: their own
     follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
     average: float = 0.0  # of `Loss.running_statistic`, over updates with the same reference
@@ -406,13 +407,11 @@ class Objective:
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 
 
-def make_objective(
-    plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh, *, log: Callable[[str], None]
-) -> Objective:
-    """An objective whose layout both models support; `log` gets the reason if it is not the one asked for."""
+def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh) -> Objective:
+    """An objective whose layout both models support."""
     autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
     with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
-        layout, fallback_reason = choose_layout(
+        layout, layout_note = choose_layout(
             plan.data.layout,
             policy,
             reference=reference and reference.model,
@@ -424,9 +423,8 @@ def make_objective(
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
-    if fallback_reason:
-        log(fallback_reason)
-    objective = Objective(policy, reference, layout, mesh, plan.loss, autocast=autocast, follow_every=plan.follow_every)
+    options = {"layout_note": layout_note, "autocast": autocast, "follow_every": plan.follow_every}
+    objective = Objective(policy, reference, layout, mesh, plan.loss, **options)
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)

@@ -10,7 +10,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import REFERENCE, policy_part, switch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
-from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, refuse_offloading
+from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, refuse_offloading, unwrap
 from dpo.models.weights import load_archive
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
@@ -36,7 +36,7 @@ def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, r
     frozen_whole = place_frozen_weights(plan, mesh, progress)
     policy, digest = make_policy(plan, policy, data, mesh, frozen_whole)
     reference = make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
-    objective = make_objective(plan, policy, reference, data, mesh, log=progress.line)
+    objective = make_objective(plan, policy, reference, data, mesh)
     optimizer = make_optimizer(plan.training, policy)
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
@@ -67,9 +67,9 @@ def load_models(
         return model_loaders(plan, rank=rank, resume_from=resume_from)
     policy, reference = given
     if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
-        load_archive(policy, resume_from)
+        load_archive(unwrap(policy), resume_from)
     if resume_from is not None and reference is not None and plan.follow_every:
-        load_archive(reference, resume_from / f"{FOLLOWING}.pt")
+        load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
     return policy, reference
 
 

@@ -6,19 +6,23 @@ import math
 import os
 import random
 import shutil
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import list_dropouts, trained_parameters
-from dpo.models.layouts import Padded
+from dpo.models.attention import find_attention
+from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, remarks
 from dpo.numbers import count
@@ -26,6 +30,7 @@ from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
+from dpo.system.host import list_own_gpus
 from dpo.system.users_code import hash_files
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import Objective, make_scores
@@ -57,6 +62,36 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
         if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and "/" not in str(value):
             facts[key] = str(value)
     return facts
+
+
+def describe_setup(plan: Plan, objective: Objective) -> tuple[str, dict[str, Any]]:
+    """Say how many processes train over what, on which devices, in which layout and by which attention: as a line, and
+    for `env.json`; every process calls it.
+    """
+    dims, device, kind, indices = plan.dims, objective.device, "CPU", []
+    if device.type == "cuda":
+        kind, indices = torch.cuda.get_device_name(device), list_own_gpus(multi_process=plan.trainer.multi_process)
+    devices = objective.mesh.gather_all({"host": socket.gethostname(), "kind": kind, "gpus": indices})
+    n_devices = Counter()
+    for found in devices:
+        n_devices[f"{found['kind']} of {found['host']}"] += len(found["gpus"]) or 1
+    on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
+    axes = {"replicate": dims.replicate_size, "shard": dims.shard_size, "tensor": dims.tensor_size}
+    backend, over = None, ""
+    if dist.is_initialized():
+        backend = dist.get_backend()
+        over = f" over {backend} ({' x '.join(f'{axis} {size}' for axis, size in axes.items())})"
+    layout = "shared_prefix" if isinstance(objective.layout, SharedPrefix) else "padded"
+    attention = {"policy": find_attention(objective.policy.config)}
+    if objective.reference is not None:
+        attention["reference"] = find_attention(objective.reference.model.config)
+    line = (
+        f"{plan.trainer.name}: {count(dims.world_size, 'process', 'processes')}{over} on {on}; "
+        f"{objective.layout_note or f'layout={layout}'}; attention: "
+        + ", ".join(f"{role} {name}" for role, name in attention.items())
+    )
+    facts = {"backend": backend, "mesh": axes, "devices": devices, "layout": layout}
+    return line, {**facts, "layout_note": objective.layout_note, "attention": attention}
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:

@@ -18,13 +18,17 @@ def test_a_run_has_a_report_of_its_end_and_says_where(run, tmp_path, capsys):
     assert "Complete after 6 of 6 updates" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("program", ["raise ValueError('no ink')", "import time; time.sleep(60)"])
-def test_a_failure_is_one_line_and_does_not_end_the_run(program, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [("raise ValueError('no ink')", "ValueError: no ink"), ("import time; time.sleep(60)", "it took too long")],
+)
+def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program, why, tmp_path, monkeypatch):
     (tmp_path / "dpo" / "analysis").mkdir(parents=True)
     (tmp_path / "dpo" / "analysis" / "page.py").write_text(program)
+    for package in ("dpo", "dpo/analysis"):  # else Python takes ours
+        (tmp_path / package / "__init__.py").touch()
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
     ReportWriter(RunContext(make_plan({"report": True}), tmp_path / "run", 0, None, logged.append)).on_end()
-    command = f"dpo report {tmp_path / 'run'}"
-    assert logged == [f"warning: the report was not written; {command} writes it, or says why not"]
+    assert logged == [f"warning: the report was not written: {why}; try dpo report {tmp_path / 'run'}"]
