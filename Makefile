@@ -1,7 +1,7 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
 # make test   lint and tests, 4 minutes on 2 cores; large matrices are sampled, make test-all runs them whole
 # make test-all  all tests, also those marked slow; before a release
-# make doctor what this machine has, what is wrong with it
+# make doctor what this machine has, what to train with, what is wrong
 # make gpu-check the acceptance run on a GPU (tests/gpu), at most 30 minutes; without a GPU, what makes sense on a CPU, small
 # make docs   build the site in site/
 # make lock   write requirements.lock again, after the requirements in pyproject.toml changed

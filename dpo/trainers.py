@@ -36,6 +36,7 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems, raise_problems
+from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import count_gpus, list_own_gpus
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import add_to_record
@@ -327,6 +328,7 @@ class BasicTrainer(Trainer):
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
         data = load_data(plan, silent=rank != 0)
         super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
         self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches

@@ -1,11 +1,187 @@
-"""What users were promised; a cut that takes a row of it fails here."""
+"""What the user's documents ask for, a test for each row: who takes a feature away changes this file.
+
+The letters are those documents: E the reference's environment, T why TRL used one GPU, G a guide to distributed DPO,
+O an online trainer that failed on a wrapped model, M a guide to several cards. Other files test the same more deeply.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import importlib
+import io
+import json
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import peft
 import pytest
+import torch
+import torch.distributed as dist
 import transformers
-from support.models import GPT
-from support.runs import GOLDEN, assert_alike, train_here
+from support import trainers
+from support.commands import RUNS, find_refusals
+from support.models import GPT, make_weights
+from support.records import evaluation, rewards, write_run
+from support.runs import GOLDEN, ROOT, assert_alike, read_metrics, run_python, train_here
+
+import preference_datasets
+import train
+import utils
+from dpo.commands import COMMANDS, doctor, report
+from dpo.data.examples import Example
+from dpo.errors import InputError, RunError
+from dpo.losses import LOSSES
+from dpo.models.layouts import Padded
+from dpo.parallel import sharding
+from dpo.reporting.events import RunContext
+from dpo.reporting.trackers import WandbLogger
+from dpo.settings.keys import KEYS, OPEN_MAPPINGS
+from dpo.settings.plan import make_plan
+from dpo.system import launching
+from dpo.system.arithmetic import without_tf32
+from dpo.system.run_directory import RunLog, exiting_on_failure
+from dpo.training.optimization import Schedule, make_optimizer
+from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
+
+TRAINERS = (BasicTrainer, FSDPTrainer, TensorParallelTrainer)
+GB = 10**9
+
+
+# --- E ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize(("has_gpus", "backend"), [(True, "nccl"), (False, "gloo")])
+def test_e_train_py_with_a_trainer_by_config_over_nccl_or_gloo(trainer, has_gpus, backend, monkeypatch):
+    command = f"loss=dpo loss.beta=0.1 model=pythia28 datasets=[hh] exp_name=x trainer={trainer.name} world_size=2"
+    assert find_refusals(command.replace(" world_size=2", "") if trainer is BasicTrainer else command) == []
+    assert make_plan({"trainer": trainer.name}).trainer.name == trainer.name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    assert run_alone(lambda *_: None, monkeypatch) == (launching.DONE, "", backend)
+
+
+def run_alone(worker: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Status and message of a worker, and the backend of its group."""
+    joined = []
+    monkeypatch.setattr(launching, "init_distributed", lambda *_, backend, **more: joined.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    place = launching.RankEnv(0, 1, 0, "127.0.0.1", utils.get_open_port(), serves_store=True)
+    return *launching._run_in_group(place, worker, (), 10), *joined
+
+
+def test_e_tf32_products_in_every_trainer_and_deterministic_off(tmp_path):
+    with without_tf32():
+        trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1"))
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert not make_plan({}).run.deterministic
+
+
+def test_e_the_limit_of_open_files_is_raised_before_workers_start_and_said(capsys, monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.delenv("RANK", raising=False)
+    seen = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        launching.launch(lambda *_: seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)), 1, process_group=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert seen == [(before[1], before[1])]
+    assert f"raised from 300 to {before[1]:,}" in capsys.readouterr().out
+
+
+def test_e_the_doctor_looks_at_the_limit_of_open_files(capsys, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    assert "at most 1,024 open files: raise the hard limit to 4,096" in " ".join(doctor.list_problems())
+    assert "at most 256, which a run raises to 1,024" in capsys.readouterr().out
+
+
+def test_e_master_addr_and_port_are_defaults_and_fsdp_port(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    utils.init_distributed(0, 2, master_addr="node7", port=4321, backend="gloo")
+    utils.init_distributed(0, 2, master_addr="other", port=1, backend="gloo")
+    assert (launching.os.environ["MASTER_ADDR"], launching.os.environ["MASTER_PORT"]) == ("node7", "4321")
+    assert find_refusals(f"{RUNS} trainer=FSDPTrainer fsdp_port=4321") == []
+
+
+@pytest.mark.parametrize("by_user", [None, "WANDB_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_e_caches_are_in_the_local_directory_unless_the_user_set_them(by_user, tmp_path, monkeypatch):
+    for name in ("WANDB_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    if by_user:
+        monkeypatch.setenv(by_user, "mine")
+    plan = make_plan({"local_dirs": [str(tmp_path)], "exp_name": "x"})
+    monkeypatch.setattr(WandbLogger, "_start", lambda *_: fail(launching.os.environ.get("WANDB_CACHE_DIR")))
+    with pytest.raises(RuntimeError) as caught:
+        WandbLogger(RunContext(plan, tmp_path, 0, None, print, make_weights(1, 0))).on_start()
+    expected = {None: plan.run.local_dir, "WANDB_CACHE_DIR": "mine"}
+    assert str(caught.value) == str(expected.get(by_user))
+    assert plan.run.cache_dir == (None if by_user == "XDG_CACHE_HOME" else plan.run.local_dir)
+
+
+def test_e_gpu_memory_is_printed_and_logged(finished, capsys, monkeypatch):
+    assert all(line["memory/peak_gb"] > 0 for line in read_metrics(finished(), "train"))
+    for name, value in (("device_count", 2), ("memory_allocated", 2**30), ("max_memory_allocated", 2**31)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    capsys.readouterr()
+    utils.print_gpu_memory(1, "rank 1:")
+    assert capsys.readouterr().out == "rank 1: GPU 1: 1.00 GiB allocated, 2.00 GiB at the peak\n"
+
+
+def fail(message: str, *_: int) -> None:
+    raise RuntimeError(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [("unable to open shared memory: Too many open files (24)", "ulimit -Hn"), ("NCCL error: x", "NCCL_DEBUG=INFO")],
+)
+def test_e_errors_of_nccl_and_of_open_files_say_what_to_change(error, answer, capsys, monkeypatch):
+    with pytest.raises(RuntimeError), exiting_on_failure(RunLog()):
+        fail(error)
+    assert answer in capsys.readouterr().err
+    assert answer in run_alone(partial(fail, error), monkeypatch)[1]
+
+
+def test_e_running_out_of_memory_says_what_to_change(run, monkeypatch):
+    monkeypatch.setattr("dpo.trainers.Trainer.train", lambda self: fail("can't allocate memory"))
+    with pytest.raises(RunError, match=r"out of memory: .* try a larger gradient_accumulation_steps"):
+        run("run")
+
+
+@pytest.mark.parametrize("trainer", ["trainer=BasicTrainer", "trainer=BasicTrainer compile=true"])
+def test_e_an_unknown_class_of_blocks_is_refused_before_data_and_weights(trainer, run, monkeypatch):
+    for name in ("dpo.preference_datasets.load_data", "dpo.models.loading.load_model"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("was read"))
+    with pytest.raises(InputError, match="block_name=LlamaLayer is not a module class of LlamaForCausalLM"):
+        run("run", *trainer.split(), "model.block_name=LlamaLayer")
+
+
+def test_e_layers_over_gpus_mixed_precision_and_activation_checkpointing(finished, run, tmp_path):
+    assert sharding.choose_device_map(2) == "balanced"
+    assert make_plan({"trainer": "FSDPTrainer", "model.fsdp_policy_mp": "bfloat16"}).compute_dtype == "bfloat16"
+    run("run", "activation_checkpointing=true")
+    losses = [[line["loss/train"] for line in read_metrics(where, "train")] for where in (finished(), tmp_path / "run")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_e_tensor_parallelism_by_the_package(run, finished, tmp_path):
+    run("run", "trainer=TensorParallelTrainer", "tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2")
+    losses = [[line["loss/train"] for line in read_metrics(where, "train")] for where in (finished(), tmp_path / "run")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
 
 SIZES = {**GPT, "vocab_size": 1024}  # of the tokenizer
 FAMILIES = {"gpt2": transformers.GPT2Config(**SIZES), "gptj": transformers.GPTJConfig(**SIZES, rotary_dim=4)}
@@ -13,7 +189,7 @@ FAMILIES = {"gpt2": transformers.GPT2Config(**SIZES), "gptj": transformers.GPTJC
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_parallelism_of_gpt2_and_gptj_without_the_package(family, command, tmp_path):
+def test_e_tensor_parallelism_of_gpt2_and_gptj_without_the_package(family, command, tmp_path):
     """A run on two processes that one process continues is the run of one process, in the model's own layout."""
     own = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
     own.save_pretrained(tmp_path / "model")
@@ -28,3 +204,318 @@ def test_tensor_parallelism_of_gpt2_and_gptj_without_the_package(family, command
     }
     train_here(command("two", *settings, "resume=auto"))
     assert_alike(tmp_path / "two", tmp_path / "one")
+
+
+def test_e_policy_optimizer_and_scheduler_are_saved_for_each_step(finished):
+    for step in (8, 16, 24):
+        for part in ("policy", "optimizer", "scheduler"):
+            saved = torch.load(finished() / f"step-{step}" / f"{part}.pt", weights_only=True)
+            assert (saved["step_idx"], saved.keys()) == (step, {"step_idx", "state", "metrics"})
+
+
+# --- T ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reference"),
+    [
+        ("", "model"),
+        ("lora=lora", "base"),
+        ("lora=lora lora.reference=adapter", "adapter"),
+        ("lora=qlora", "base"),
+    ],
+)
+def test_t_policy_and_reference_are_two_models_or_adapters_of_one_also_quantized_on_several_gpus(overrides, reference):
+    command = f"{RUNS} loss=dpo loss.beta=0.1 trainer=FSDPTrainer world_size=2 {overrides}"
+    command += " model.archive=RUN" * (reference == "adapter")
+    assert find_refusals(command) == []
+    plan = train.resolve(trainers.runs.compose(*command.split()))
+    assert (plan.reference, plan.quantized) == (reference, "qlora" in overrides)
+
+
+def test_t_reference_scores_are_kept_texts_are_tokenized_once_and_memory_is_estimated(run, tmp_path, capsys):
+    run("first", "cache_reference_logps=all", "dry_run=true")
+    assert "GB" in capsys.readouterr().out
+    tables, scored = [], []
+    for name in ("first", "second"):
+        run(name, "cache_reference_logps=all")
+        scored.append(int(re.findall(r"(\d+) examples? scored by the reference", capsys.readouterr().out)[0]))
+        tables.append({path: path.stat().st_mtime_ns for path in tmp_path.glob("*/dpo-examples/*")})
+    assert tables[0] == tables[1] != {}
+    assert scored[0] > scored[1] == 0
+
+
+def test_t_memory_does_not_grow_with_updates(tmp_path):
+    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=24"))
+    n_tensors = []
+    for _ in range(4):
+        trainer.train_step(trainers.next_batch(trainer))
+        gc.collect()
+        n_tensors.append(sum(isinstance(held, torch.Tensor) for held in gc.get_objects()))
+    assert n_tensors[1] == n_tensors[3]
+
+
+# --- G ---------------------------------------------------------------------------------------------------------------
+
+TOPOLOGY = """\tGPU0\tGPU1\tGPU2\tCPU Affinity
+GPU0\t X \tNV12\tSYS\t0-23
+GPU1\tNV12\t X \tSYS\t0-23
+GPU2\tSYS\tSYS\t X \t24-47
+"""
+A100, T4 = doctor.Gpu("A100", 80 * GB, 80 * GB, has_bfloat16=True), doctor.Gpu("T4", 15 * GB, 16 * GB, False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "links", "settings", "said"),
+    [
+        ([], {}, "trainer=BasicTrainer", "1 process in float32; models of up to about 1.4B"),
+        ([A100], {}, "model.autocast=bfloat16", "1 process in bfloat16; models of up to about 3.4B parameters"),
+        ([A100] * 8, {"NV12": 28}, "trainer=FSDPTrainer world_size=8 batch_size=64", "8 processes in bfloat16"),
+        ([A100, T4], {"SYS": 1}, "model.fsdp_policy_mp=float16", "up to about 1.3B"),
+        ([A100] * 2, {"PHB": 1}, "model.fsdp_policy_mp=bfloat16", "prefer lora=lora fsdp_frozen_weights=whole"),
+    ],
+)
+def test_g_the_doctor_says_what_to_train_with(gpus, links, settings, said, monkeypatch):
+    text = "\n".join(doctor.recommend(gpus, links, 32 * GB))
+    assert settings in text
+    assert said in text
+    assert ("NVLink" in text) == (len(gpus) > 1 and "NV12" not in links)
+    command = re.findall("dpo train (.*) [.]{3}", text)[0]
+    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: len(gpus))
+    assert find_refusals(f"{RUNS} loss=dpo loss.beta=0.1 {command}") == []
+
+
+def test_g_the_doctor_finds_the_links_between_gpus(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat << 'END'\n{TOPOLOGY}END\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other == 1)
+    assert doctor.find_links(3) == {"peer access": 1, "no peer access": 2}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{launching.os.environ['PATH']}")
+    assert doctor.find_links(3) == {"NV12": 1, "SYS": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])
+def test_g_the_launchers_of_torch_start_a_run(launcher, command, tmp_path):
+    started = ("-m", launcher, "--nproc-per-node=2", f"--master-port={utils.get_open_port()}", "train.py")
+    result = run_python(*started, *command("run", "trainer=FSDPTrainer", "n_examples=8"))
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
+
+
+@pytest.mark.parametrize("option", ["--local-rank=1", "--local_rank=1"])
+def test_g_the_local_rank_that_torch_distributed_launch_passes_is_taken(option, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    given = []
+    monkeypatch.setattr(train, "start", given.extend)
+    for name in ("end_on_stop_signals", "host.print_whatever_happens"):
+        monkeypatch.setattr(f"dpo.commands.{name}", lambda: None)
+    assert importlib.import_module("dpo.commands").main(["train", option, "loss=sft"]) == 0
+    assert (given, launching.os.environ["LOCAL_RANK"]) == (["loss=sft"], "1")
+
+
+def test_g_run_distributed_passes_on_machines_addresses_and_ports(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "77"}
+    path = f"{tmp_path}:{launching.os.environ['PATH']}"
+    script = ["bash", str(ROOT / "scripts" / "run_distributed.sh"), "4", "loss=sft"]
+    words = subprocess.run(script, env={**given, "PATH": path}, capture_output=True, text=True, check=True).stdout
+    for option in ("nproc-per-node=4", "nnodes=2", "node-rank=1", "master-addr=node0", "master-port=77"):
+        assert f"--{option}" in words
+    assert find_refusals(f"{RUNS} collective_timeout_secs=60 trainer=FSDPTrainer") == []
+
+
+def test_g_batches_are_divided_and_lr_is_scaled_by_processes(tiny_llama):
+    plan = make_plan({"trainer": "FSDPTrainer", "lr": 1e-6, "lr_scaling": "linear", "warmup_steps": 0}, world_size=4)
+    optimizer = make_optimizer(plan.training, tiny_llama)
+    scheduler = Schedule(plan.training, optimizer, updates=9, data_size=plan.dims.data_size)
+    assert scheduler.get_last_lr() == [pytest.approx(4e-6)]
+    examples = [Example((1, 2), ((3,), (4,)))] * 8
+    sizes = [len(part.indices) for rank in range(4) for part in Padded().split(examples, 2, rank=rank, size=4)]
+    assert sizes == [1] * 8  # two microbatches on each of four processes
+
+
+@pytest.mark.slow
+def test_g_pictures_of_loss_and_rewards_texts_of_samples_and_the_model(run, tmp_path, capsys):
+    run("run", "report=true", "sample_during_eval=true", "n_eval_model_samples=2", "export=true", "n_examples=8")
+    for name in ("loss.png", "rewards.png"):
+        assert (tmp_path / "run" / "report" / name).read_bytes().startswith(b"\x89PNG")
+    assert "--- policy ---" in (tmp_path / "run" / "samples.txt").read_text()
+    assert (tmp_path / "run" / "LATEST" / "hf" / "model.safetensors").exists()
+
+
+def test_g_dpo_report_writes_the_pictures_and_says_what_to_install(tmp_path, capsys, monkeypatch):
+    lines = [evaluation(0, 0.69), evaluation(1, 0.6, **rewards("eval", 0.2, -0.1))]
+    path, pictures = str(write_run(tmp_path / "run", lines)), tmp_path / "run" / "report"
+    assert report.main([path]) == 0
+    assert {file.name for file in pictures.iterdir()} == {"report.html", "loss.png", "rewards.png"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "loss.png").write_text("mine")
+    assert report.main([path, "--out", str(tmp_path / "mine")]) == 2
+    assert [file.read_text() for file in (tmp_path / "mine").iterdir()] == ["mine"]
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([path]) == 2
+    assert capsys.readouterr().err.endswith("pip install matplotlib\n")
+
+
+def test_g_workers_prepare_batches_in_pinned_memory(tmp_path, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.get_ident()) or tensor)
+    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "num_workers=2"))
+    next(trainer.train_iterator)
+    assert {threading.get_ident()} < {*pinned, threading.get_ident()}
+
+
+# --- O, M ------------------------------------------------------------------------------------------------------------
+
+ONLINE = ("online=online", "online.scorer=shorter", "online.max_new_tokens=4", "n_examples=4", "do_first_eval=false")
+
+
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+)
+def test_o_online_dpo(processes, command, tmp_path):
+    several = ("trainer=FSDPTrainer", f"world_size={processes}") if processes > 1 else ()
+    train_here(command("run", *ONLINE, *several))
+    [line] = read_metrics(tmp_path / "run", "train")
+    assert line["online/length"] > 0
+
+
+SLOW = ("OptimizedModule", "DistributedDataParallel")
+WRAPPERS = {
+    "DataParallel": torch.nn.DataParallel,
+    "OptimizedModule": torch.compile,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrapper, tiny_llama, tmp_path, capsys, monkeypatch):
+    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1")
+    if wrapper == "DistributedDataParallel":
+        monkeypatch.setattr(WRAPPERS[wrapper], "__init__", wrap_without_a_group)
+    wrapped = WRAPPERS[wrapper](tiny_llama)
+    reference = WRAPPERS[wrapper](copy.deepcopy(tiny_llama))
+    trainer = BasicTrainer(wrapped, config, 0, config.local_run_dir, reference)
+    assert trainer.policy is tiny_llama
+    assert f"{wrapper} is taken off the model given" in capsys.readouterr().out
+    batch = next(preference_datasets.get_batch_iterator(["demo"], trainer.tokenizer, batch_size=2, n_epochs=1))
+    for ours, given in zip(
+        *(trainer.concatenated_forward(model, batch) for model in (tiny_llama, wrapped)), strict=True
+    ):
+        assert torch.equal(ours, given)
+    worker = {**config, "local_run_dir": str(tmp_path / "worker")}
+    train.worker_main(0, 1, worker, wrapped, reference)
+    assert (tmp_path / "worker" / "LATEST").exists()
+
+
+def wrap_without_a_group(wrapper: torch.nn.Module, model: torch.nn.Module) -> None:
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module = model
+
+
+def test_o_what_is_no_model_of_transformers_is_refused_in_a_sentence(tiny_llama, tmp_path):
+    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1")
+    adapted = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["q_proj"]))
+    for given, name in ((adapted, "PeftModel"), (torch.nn.DataParallel(torch.nn.Linear(2, 2)), "Linear")):
+        for start in (
+            lambda given: BasicTrainer(given, config, 0, config.local_run_dir, tiny_llama),
+            lambda given: train.worker_main(0, 1, {**config, "local_run_dir": str(tmp_path)}, given, tiny_llama),
+        ):
+            with pytest.raises(InputError, match=f"the model given is a {name}.*give the model of transformers"):
+                start(given)
+
+
+def test_m_the_log_and_env_json_say_what_trains_over_what_on_which_devices(finished, command, tmp_path):
+    log = (finished() / "log.txt").read_text()
+    assert re.search("BasicTrainer: 1 process on 1 x CPU of .+; layout=shared_prefix; attention: policy sdpa, ref", log)
+    facts = json.loads((finished() / "env.json").read_text())
+    assert (facts["layout"], facts["backend"], len(facts["devices"])) == ("shared_prefix", None, 1)
+    assert facts["attention"] == {"policy": "sdpa", "reference": "sdpa"}
+
+
+def test_m_a_layout_other_than_the_one_asked_for_has_its_reason(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dpo.models.layouts.find_windows", lambda *_: "takes no positions")
+    run("run", "n_examples=4", "do_first_eval=false")
+    reason = "layout=padded: LlamaForCausalLM takes no positions"
+    assert f"; {reason}; attention" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["layout_note"] == reason
+
+
+def test_m_device_warm_up_accumulation_and_the_speed_of_each_update(finished):
+    lines = read_metrics(finished(), "train")
+    assert [line["lr"] for line in lines[:4]] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4])
+    assert all(line["examples_per_second"] > 0 and line["tokens_per_second"] > 0 for line in lines)
+    assert find_refusals(f"{RUNS} batch_size=8 gradient_accumulation_steps=4") == []
+
+
+# --- the card and the reference --------------------------------------------------------------------------------------
+
+
+def test_card_the_packages_the_files_at_the_top_and_the_config():
+    needed = {requirement.name for requirement in doctor.read_requirements()}
+    assert {"torch", "transformers", "datasets", "numpy", "hydra-core", "omegaconf", "wandb"} <= needed
+    for name in ("train", "trainers", "preference_datasets", "utils"):
+        assert (ROOT / f"{name}.py").exists()
+        assert importlib.import_module(name) is importlib.import_module(f"dpo.{name}")
+    for file in ("config", "loss/sft", "loss/dpo", "loss/ipo", "model/pythia28", "model/gptj", "model/llama7b"):
+        assert (ROOT / "config" / f"{file}.yaml").exists()
+
+
+def test_card_metrics_have_the_references_names(finished):
+    names = {name for split in ("train", "eval") for line in read_metrics(finished(), split) for name in line}
+    for split in ("train", "eval"):
+        expected = {f"rewards_{split}/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
+        assert expected | {f"logps_{split}/chosen", f"logps_{split}/rejected", f"loss/{split}"} <= names
+    assert {"grad_norm", "examples_per_second"} <= names
+
+
+def test_reference_write_state_dict(tiny_llama, tmp_path, copied):
+    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1"))
+    trainer.write_state_dict(8, trainer.policy.state_dict(), {"loss/eval": 0.5}, "policy.pt")
+    trainer.write_state_dict(8, {"lr": 1}, None, "scheduler.pt", tmp_path / "there")
+    saved = torch.load(tmp_path / "run" / "LATEST" / "policy.pt", weights_only=True)
+    assert (saved["step_idx"], saved["metrics"]) == (8, {"loss/eval": 0.5})
+    assert saved["state"].keys() == tiny_llama.state_dict().keys()
+    there = torch.load(tmp_path / "there" / "scheduler.pt", weights_only=True)
+    assert there == {"step_idx": 8, "state": {"lr": 1}, "metrics": {}}
+    trainer.run_dir = copied("other")
+    with pytest.raises(InputError, match="LATEST has the checksums of the run's own checkpoint"):
+        trainer.write_state_dict(8, {}, {}, "policy.pt")
+
+
+# --- nothing is lost from the documents ------------------------------------------------------------------------------
+
+
+def list_names() -> list[str]:
+    """Every key, loss, command and option."""
+    groups = (
+        "loss.weights.",
+        "loss.name",
+        "lora.name",
+        "online.name",
+    )  # chosen and named as losses, `lora=`, `online=`
+    names = [*OPEN_MAPPINGS, *(key for key in KEYS if not key.startswith(groups)), "lora", "online", *LOSSES]
+    for command in COMMANDS:
+        names.append(f"dpo {command}")
+        if command != "train":
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+                importlib.import_module(f"dpo.commands.{command}").main(["--help"])
+            names += re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown.getvalue())
+    return [*dict.fromkeys(names)]
+
+
+def test_every_key_loss_command_and_option_is_named_by_a_document():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    parts = re.findall(r"`[^`\n]+`|^```\w*$.+?^```$", text, re.MULTILINE | re.DOTALL)  # code
+    code = " ".join([*parts, *re.findall(r"^\| \w+ \|", text, re.MULTILINE)])  # the first column has losses
+    named = {*re.findall(r"dpo \w+", code), *re.findall(r"--[a-z-]+", code), "--help"}
+    for dotted in re.findall(r"\w[\w.]*", code):
+        named |= {dotted.rstrip("."), f"loss.{dotted}"}
+    assert [name for name in list_names() if name not in named] == []

@@ -22,7 +22,7 @@ COMMANDS = {
     "evaluate": "judge a model beside another: by people, a reward model, a language model, lm-eval",
     "ledger": "the hardest pairs of a run, and likely wrong labels",
     "verify": "compare checkpoints with their checksums",
-    "doctor": "what this machine has, and what is wrong with it",
+    "doctor": "what this machine has, what to train with on it, and what is wrong",
     "demo": "train a small model in .cache/demo, in 3 minutes",
 }
 
