@@ -34,7 +34,7 @@ PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with data, sockets and checkpoints, get by
 FULL_BYTES, ADAPTER_BYTES = 14, 2  # per parameter, by docs/faq.md: all weights trained; the base under an adapter
-WEIGHTS_SHARE = 0.6  # of the memory; the rest is for activations
+WEIGHTS_SHARE = 0.6  # the rest of the memory is for activations
 
 
 def read_requirements() -> list[Requirement]:
@@ -130,11 +130,12 @@ def recommend(gpus: Sequence[Gpu], links: Mapping[str, int], memory: int) -> lis
         key = "model.fsdp_policy_mp" if n > 1 else "model.autocast"
         settings += [f"{key}={dtype}", f"model.reference_dtype={dtype}"]
         memory = n * min(gpu.free for gpu in gpus)  # all hold equal shards
-    full, adapter = (WEIGHTS_SHARE * memory / size / 1e9 for size in (FULL_BYTES, ADAPTER_BYTES))
+    for_weights = WEIGHTS_SHARE * memory / 1e9
     lines = [
         f"recommended: dpo train {' '.join(settings)} ...",
         f"  {count(max(n, 1), 'process', 'processes')} in {dtype if gpus else 'float32'}; models of up to about "
-        f"{full:.2g}B parameters with all weights, {adapter:.2g}B with lora=lora; dry_run=true predicts a run's memory",
+        f"{for_weights / FULL_BYTES:.2g}B parameters with all weights, {for_weights / ADAPTER_BYTES:.2g}B with "
+        "lora=lora; dry_run=true predicts a run's memory",
     ]
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
