@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
-from dpo.checkpoint.files import MANIFEST
+from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast, record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
-from dpo.errors import InputError, NonFinite, SamplingFailed, ScorerFailed
+from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
@@ -36,16 +36,13 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_value_problems, raise_problems
-from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import count_gpus, list_own_gpus
-from dpo.system.plain_files import replacing
-from dpo.system.run_directory import add_to_record
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE, Objective
 from dpo.training.parts import list_saved, make_parts
-from dpo.training.start import describe_setup, list_notes, self_test
+from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
 
 
@@ -104,12 +101,8 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
         n_updates, n_done = self.data.report.updates, self.batch_counter
-        setup, facts = describe_setup(self.plan, self.objective)
-        if self.objective.mesh.rank == 0:
-            add_to_record(Path(self.plan.run.local_run_dir), **facts)
-            self.progress.line(setup)
-            for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
-                self.progress.line(note)
+        for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
+            self.progress.line(note)
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
@@ -328,7 +321,6 @@ class BasicTrainer(Trainer):
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
         data = load_data(plan, silent=rank != 0)
         super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
         self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
@@ -365,11 +357,7 @@ class BasicTrainer(Trainer):
     ) -> None:
         """Write one file of a checkpoint of the caller's own, by default to LATEST in the run's directory."""
         directory = Path(dir_name or self.run_dir / "LATEST")
-        if (directory / MANIFEST).exists():
-            raise InputError(f"{directory} has the checksums of the run's own checkpoint: give another dir_name")
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(directory / filename) as unfinished:
-            torch.save({"step_idx": step, "state": state, "metrics": metrics or {}}, unfinished)
+        write_state(directory / filename, {"step_idx": step, "state": state, "metrics": metrics or {}})
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)

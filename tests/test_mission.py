@@ -63,7 +63,7 @@ def test_e_train_py_with_a_trainer_by_config_over_nccl_or_gloo(trainer, has_gpus
     command = f"loss=dpo loss.beta=0.1 model=pythia28 datasets=[hh] exp_name=x trainer={trainer.name} world_size=2"
     assert find_refusals(command.replace(" world_size=2", "") if trainer is BasicTrainer else command) == []
     assert make_plan({"trainer": trainer.name}).trainer.name == trainer.name
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    monkeypatch.setattr(launching, "count_gpus", lambda: int(has_gpus))
     assert run_alone(lambda *_: None, monkeypatch) == (launching.DONE, "", backend)
 
 
@@ -168,8 +168,9 @@ def test_e_an_unknown_class_of_blocks_is_refused_before_data_and_weights(trainer
         run("run", *trainer.split(), "model.block_name=LlamaLayer")
 
 
-def test_e_layers_over_gpus_mixed_precision_and_activation_checkpointing(finished, run, tmp_path):
-    assert sharding.choose_device_map(2) == "balanced"
+def test_e_layers_over_gpus_mixed_precision_and_activation_checkpointing(finished, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "count_gpus", lambda: 2)
+    assert sharding.choose_device_map() == "balanced"
     assert make_plan({"trainer": "FSDPTrainer", "model.fsdp_policy_mp": "bfloat16"}).compute_dtype == "bfloat16"
     run("run", "activation_checkpointing=true")
     losses = [[line["loss/train"] for line in read_metrics(where, "train")] for where in (finished(), tmp_path / "run")]
@@ -363,7 +364,7 @@ def test_g_dpo_report_writes_the_pictures_and_says_what_to_install(tmp_path, cap
 
 def test_g_workers_prepare_batches_in_pinned_memory(tmp_path, monkeypatch):
     pinned = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("dpo.training.batches.count_gpus", lambda: 1)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.get_ident()) or tensor)
     trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "num_workers=2"))
     next(trainer.train_iterator)

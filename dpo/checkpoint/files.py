@@ -88,6 +88,15 @@ def _explaining(directory: Path) -> AbstractContextManager:
     return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 
 
+def write_state(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file like those of a checkpoint; InputError if that would damage a run's own checkpoint."""
+    if (path.parent / MANIFEST).exists():
+        raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: give another dir_name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
+        torch.save(content, unfinished)
+
+
 def describe_file(path: Path) -> dict:
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}

@@ -19,6 +19,7 @@ from dpo.reporting.events import Callbacks, RunContext
 from dpo.reporting.table import list_callbacks
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
+from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import GPU
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
@@ -31,6 +32,7 @@ from dpo.training.stop import StopRequest
 
 def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, rank: int) -> tuple[Any, ...]:
     """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
+    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     frozen_whole = place_frozen_weights(plan, mesh, progress)

@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
 from dpo.system.host import list_own_gpus
+from dpo.system.run_directory import add_to_record
 from dpo.system.users_code import hash_files
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import Objective, make_scores
@@ -64,9 +66,10 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
     return facts
 
 
-def describe_setup(plan: Plan, objective: Objective) -> tuple[str, dict[str, Any]]:
-    """Say how many processes train over what, on which devices, in which layout and by which attention: as a line, and
-    for `env.json`; every process calls it.
+def record_setup(plan: Plan, objective: Objective) -> str:
+    """Say how many processes train over what, on which devices, in which layout and by which attention.
+
+    Every process must call it; rank 0 writes the facts to `env.json`, too.
     """
     dims, device, kind, indices = plan.dims, objective.device, "CPU", []
     if device.type == "cuda":
@@ -90,14 +93,27 @@ def describe_setup(plan: Plan, objective: Objective) -> tuple[str, dict[str, Any
         f"{objective.layout_note or f'layout={layout}'}; attention: "
         + ", ".join(f"{role} {name}" for role, name in attention.items())
     )
-    facts = {"backend": backend, "mesh": axes, "devices": devices, "layout": layout}
-    return line, {**facts, "layout_note": objective.layout_note, "attention": attention}
+    if objective.mesh.rank == 0:
+        add_to_record(
+            Path(plan.run.local_run_dir),
+            backend=backend,
+            mesh=axes,
+            devices=devices,
+            layout=layout,
+            layout_note=objective.layout_note,
+            attention=attention,
+        )
+    return line
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
-    """Notes on the model, the samples, and the disk that the run needs."""
+    """Notes on processes and devices, the model, the samples, and the disk that the run needs.
+
+    Every process must call it.
+    """
     policy = evaluator.objective.policy
-    notes = remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    notes = [record_setup(plan, evaluator.objective)]
+    notes += remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
