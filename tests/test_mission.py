@@ -169,8 +169,9 @@ def test_e_an_unknown_class_of_blocks_is_refused_before_data_and_weights(trainer
 
 
 def test_e_layers_over_gpus_mixed_precision_and_activation_checkpointing(finished, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding, "count_gpus", lambda: 2)
-    assert sharding.choose_device_map() == "balanced"
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "count_gpus", lambda: 2)
+        assert sharding.choose_device_map() == "balanced"
     assert make_plan({"trainer": "FSDPTrainer", "model.fsdp_policy_mp": "bfloat16"}).compute_dtype == "bfloat16"
     run("run", "activation_checkpointing=true")
     losses = [[line["loss/train"] for line in read_metrics(where, "train")] for where in (finished(), tmp_path / "run")]
