@@ -113,7 +113,7 @@ class _Reader:
         records = []
         for row in islice(rows, N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
-                records += filter(None, [self._read(row, [])])
+                records += filter(None, [self._read(row)])
         self.holds_chats = bool(records) and isinstance(records[0].prompt, list)
         texts = [record.prompt for record in records if isinstance(record.prompt, str)]
         are_questions = self.has_template and "prompt" in columns.used and not share_header(texts)
@@ -128,28 +128,28 @@ class _Reader:
         records, bad, template, noticed = [], [], ChatTemplate(self.tokenizer), []
         for number, row in chunk:
             try:
-                record = self._read(row, of_record := [])
+                record = self._read(row)
                 if record is None:  # a tie
                     continue
                 self._check(record)
                 if self.is_rendered:
-                    of_record += ((UNREAD, key) for key in self._find_unread(record))
+                    noticed += ((UNREAD, key) for key in self._find_unread(record))
                     record = template.render(record)
                 else:
                     refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer)
-                records.append(record._replace(row=number))
-                noticed += of_record
+                noticed += record.noticed
+                records.append(record._replace(row=number, noticed=()))
             except InputError as error:
                 place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
                 bad.append((number, f"{place}{error}"))
         return Chunk(records, bad, template.changes, noticed)
 
-    def _read(self, row: Row, noticed: list[tuple[str, str]]) -> Record | None:
+    def _read(self, row: Row) -> Record | None:
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row)
         as_chat = self.is_rendered and not self.holds_chats
-        return read_record(row, used, self.tokenizer, as_chat=as_chat, noticed=noticed) if used else None
+        return read_record(row, used, self.tokenizer, as_chat=as_chat) if used else None
 
     def _find_unread(self, record: Record) -> set[str]:
         """Find the keys of a chat's messages that neither we nor the chat template read."""
@@ -196,15 +196,11 @@ def _is_empty(response: str | Messages) -> bool:
 # --- forms of records ----------------------------------------------------------------------------------------------
 
 
-def read_record(
-    row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool, noticed: list[tuple[str, str]]
-) -> Record:
-    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages.
-
-    What is remarkable is added to `noticed`.
-    """
+def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
+    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
     responses: list[Any]
     scores = []
+    noticed = []
     if "messages" in used:  # a chat that ends with its response
         messages = read_messages(get_field(row, used["messages"], list))
         prompt, responses = messages[:-1], [messages[-1:]]
@@ -248,6 +244,7 @@ def read_record(
         weight=_read_number(row, used["weight"], above_zero=True) if "weight" in used else None,
         margin=_read_number(row, used["margin"]) if "margin" in used else None,
         tools=read_tools(row, used[TOOLS]) if TOOLS in used and isinstance(prompt, list) else [],
+        noticed=noticed,
     )
     if record.target is not None and _is_empty(record.target):
         raise InputError(
@@ -266,7 +263,7 @@ def _read_answers(
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
     Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
-    content of a message with which all responses begin, as in UltraFeedback.
+    content of a message with which all responses begin, as in UltraFeedback. What is remarkable is added to `noticed`.
     """
     values = [_read_value(answers, column) for column in columns]
     are_texts = all(isinstance(value, str) for value in values)

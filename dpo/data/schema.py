@@ -30,7 +30,9 @@ TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt 
 TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", float: "a number"}
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
 ROLES = ("system", "developer", "user", "assistant", "tool", CALLER)
-NAMES_OF_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}  # in small letters
+NAMES_OF_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"} | {
+    role: role for role in ROLES
+}  # in small letters
 SPEAKERS = NAMES_OF_ROLES | {"observation": "tool"}  # ShareGPT's
 RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a chat template may write
 READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
@@ -50,6 +52,7 @@ class Record(NamedTuple):
     messages: Messages | None = None  # from which a chat template rendered the prompt
     cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
     row: int | None = None  # its number in its source, from 1
+    noticed: Sequence[tuple[str, str]] = ()  # what a note is to say of it, until it is rendered
 
     @property
     def best(self) -> int:
@@ -221,8 +224,6 @@ def _read_message(message: Any) -> dict[str, Any]:
     if role == CALLER:
         calls = _parse_json(get_field(given, "content"))
         given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    elif role == "function":  # as OpenAI named a tool's result first
-        given["role"] = "tool"
     calls = given.pop("tool_calls", None)
     if not calls and "function_call" in given:
         calls = [_parse_json(given.pop("function_call"))]

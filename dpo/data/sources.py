@@ -131,9 +131,8 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
                 ) from error
             if not (names and UNKNOWN_SPLIT.match(str(error))):
                 raise InputError(
-                    f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from "
-                    f"the Hub or its cache: {one_sentence(error)}. Without network, point dataset_sources at a local "
-                    f"directory"
+                    f"dataset {source.path} (split {split}) cannot be loaded from a directory here, the Hub or its "
+                    f"cache: {one_sentence(error)}. Without network, point dataset_sources at a local directory"
                 ) from error
 
 

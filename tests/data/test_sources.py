@@ -217,37 +217,23 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(hub, tmp_path):
     assert hub == [("somebody/pairs", None, {"split": "test", "cache_dir": cache, "revision": "v2"})]
 
 
-CONFIGS = """---
-configs:
-- config_name: easy
-  data_files: [{split: train, path: low/*.jsonl}]
-- config_name: hard
-  data_files: high.jsonl
----
-Pairs of two kinds.
-"""
+CONFIGS = "---\nconfigs:\n- {config_name: a, data_files: a/*.jsonl}\n- {config_name: b, data_files: b.jsonl}\n---\n"
 
 
 @pytest.mark.parametrize("place", ["clone", "somebody/pairs"])
 def test_a_subset_is_one_of_the_data_sets_of_a_repository(hub, tmp_path, place):
-    (tmp_path / place).mkdir(parents=True)
+    write(tmp_path / place / "a" / "1.jsonl", [PAIR])
+    write(tmp_path / place / "b.jsonl", ROWS)
     (tmp_path / place / "README.md").write_text(CONFIGS)
-    write(tmp_path / place / "low" / "a.jsonl", [PAIR])
-    write(tmp_path / place / "high.jsonl", [{**PAIR, "prompt": "hard"}])
     path, cache = place if "/" in place else str(tmp_path / place), str(tmp_path / "cache")
-    easy, hard = (Source.parse("mine", {"path": path, "subset": subset}) for subset in ("easy", "hard"))
-    assert list(load_rows(easy, "train", cache)) == [PAIR]
-    assert [row["prompt"] for row in load_rows(hard, "train", cache)] == ["hard"]
-    assert identify_source(easy, cache) != identify_source(hard, cache)  # the key of a table has the subset
-    said = rf"{path} has the subsets 'easy', 'hard': choose one with dataset_sources.NAME.subset="
-    for source in (Source(path), Source(path, subset="other")):
-        with pytest.raises(InputError, match=said):
+    a, b = (Source.parse("mine", {"path": path, "subset": subset}) for subset in "ab")
+    assert [list(load_rows(source, "train", cache)) for source in (a, b)] == [[PAIR], ROWS]
+    assert identify_source(a, cache) != identify_source(b, cache)  # the key of a table has the subset
+    for source in (Source(path), Source(path, subset="c")):
+        with pytest.raises(InputError, match="has the subsets 'a', 'b': choose one with dataset_"):
             load_rows(source, "train", cache)
-
-
-def test_an_unknown_key_of_a_source_is_named():
     with pytest.raises(InputError, match=r"dataset_sources.mine has the unknown key name: it may have .*subset"):
-        Source.parse("mine", {"path": "somebody/pairs", "name": "easy"})
+        Source.parse("mine", {"path": path, "name": "a"})
 
 
 @pytest.mark.parametrize(
@@ -264,35 +250,26 @@ def test_a_json_file_may_hold_records_in_an_object(tmp_path, content, rows):
     assert list(load_rows(Source(str(file)), "train")) == rows
 
 
-SCHEMA = {"type": "object", "properties": {"at": {"type": "string", "default": None}, "default": {"const": None}}}
+SCHEMA = {"properties": {"at": {"type": "string", "default": None}, "default": {"const": None}}}
 CALLS = [  # objects without and with a field, and nulls that say something
-    {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}],
-        "tools": [{"name": "f", "parameters": SCHEMA}],
-        "written": '{"at": null}',
-    }
-    for call in ({"name": "f", "arguments": {"at": "sky"}}, {"name": "f", "arguments": {"default": 5}})
+    {"messages": [{"arguments": arguments}], "tools": [{"parameters": SCHEMA}], "written": '{"at": null}'}
+    for arguments in ({"at": "sky"}, {"default": 5})
 ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ""])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
 def test_only_what_arrow_adds_to_objects_goes(tmp_path, suffix):
-    write(tmp_path / f"train{suffix}", CALLS)
-    assert list(load_rows(Source(str(tmp_path)), "train")) == CALLS
-    rows = [{"messages": [{"role": "assistant", "at": None}]}, {"messages": [{"role": "user", "at": "x"}]}]
-    write(tmp_path / f"test{suffix}", rows)
-    kept = {"role": "assistant", "at": None} if "json" in suffix else {"role": "assistant"}
-    assert load_rows(Source(str(tmp_path)), "test")[0] == {"messages": [kept]}
+    rows = [*CALLS, {**CALLS[0], "messages": [{"arguments": {"at": None}}]}]
+    write(tmp_path / f"train{suffix}", rows)
+    [*calls, null] = load_rows(Source(str(tmp_path)), "train")
+    assert calls == CALLS
+    assert (null == rows[-1]) == (suffix == ".jsonl")
 
 
-def test_mixed_values_of_datasets_are_read_as_they_were_written(tmp_path):
-    """`datasets` keeps what Arrow has no type for as JSON."""
-    rows = [{"messages": [{"role": "assistant", "at": at}, {"role": "tool"}]} for at in (1, "x")]
-    dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    dataset.save_to_disk(tmp_path / "train")
-    dataset.to_parquet(tmp_path / "test.parquet")
-    for split in ("train", "test"):
-        assert list(load_rows(Source(str(tmp_path)), split)) == rows
+def test_what_datasets_keeps_as_json_is_read_as_it_was_written(tmp_path):
+    rows = [{"messages": [{"at": at}, {"role": "tool"}]} for at in (1, "x")]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / "train")
+    assert list(load_rows(Source(str(tmp_path)), "train")) == rows
 
 
 def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_path):

@@ -66,11 +66,8 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path):
         **{"ids": {2, 1}, "count": np.int64(3), "vector": np.array([1.5]), "lost": pd.NaT, "nested": [{"day": day}]},
     }
     [row] = load_rows(Source(store(tmp_path, datasets=[odd])["dataset_sources"]["rows"]), "train")
-    said = "2026-01-02 00:00:00"
-    assert row == {
-        **{"day": said, "stamp": said, "price": "1.50", "path": "/a", "bytes": "a", "ids": [1, 2]},
-        **{"count": 3, "vector": [1.5], "lost": None, "nested": [{"day": said}]},
-    }
+    said = str(day)
+    assert [*row.values()] == [said, said, "1.50", "/a", "a", [1, 2], 3, [1.5], None, [{"day": said}]]
 
 
 @pytest.mark.parametrize(
