@@ -10,14 +10,6 @@ from dpo.reporting.report import ReportWriter
 from dpo.settings.plan import make_plan
 
 
-@pytest.mark.slow
-def test_a_run_has_a_report_of_its_end_and_says_where(run, tmp_path, capsys):
-    run("run", "report=true")
-    page = tmp_path / "run" / "report" / "report.html"
-    assert f"report: {page}" in capsys.readouterr().out.splitlines()
-    assert "Complete after 6 of 6 updates" in page.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("program", "why"),
     [("raise ValueError('no ink')", "ValueError: no ink"), ("import time; time.sleep(60)", "it took too long")],
