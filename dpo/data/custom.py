@@ -176,12 +176,12 @@ class _Reader:
 
 def _describe(noticed: Sequence[tuple[str, str]], origin: str, n_records: int) -> Iterator[str]:
     if n_repeated := noticed.count((REPEATED, "")):
-        yield f"{origin}: responses begin with messages of the prompt, which are taken off, in records: {n_repeated:,}"
+        yield f"{origin}: messages of the prompt that responses repeat are taken off, in records: {n_repeated:,}"
     echoes = [example for kind, example in noticed if kind == ECHOED]
     if echoes and 2 * len(echoes) >= n_records:
         yield (
             f"warning: {origin}: responses begin with the text of their prompt, in records: {len(echoes):,}, as in "
-            f"{echoes[0]!r}: remove it from them, or the model learns to repeat the prompt"
+            f"{echoes[0]!r}: remove it"
         )
     if unread := sorted({key for kind, key in noticed if kind == UNREAD}):
         yield f"{origin}: not used: {', '.join(unread)} of messages"
@@ -282,11 +282,10 @@ def _read_answers(
         texts = (get_field(row, used[field]) for field in ("prompt", "input"))
         prompt = "\n\n".join(filter(None, texts))
     if are_texts:
-        is_chat = isinstance(prompt, list)
-        asked = _bare(prompt[-1]["content"] if prompt and is_chat else prompt or "")
-        if asked and (echoes := [text for text in values if _bare(text).startswith(asked)]):
-            noticed.append((ECHOED, echoes[0][:SHOWN]))
-        return prompt, list(map(_as_answer, values)) if is_chat else values
+        chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
+        asked = _bare(chat[-1]["content"]) if prompt else ""
+        noticed += [(ECHOED, text[:SHOWN]) for text in values if asked and _bare(text).startswith(asked)][:1]
+        return prompt, list(map(_as_answer, values)) if chat is prompt else values
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
             shared, *rests = _split_shared_messages(values)

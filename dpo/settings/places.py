@@ -197,16 +197,6 @@ def _is_dataset(value: Any) -> bool:
     return datasets is not None and isinstance(value, datasets.Dataset)
 
 
-def _write_row(row: Mapping[Any, Any], place: str) -> str:
-    """Write a line of JSON."""
-    cells = []
-    for column, value in row.items():
-        where = f"{place}, column {column}"
-        with explaining_library(lambda error, where=where: InputError(f"{where}: {one_sentence(error)}")):
-            cells.append(f"{json.dumps(str(column))}: {json.dumps(value, default=_simplify)}")
-    return f"{{{', '.join(cells)}}}\n"
-
-
 def _simplify(value: Any) -> Any:
     """Make what JSON can write: of numpy's and pandas' values those of Python, of dates and the like their text."""
     if isinstance(value, (set, frozenset)):
@@ -218,7 +208,7 @@ def _simplify(value: Any) -> Any:
     if type(value).__name__ in ("NAType", "NaTType"):  # as which pandas writes null
         return None
     if type(value).__str__ is object.__str__:  # it would be an address in memory
-        raise TypeError(f"{value!r:.80} is neither JSON nor has it a text of its own: remove it")
+        raise TypeError(f"{value!r:.80} has no text of its own")
     return str(value)
 
 
@@ -232,8 +222,8 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             rows.to_parquet(buffer := io.BytesIO())
             content, suffix = buffer.getvalue(), ".parquet"
         else:
-            lines = [_write_row(dict(row), f"{problem}: row {number}") for number, row in enumerate(rows, start=1)]
-            content, suffix = "".join(lines).encode(), ".jsonl"
+            lines = (json.dumps(dict(row), default=_simplify) for row in rows)
+            content, suffix = "".join(f"{line}\n" for line in lines).encode(), ".jsonl"
     folder = Path(local_dir, ROWS_FOLDER).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"

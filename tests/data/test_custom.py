@@ -154,15 +154,17 @@ def test_what_responses_repeat_of_their_prompt_is_counted_or_warned_about(chat):
     tokenizer = chat(ENDS_TURNS_WITH_SEMICOLON)
     whole = {**HELLO, "rejected": [*HELLO["prompt"], *HELLO["rejected"]]}
     notes = get_custom([whole, HELLO, whole], "mine", tokenizer).notes
-    assert notes[1] == "mine: responses begin with messages of the prompt, which are taken off, in records: 2"
-    twice = {"prompt": DIALOGUE, "chosen": f"{DIALOGUE} I do", "rejected": " No"}
-    echo = {"prompt": "What is 2+2?", "chosen": " What is 2+2? It is 4", "rejected": "5"}
-    for rows in ([twice, {**twice, "chosen": " No"}], [echo, PAIR], [{**echo, "prompt": [user("What is 2+2?")]}]):
+    assert notes[1] == "mine: messages of the prompt that responses repeat are taken off, in records: 2"
+    bare = {**PAIR, "prompt": DIALOGUE}
+    whole = {**bare, "chosen": f"{DIALOGUE} I do"}
+    for rows, is_said in (
+        ([whole, bare], True),
+        ([whole, bare, bare], False),
+        ([{**PAIR, "rejected": "Q: b"}], True),
+        ([{**PAIR, "prompt": [user("Q:")], "chosen": "Q: a"}], True),
+    ):
         said = get_custom(rows, "mine", tokenizer, chat="never").notes[-1]
-        assert "responses begin with the text of their prompt, in records: 1, as in" in said
-        assert repr(rows[0]["chosen"][:50])[1:-1] in said
-    notes = get_custom([echo, PAIR, {**PAIR, "prompt": "P:"}], "mine", tokenizer).notes
-    assert not any("begin with the text" in note for note in notes)
+        assert ("warning: mine: responses begin with the text of their prompt, in records: 1, as in" in said) == is_said
 
 
 def test_keys_of_messages_that_nothing_reads_are_named(chat):

@@ -86,7 +86,6 @@ TABLE = [
             {"prompt": ASK, "chosen": ASK + BLUE, "rejected": GREEN},
             {"prompt": [{**ASK[0], "id": 3}], "chosen": BLUE, "rejected": [{**ASK[0], "id": 4}, *GREEN]},
             {"prompt": Q, "chosen": ASK + BLUE, "rejected": GREEN},
-            {"conversations": [human(Q)], "chosen": [human(Q), gpt(YES)], "rejected": [gpt(NO)]},
         ],
     ),
     Frozen(
@@ -102,12 +101,9 @@ TABLE = [
             {"prompt": Q, **WHOLE, "system": "Be kind."},
             {"conversations": [human(Q)], **SAID, "system": "Be kind."},
             {"conversations": [{"from": "system", "value": "Be kind."}, human(Q)], **SAID},
-            {"prompt": KINDLY, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN},
-            {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN},
             {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": GREEN},
             {"prompt": KINDLY, **WHOLE},
             {"prompt": KINDLY[:1], **WHOLE},
-            {"prompt": ASK, **WHOLE, "system": "Be kind."},
             {"prompt": ASK, "chosen": KINDLY + BLUE, "rejected": KINDLY + GREEN, "system": "Be short."},
         ],
     ),
@@ -119,9 +115,7 @@ TABLE = [
             {"chosen": TALK + BLUE, "rejected": TALK + GREEN},
             {"prompt": "Hi!", "chosen": TALK + BLUE, "rejected": TALK + GREEN},
             {"conversations": [human("Hi!"), gpt("Yes?"), human(Q)], **SAID},
-            {"prompt": TALK[:2], **WHOLE},  # the question belongs to the prompt
-            {"prompt": TALK[:2], "chosen": TALK + BLUE, "rejected": ASK + GREEN},
-            {"prompt": TALK, "chosen": TALK + BLUE, "rejected": TALK + GREEN},
+            {"prompt": TALK[:2], "chosen": TALK + BLUE, "rejected": ASK + GREEN},  # the question belongs to the prompt
             {"prompt": TALK, **WHOLE},  # the last turn alone
             {"prompt": ASK, "chosen": TALK + BLUE, "rejected": TALK + GREEN},
         ],
@@ -198,7 +192,6 @@ TABLE = [
             {"Question": Q, "response": YES, "thumbs_up": "up"},
             {"instruction": Q, "input": "", "output": YES, "kto_tag": "true"},
             {"prompt": ASK, "completion": BLUE, "label": 1},
-            {"prompt": ASK, "completion": ASK + BLUE, "label": 1},
             {"messages": ASK + BLUE, "label": "good"},
             {"conversations": [human(Q), gpt(YES)], "kto_tag": True},
         ],

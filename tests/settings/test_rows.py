@@ -76,7 +76,7 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path):
         (PAIRS, "does not hold the rows that were written: move it away"),  # once they are changed
         ([], "dataset_sources.mine holds no records: give some"),
         ([PAIRS[0], "x"], "dataset_sources.mine: its rows cannot be written: dictionary update sequence"),
-        ([PAIRS[0], {"prompt": object()}], "its rows cannot be written: row 2, column prompt: <object object at"),
+        ([{"prompt": object()}], "dataset_sources.mine: its rows cannot be written: <object object at"),
     ],
     ids=["foreign", "none", "text", "object"],
 )
