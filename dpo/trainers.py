@@ -29,7 +29,13 @@ from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
-from dpo.parallel.sharding import announce_backward, clip_gradient, release_gathered, step_optimizer
+from dpo.parallel.sharding import (
+    announce_backward,
+    clip_gradient,
+    release_gathered,
+    step_and_count_changes,
+    step_optimizer,
+)
 from dpo.preference_datasets import load_data
 from dpo.reporting.events import Callbacks, Evaluation, Update
 from dpo.reporting.terminal import Progress
@@ -42,7 +48,7 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE, Objective
 from dpo.training.parts import list_saved, make_parts
-from dpo.training.start import list_notes, self_test
+from dpo.training.start import FEW_CHANGED, list_notes, self_test, warn_of_rounding
 from dpo.training.stop import StopRequest
 
 
@@ -153,11 +159,19 @@ class Trainer:
         state.batch_counter += 1  # an update that a callback refuses counts too
         state.example_counter += len(batch.examples)
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
+        if objective.loss_scale.is_adapted:
+            means["loss_scale"] = objective.loss_scale.value
         counters = (state.batch_counter, state.example_counter)
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
-        if self.callbacks.allow(update) and has_loss:
-            step_optimizer(self.optimizer)
+        is_allowed = self.callbacks.allow(update)
+        if is_allowed and not objective.loss_scale.adapt(means["grad_norm"]):
+            self.progress.line(
+                f"update {update.number} was not applied: its gradient overflows float16 at "
+                f"loss_scale={means['loss_scale']:g}, which is halved"
+            )
+        elif is_allowed and has_loss:
+            means |= self.step_optimizer(update.number)
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
@@ -165,8 +179,23 @@ class Trainer:
         logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
         return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
+    def step_optimizer(self, number: int) -> dict[str, float]:
+        """Step; of the first step at the full rate, return the share of 16-bit weights that it changed, if it shows."""
+        is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
+        if not (is_full and self.plan.trains_half_precision and self.objective.mesh.rank == 0):
+            step_optimizer(self.optimizer)
+            return {}
+        n_changed, n_weights = step_and_count_changes(self.optimizer)
+        if not n_weights:
+            return {}
+        share = n_changed / n_weights
+        if share < FEW_CHANGED:
+            self.progress.line(warn_of_rounding(self.plan, number, share))
+        return {"changed_weights": share}
+
     def clip_gradient(self) -> Tensor:
-        return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
+        scale = self.objective.loss_scale.value
+        return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm, scale)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from support import trainers
 from support.commands import RUNS, find_refusals
 from support.models import GPT, make_weights
 from support.records import evaluation, rewards, write_run
-from support.runs import GOLDEN, ROOT, assert_alike, read_metrics, run_python, train_here
+from support.runs import GOLDEN, ROOT, assert_alike, find_differences, read_metrics, run_python, train_here
 
 import train
 import utils
@@ -45,6 +45,7 @@ from dpo.settings.plan import make_plan
 from dpo.system import launching
 from dpo.system.arithmetic import without_tf32
 from dpo.system.run_directory import RunLog, exiting_on_failure
+from dpo.training import optimization
 from dpo.training.optimization import Schedule, make_optimizer
 from trainers import BasicTrainer, FSDPTrainer, TensorParallelTrainer
 
@@ -274,6 +275,54 @@ def test_g_the_doctor_finds_the_links_between_gpus(tmp_path, monkeypatch):
     assert doctor.find_links(3) == {"peer access": 1, "no peer access": 2}
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert doctor.find_links(3) == {"NV12": 1, "SYS": 2}
+
+
+def test_g_mixed_precision_in_fp16_too(run, run_and_stop, finished, monkeypatch, tmp_path, capsys):
+    """An overflow is an update without a step; norms are those of float32, and a resume is exact."""
+    in_float32 = read_metrics(finished("lr=1e-6"), "train")
+    monkeypatch.setattr(optimization, "INITIAL_SCALE", 2.0**19)
+    monkeypatch.setattr(optimization, "GOOD_UPDATES", 2)
+    settings = ("lr=1e-6", "model.autocast=float16", "model.reference_dtype=null")
+    run("whole", *settings)
+    updates = read_metrics(tmp_path / "whole", "train")
+    scale, n_good, n_applied = 2.0**19, 0, 0
+    for ours, theirs in zip(updates, in_float32, strict=True):
+        assert ours["loss_scale"] == scale
+        assert ours["lr"] == pytest.approx(min(n_applied + 1, 5) / 5 * 1e-6)
+        if ours["grad_norm"] is None:
+            scale, n_good = scale / 2, 0
+            continue
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+        n_good, n_applied = n_good + 1, n_applied + 1
+        if n_good == 2:
+            scale, n_good = scale * 2, 0
+    assert 2 <= n_applied < len(updates)
+    assert "update 1 was not applied: its gradient overflows float16 at loss_scale=524288" in capsys.readouterr().out
+    run_and_stop("stopped", *settings, after=4)
+    run("stopped", *settings, "resume=auto")
+    assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    [
+        "trainer=FSDPTrainer world_size=2 lora=lora gradient_accumulation_steps=2",
+        "trainer=FSDPTrainer world_size=2 online=online online.scorer=keyword online.keyword=e online.max_new_tokens=8",
+        "trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2",
+    ],
+)
+def test_g_mixed_precision_in_fp16_over_several_processes(way, command, tmp_path):
+    """A steep loss overflows at first; the norms are those of one process in float32."""
+    settings = ["lr=1e-9", "loss.sft_weight=30", "model.reference_dtype=null", "n_examples=64"]
+    parts = way.split()
+    train_here(command("ours", *settings, *parts, "model.fsdp_policy_mp=float16"))
+    train_here(command("theirs", *settings, *(part for part in parts if "lora" in part or "online" in part)))
+    ours, theirs = (read_metrics(tmp_path / name, "train") for name in ("ours", "theirs"))
+    assert 2 < sum(update["grad_norm"] is None for update in ours) < 14
+    for mine, its in zip(ours, theirs, strict=True):
+        if mine["grad_norm"] is not None and "online" not in way:
+            assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=0.02)
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # c
 
 
 def skipped_updates(run: Run) -> str:
-    is_skipped = ~np.isfinite(run.train["loss/train"] + run.train["grad_norm"])
+    has_overflowed = np.isfinite(run.train["loss/train"]) & (run.train["loss_scale"] > 1)  # float16's, as it may
+    is_skipped = ~np.isfinite(run.train["loss/train"] + run.train["grad_norm"]) & ~has_overflowed
     skipped = [*run.train.updates[is_skipped], *(run.nonfinite[-1:] if run.state == "aborted" else ())]
     return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 

@@ -72,6 +72,9 @@ def describe_change(run: Run) -> str:
         note = f" (rounding: {figure(rounding, 1)})" if rounding else ""
         facts.append(f"the log-probability per token of held-out responses moved: {moved}{note}")
     largest = max(map(abs, changes.values()), default=0.0)
+    if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
+        facts = ["no weight changed in the first update at the full lr", *facts]
+        return f"The model did not change: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
     if not n_answers and largest <= rounding and rounding > COARSE:

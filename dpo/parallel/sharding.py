@@ -22,6 +22,8 @@ from dpo.system.host import count_gpus, is_gpu
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
+SAMPLED_WEIGHTS = 10**6
+
 
 def distribute(
     model: Any,
@@ -287,13 +289,15 @@ def full_state(state: Any) -> Any:
 
 
 @torch.no_grad()
-def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip a gradient by its global norm over all shards; return the norm before clipping."""
+def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 1.0) -> Tensor:
+    """Divide a gradient by `scale`, and clip it by its global norm over all shards; return the norm before clipping."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
         # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
         if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        if scale != 1:
+            parameter.grad.div_(scale)
     norm = full_tensor(nn.utils.get_total_norm(parameter.grad for parameter in parameters))
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -321,6 +325,25 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
             tensor.grad = whole.grad.to_local()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@torch.no_grad()
+def step_and_count_changes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Step; return how many weights changed, and of how many: a sample of those that this process has gradients of."""
+    tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
+    every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
+    every += every % 2 == 0  # odd, so that it meets all columns of a matrix
+    before = []
+    for tensor in tensors:
+        has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
+        before.append((tensor.flatten()[::every].clone(), has_gradient))
+    step_optimizer(optimizer)
+    counts = torch.zeros(2, dtype=torch.int64)
+    for tensor, (weights, has_gradient) in zip(tensors, before, strict=True):
+        has_changed = has_gradient & (tensor.flatten()[::every] != weights)
+        counts += torch.stack([has_changed.sum(), has_gradient.sum()]).cpu()
+    n_changed, n_weights = counts.tolist()
+    return n_changed, n_weights
 
 
 def _list_optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -24,9 +24,13 @@ class NonFiniteGuard(Callback):
         return True
 
     def allows(self, update: Update) -> bool:
-        """Raises NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates."""
+        """Raises NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates.
+
+        A gradient that overflows float16 is the trainer's to refuse, as long as its loss can be scaled down.
+        """
         grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
-        if math.isfinite(grad_norm) and losses.isfinite().all():
+        scale = update.metrics.get("loss_scale", 1)
+        if losses.isfinite().all() and (math.isfinite(grad_norm) or scale > 1):
             return True
         folder = self.run_dir / f"nonfinite-{update.number}"
         if self.context.rank == 0:
@@ -36,6 +40,8 @@ class NonFiniteGuard(Callback):
             f"update {update.number} has loss {losses.mean():.4g} and gradient norm {grad_norm:.4g}; its examples are "
             f"in {folder}"
         )
+        if "loss_scale" in update.metrics:
+            problem += f"; float16 holds numbers up to 65504: compute in bfloat16 or float32 ({scale=:g})"
         if self.plan.training.nan_policy == "raise":
             raise NonFinite(f"{problem}; the update was not applied; nan_policy=skip would skip it and continue")
         if self.skipped > MAX_SKIPPED:

@@ -51,6 +51,8 @@ Layout = Literal["padded", "shared_prefix"]
 VARLEN = "varlen"
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
 STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
+DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay makes weights smaller by lr * weight_decay of them
+LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # smaller changes of a weight, relative to it, are rounded away
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 
 
@@ -124,7 +126,7 @@ class ModelPlan:
     policy_dtype: Dtype
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
-    autocast: Literal["bfloat16", "auto"] | None  # auto: decided by `keep_choices`, on the run's GPUs
+    autocast: Literal["bfloat16", "float16", "auto"] | None  # auto: decided by `keep_choices`, on the run's GPUs
     attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
     cache_implementation: Annotated[Literal["static"], CHANGE] | None
     random_init: bool

@@ -77,6 +77,23 @@ class Plan:
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
+    def trains_half_precision(self) -> bool:
+        """Whether the trained weights have 16 bits; an adapter's have 32."""
+        return self.lora is None and self.model.policy_dtype != "float32"
+
+    @property
+    def precise_settings(self) -> str:
+        """The settings that compute as fast as 16-bit weights, and lose no update to rounding."""
+        key = "model.fsdp_policy_mp" if self.trainer.multi_process else "model.autocast"
+        return f"model.policy_dtype=float32 {key}={self.model.policy_dtype}"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients that float16 computes flow into weights that may hold smaller ones."""
+        is_held_in_float16 = self.trains_half_precision and self.model.policy_dtype == "float16"
+        return (self.model.autocast or self.compute_dtype) == "float16" and not is_held_in_float16
+
+    @property
     def best(self) -> tuple[str, int]:
         """The metric that ranks checkpoints, and +1 if higher is better, else -1."""
         return (keys.HELD_OUT_SCORE, +1) if self.online else self.loss.best

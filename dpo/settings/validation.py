@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpo import plugins
 from dpo.errors import InputError, one_sentence
 from dpo.losses import LOSSES
 from dpo.numbers import count
@@ -46,6 +47,10 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         # --- trainers
         (several and training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
+        (p.trains_half_precision and p.model.policy_dtype == "float16" and "eps" not in training.optimizer_args
+         and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
+         f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
+         f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
         (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora
                                    or p.model.autocast not in (None, "auto")
                                    or loss.scalar_head or training.optimizer == "Adafactor"),
@@ -141,7 +146,10 @@ def _find_missing_packages(p: Plan) -> Iterator[Problem]:
 
 def find_warnings(p: Plan) -> list[str]:
     """List doubts about a plan without problems."""
-    lr, has_steps_of_lr = p.training.lr, p.training.optimizer in keys.STEPS_OF_LR
+    lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
+    decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
+    decays_by_lr = optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay")
+    lost_decay = lr * decay if decays_by_lr and isinstance(decay, (int, float)) else 0
     names, sources = p.data.datasets, p.data.dataset_sources
     unused = [name for name, source in sources.items() if source is not None and name not in names]
     # fmt: off
@@ -149,14 +157,13 @@ def find_warnings(p: Plan) -> list[str]:
         (p.trainer == keys.BASIC and p.gpus > 1,
          f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
          "trainer=FSDPTrainer uses them all at once"),
-        (p.lora and lr < 1e-6 and has_steps_of_lr,
+        (p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR,
          f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
          "2e-4"),
-        # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
-        (lr < 1e-5 and p.model.policy_dtype == "bfloat16" and not p.lora and has_steps_of_lr,
-         f"lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
-         "with model.autocast=bfloat16, or an lr of 1e-5 or more"),
-        (p.reference_dtype == "float16" and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
+        (p.trains_half_precision and 0 < lost_decay < keys.LOST_CHANGE[p.model.policy_dtype],
+         f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
+         f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
+        (p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
          "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null, unless "
          "you repeat a run of the reference code"),
         (p.dims.world_size > 1 and p.model.autocast not in (None, "auto"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from dpo.parallel.sharding import hold_the_same, release_gathered
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
 from dpo.training.batches import Batch
+from dpo.training.optimization import LossScale
 from dpo.training.reference import Reference, read_logps
 
 REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
@@ -151,6 +152,7 @@ class Objective:
     follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
     average: float = 0.0  # of `Loss.running_statistic`, over updates with the same reference
     models_are_equal: bool = False  # policy and reference have the same weights
+    loss_scale: LossScale = field(default_factory=LossScale)
 
     def __post_init__(self) -> None:
         self.device = next(self.policy.parameters()).device
@@ -259,10 +261,10 @@ class Objective:
         return output.losses, self._metrics(columns, output, split=split)
 
     def weigh(self, losses: Tensor, microbatch: Microbatch, context: BatchContext) -> Tensor:
-        """A microbatch's part of the weighted mean over the global batch."""
+        """A microbatch's part of the weighted mean over the global batch, times the loss scale."""
         weights = context.weights[microbatch.indices]  # (B,)
         weighted = losses.where(weights > 0, 0) * weights  # the loss of a tie may be infinite
-        return weighted.sum() * self.mesh.data_size  # data_size undoes FSDP's averaging
+        return weighted.sum() * self.mesh.data_size * self.loss_scale.value  # data_size undoes FSDP's averaging
 
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, and the reference's log-probabilities."""
@@ -424,6 +426,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
     options = {"layout_note": layout_note, "autocast": autocast, "follow_every": plan.follow_every}
+    options["loss_scale"] = LossScale(is_adapted=plan.scales_loss)
     objective = Objective(policy, reference, layout, mesh, plan.loss, **options)
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches

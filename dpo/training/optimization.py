@@ -53,6 +53,39 @@ def count_states(training: TrainingPlan) -> int:
     return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
 
 
+INITIAL_SCALE = 2.0**16
+GOOD_UPDATES = 2000  # after which the scale is doubled
+
+
+class LossScale:
+    """The factor of a loss whose gradient is computed in float16, where small values would be 0.
+
+    It is adapted as by torch.amp.GradScaler, but an overflow shows in the gradient's norm, which the processes know.
+    """
+
+    def __init__(self, *, is_adapted: bool = False) -> None:
+        self.is_adapted = is_adapted
+        self.value = INITIAL_SCALE if is_adapted else 1.0
+        self.n_good = 0  # updates since it was changed
+
+    def adapt(self, grad_norm: float) -> bool:
+        """Adapt the scale to an update's gradient; return whether this may be used."""
+        if not self.is_adapted:
+            return True
+        has_overflowed = not math.isfinite(grad_norm)
+        self.n_good += 1
+        if has_overflowed or self.n_good == GOOD_UPDATES:
+            self.value = max(1.0, self.value / 2) if has_overflowed else self.value * 2
+            self.n_good = 0
+        return not has_overflowed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "n_good": self.n_good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.n_good = state["value"], state["n_good"]
+
+
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 

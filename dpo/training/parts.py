@@ -158,7 +158,7 @@ def list_saved(
 ) -> tuple[RunState, list[Part]]:
     """A run's counters and states, and the parts of its checkpoints in the order of writing."""
     mesh, reference, policy = objective.mesh, objective.reference, objective.policy
-    state = RunState(reference, base_digest, objective=objective, **states)
+    state = RunState(reference, base_digest, objective=objective, loss_scale=objective.loss_scale, **states)
     # the reference is saved only if it changes
     following = [ModelPart(FOLLOWING, reference.model)] if reference and plan.follow_every else []
     others = [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]

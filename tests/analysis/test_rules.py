@@ -74,6 +74,9 @@ KTO = {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight"
 FAULTS = (  # title of the rule, a run that has this fault alone, and the numbers that are told
     ("Loss or gradient was not a number", changed(HEALTHY, **train(grad_norm=lambda k: None if k in (3, 5) else 1.0)),
      "2 of 100 updates, the first 3"),
+    ("Loss or gradient was not a number",  # the second is an overflow that a smaller loss_scale avoids
+     changed(HEALTHY, **train(grad_norm=lambda k: None if k in (3, 5) else 1.0, loss_scale=lambda k: 1.0 + (k > 4))),
+     "1 of 100 updates, the first 3"),
     ("The run has collapsed", changed(HEALTHY, **train(**{"loss/train": lambda k: 4.0 if k > 50 else 0.6})),
      "loss/train 4 now, 0.69 at the start"),
     ("Chosen responses become much less likely", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),

@@ -78,6 +78,16 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_
     assert read_state(tmp_path / "run" / "step-24" / "trainer.pt")["callbacks"]["nonfinite"]["skipped"] == 1
 
 
+@pytest.mark.parametrize(("what", "scale"), [("gradient", 1.0), ("loss", 2.0**16)])
+def test_a_loss_that_is_nan_in_float16_or_a_gradient_that_no_scale_helps_stops_the_run(
+    what, scale, run, spoil, monkeypatch
+):
+    monkeypatch.setattr("dpo.training.optimization.INITIAL_SCALE", scale)
+    spoil(4, what)
+    with pytest.raises(RunError, match=r"update 4 has .*float16 holds numbers up to 65504"):
+        run("run", "model.autocast=float16", "model.reference_dtype=null")
+
+
 def test_skipping_has_an_end(run, tmp_path):
     with pytest.raises(RunError, match=f"{MAX_SKIPPED} updates were skipped before"):
         run("run", *SPOILT, "nan_policy=skip", "n_examples=80", "eval_every=80", "self_test=false")

@@ -109,6 +109,7 @@ RESUMED_ONLY = {
         "datasets=[hh,more] gradient_accumulation_steps=2 sample_during_eval=true model.autocast=bfloat16 "
         "cache_reference_logps=all schedule=cosine warmup_steps=1"
     ),
+    "float16": "model.autocast=float16 gradient_accumulation_steps=2",
     "lora in half precision": f"{LORA} model.policy_dtype=bfloat16 lora.target_modules=[q_proj,v_proj]",
     "references first, lora": f"cache_reference_logps=all {LORA}",
     "online, padded, in parts": f"{ONLINE} layout=padded gradient_accumulation_steps=2",

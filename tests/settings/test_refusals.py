@@ -113,7 +113,14 @@ DISCOURAGED = [
     ("cache_reference_logps=all", "cache_reference_logps=all needs a loss with a reference, such as loss=dpo"),
     (f"{DRAWN} online.keyword=yes", "online.keyword=yes needs online.scorer=keyword"),
     ("dataset_sources.hh=/x datasets=[shp] dataset_sources.shp=/y", "dataset_sources has hh, which datasets=['shp']"),
-    ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
+    (
+        "model.policy_dtype=bfloat16 optimizer=AdamW lr=1e-3",
+        "bfloat16 rounds weight decay away: lr * weight_decay is 1e-05",
+    ),
+    (
+        f"{FSDP} model.policy_dtype=float16 optimizer=SGD lr=2e-4 optimizer_args.weight_decay=1",
+        "float16 rounds weight decay away: lr * weight_decay is 0.0002",
+    ),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     (
         f"GPUS=2 {FSDP} {COMPUTED} model.autocast=bfloat16",
@@ -124,6 +131,10 @@ DISCOURAGED = [
 
 ACCEPTED = [
     "",
+    # the adapter is float32; eps=1e-4 is not 0 in float16; this decay is not rounded away
+    f"model.policy_dtype=float16 {LORA} lr=1e-4 model.autocast=float16",
+    "model.policy_dtype=float16 optimizer_args.eps=1e-4",
+    "model.policy_dtype=bfloat16 optimizer=SGD lr=0.02 optimizer_args.weight_decay=0.1",
     f"{DPO} loss.label_smoothing=0.499 loss.reference_free=true",
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",

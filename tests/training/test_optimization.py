@@ -7,10 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.runs import read_metrics, train
+from support.runs import read_metrics, train, train_here
 
+from dpo.analysis.runs import read_run
+from dpo.analysis.verdict import describe_change
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
+from dpo.parallel import sharding
+from dpo.parallel.sharding import step_and_count_changes
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 from dpo.training.optimization import Schedule, check_optimizer, make_optimizer
@@ -79,6 +83,19 @@ def test_without_a_warmup_it_is_a_tenth_of_the_run_and_stays_when_the_run_become
     assert rates(longer, 200) == pytest.approx(expected)
 
 
+def test_changes_are_counted_in_a_sample_of_the_weights_with_a_gradient(monkeypatch):
+    """Below 1, bfloat16 has a number every 2^-8."""
+    weights = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weights, torch.nn.Parameter(torch.ones(1))], lr=2**-8)
+    gradient = torch.tensor([[1.0, 0.1, 0.0], [1.0, 0.1, 0.1]])
+    weights.grad = gradient.bfloat16()
+    assert step_and_count_changes(optimizer) == (2, 5)
+    assert (weights != 1).tolist() == [[True, False, False], [True, False, False]]
+    weights.grad = gradient.bfloat16()
+    monkeypatch.setattr(sharding, "SAMPLED_WEIGHTS", 2)
+    assert step_and_count_changes(optimizer) == (1, 2)  # the first and the last of six
+
+
 # --- runs ----------------------------------------------------------------------------------------------------------
 
 
@@ -135,3 +152,27 @@ def test_the_optimizers_arguments_reach_it_or_are_refused_with_those_it_takes(op
     else:
         [group] = make_optimizer(training, torch.nn.Linear(2, 1)).param_groups
         assert {name: group[name] for name in ("lr", *arguments)} == {"lr": 1e-3, **arguments}
+
+
+PROCESSES = pytest.param("trainer=FSDPTrainer world_size=2", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("way", ["", PROCESSES])
+def test_a_run_whose_16_bit_weights_hardly_change_is_told_the_share(way, command, tmp_path):
+    settings = ("optimizer=SGD", "model.policy_dtype=bfloat16", *way.split())
+
+    def find_result(name: str, *more: str) -> tuple[list[float | None], str]:
+        train_here(command(name, *settings, *more))
+        lines = read_metrics(tmp_path / name, "train")
+        return [line.get("changed_weights") for line in lines], (tmp_path / name / "log.txt").read_text()
+
+    shares, log = find_result("small", "lr=1e-12")
+    assert shares == [None] * 4 + [0.0, None]  # the fifth update has the full rate
+    key = "fsdp_policy_mp" if way else "autocast"
+    told = "warning: update 5, the first at the full lr, changed"
+    assert f"{told} 0 % of" in log
+    assert f"set model.policy_dtype=float32 model.{key}=bfloat16" in log
+    assert describe_change(read_run(tmp_path / "small")).startswith("The model did not change: no weight changed")
+    shares, log = find_result("large", "optimizer=AdamW", "lr=1e-2")
+    assert 0.1 < (shares[4] or 0) < 1
+    assert told not in log
