@@ -33,7 +33,7 @@ from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, r
 from dpo.models.answers import list_end_tokens
 from dpo.models.loading import check_base, find_source, load_base, resolve_name
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
-from dpo.models.published import ambiguity, drop_copies, find_file, read_weights, rename_weights, spell_both_ways
+from dpo.models.published import drop_copies, find_file, read_weights, rename_weights, spell_both_ways
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK, POLICY
 from dpo.models.text_part import is_text_part
@@ -50,7 +50,13 @@ RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)  # how images and video are read
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
 CARD = """\
@@ -63,7 +69,7 @@ model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
 {reward}```
 
-Prompts were tokenized without special tokens added, and every response ended with the EOS token. {form}
+Prompts were tokenized without special tokens added, and every response ended with an end token. {form}
 
 The licences of base model and data apply. State one as `license` above before you publish.
 
@@ -288,17 +294,14 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(source, dtype=dtype or torch.float32)
     state = drop_copies(model, _read_state(model, origin, adapter, dtype))
-    _copy_files(folder, source.name, source.cache_dir, PROCESSOR_FILES)
+    _copy_files(folder, source, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, origin, model)
     # a reward model has another head than the files, and random weights may have nothing in common with them
     is_like_files = not is_reward_model and not origin.plan.model.random_init
-    stored = read_weights(source.name, source.cache_dir) if is_like_files else {}
-    tensors = _complete(model, state, stored, dtype) if stored else {}
+    tensors = _complete(model, state, read_weights(source), dtype) if is_like_files else {}
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
     if tensors or not is_text_part(config):
-        written = dict(read_json(Path(find_file(source.name, "config.json", source.cache_dir))))
-    elif is_like_files:
-        raise ambiguity(model, f"the files of {source.name}")
+        written = dict(read_json(Path(find_file(source, "config.json"))))
     else:  # there are no weights of other parts
         config = config.get_text_config()
         written = json.loads(config.to_json_string())
@@ -315,7 +318,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
         if not state.keys().isdisjoint(model.all_tied_weights_keys):  # a head of its own, although the config ties it
             part["tie_word_embeddings"] = False
     spell_both_ways(text, config.get_text_config())
-    if text is written:  # else the class has more parts than the one that was trained
+    if not is_text_part(config):  # else the class has more parts than the one that was trained
         written["architectures"] = [type(model).__name__]
     written.pop("auto_map", None)
     if model.is_remote_code():
@@ -351,10 +354,9 @@ def _read_state(
 
 def _embed(model: Any, state: dict[str, torch.Tensor], token_id: int) -> None:
     """Add a row of zeros for a token, which is only read as padding."""
-    weight = model.get_input_embeddings().weight
-    expected = model.state_dict(keep_vars=True)
-    name = next(name for name in state if expected[name] is weight)
-    n_missing = max(0, token_id + 1 - len(weight))
+    embeddings = model.get_input_embeddings().weight
+    name = next(name for name, weight in model.named_parameters() if weight is embeddings)
+    n_missing = max(0, token_id + 1 - len(embeddings))
     state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, n_missing))
 
 
@@ -367,25 +369,24 @@ def _round(model: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | N
 
 
 def _complete(
-    model: Any, state: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    model: Any, state: Mapping[str, torch.Tensor], stored: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """A base's tensors with trained ones in their places; none if these are unclear.
 
     With `dtype`, what is in float32 in files of 16 bits stays so.
     """
-    named = rename_weights(model, state, stored)
+    named = rename_weights(model, _round(model, state, dtype), stored)
     if not named:
         return {}
+    complete = {**stored, **named}
     if dtype is None:
-        return {**stored, **named}
-    rounded = rename_weights(model, _round(model, state, dtype), stored)
+        return complete
     is_in_16_bits = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in stored.values())
-    complete = {}
-    for name, tensor in {**stored, **named}.items():
-        is_kept = is_in_16_bits and stored[name].dtype == torch.float32
-        if not is_kept and tensor.is_floating_point():
-            tensor = rounded[name] if name in rounded else tensor.to(dtype)
-        complete[name] = tensor
+    for name, tensor in (stored | rename_weights(model, state, stored)).items():
+        if is_in_16_bits and stored[name].dtype == torch.float32:
+            complete[name] = tensor
+        elif name not in named and tensor.is_floating_point():
+            complete[name] = tensor.to(dtype)
     return complete
 
 
@@ -400,10 +401,9 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separate
 
 
-def _copy_files(folder: Path, name: str, cache_dir: str | None, files: Iterable[str]) -> None:
+def _copy_files(folder: Path, source: Any, files: Iterable[str]) -> None:
     for file in files:
-        if path := find_file(name, file, cache_dir):
-            (folder / file).parent.mkdir(exist_ok=True)
+        if path := find_file(source, file):
             shutil.copyfile(path, folder / file)
 
 
@@ -433,7 +433,7 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
             tokenizer.pad_token_id = pad
     elif (tokenizer.pad_token_id or 0) >= n_embeddings:
         tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
-    _copy_files(folder, name, source.cache_dir, {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
+    _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
     config = dict(published)
@@ -441,11 +441,7 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
         config.pop("auto_map", None)
     else:
         custom_object_save(tokenizer, folder, config=config)
-    if tokenizer.chat_template == template:
-        others = template if isinstance(template, dict) else ()
-        places = ["chat_template.jinja", *(f"additional_chat_templates/{other}.jinja" for other in others)]
-        _copy_files(folder, name, source.cache_dir, places)
-    else:
+    if tokenizer.chat_template != template or isinstance(template, dict):  # else it is in the files
         tokenizer.save_chat_templates(folder, config, None, save_jinja_files=True)
     if tokenizer.pad_token != pad_token:
         config["pad_token"] = tokenizer.pad_token
@@ -455,13 +451,13 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
     if len(tokenizer) > n_tokens:
         token = {"content": tokenizer.pad_token, "special": True}
         token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        if "added_tokens_decoder" in config:
-            config["added_tokens_decoder"] = {**config["added_tokens_decoder"], str(tokenizer.pad_token_id): token}
+        if decoder := config.get("added_tokens_decoder"):
+            config["added_tokens_decoder"] = decoder | {str(tokenizer.pad_token_id): token}
         fast = folder / "tokenizer.json"
         if fast.exists():
             content = read_json(fast)
-            content["added_tokens"].append({"id": tokenizer.pad_token_id, **token})
-            _write_json(fast, content)
+            added = [*content["added_tokens"], {"id": tokenizer.pad_token_id, **token}]
+            _write_json(fast, content | {"added_tokens": added})
     if config != published:
         _write_json(config_file, config)
     return tokenizer
@@ -471,7 +467,7 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
     """Write the base's settings of generation, with end tokens of which the first is the one that was trained."""
     source = find_source(origin.plan)
     published = load_generation_config(source)
-    file = find_file(source.name, "generation_config.json", source.cache_dir)
+    file = find_file(source, "generation_config.json")
     values = dict(read_json(Path(file))) if file else published.to_diff_dict()
     values.pop("_from_model_config", None)  # by which transformers would make it anew
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

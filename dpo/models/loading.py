@@ -91,7 +91,7 @@ def check_model(plan: Plan) -> Weights:
     """Find the weights; InputError if the model cannot be trained."""
     weights, config = find_weights(plan), load_config(find_source(plan))
     if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
-        check_names(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
+        check_names(find_structure(plan, plan.model.policy_dtype), find_source(plan))
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return weights
 

@@ -21,33 +21,26 @@ from dpo.errors import InputError, explaining_library, one_sentence
 LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")
 
 
-def find_file(name: str, file: str, cache_dir: str | None) -> str | None:
-    """The path of a file of a directory or Hub id, which may be fetched."""
-    name = str(Path(name).expanduser())
-    return cached_file(name, file, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
+def find_file(source: Any, file: str) -> str | None:
+    """The path of a file of a `Source`, a directory or Hub id, which may be fetched."""
+    name = str(Path(source.name).expanduser())
+    return cached_file(name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
-def read_weights(name: str, cache_dir: str | None) -> dict[str, Tensor]:
-    """All tensors of a directory or Hub id, mapped from the files that transformers reads; none if there are none."""
-    with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
-        weights = {}
-        for path in _find_weights(name, cache_dir):
-            if path.endswith(".safetensors"):
-                weights |= load_file(path)
-            else:
-                weights |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return weights
-
-
-def _find_weights(name: str, cache_dir: str | None) -> list[str]:
-    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):  # transformers' order
-        path = find_file(name, file, cache_dir)
-        if path is None:
-            continue
-        if path.endswith(".json"):
-            return get_checkpoint_shard_files(str(Path(name).expanduser()), path, cache_dir=cache_dir)[0]
-        return [path]
-    return []
+def read_weights(source: Any) -> dict[str, Tensor]:
+    """All tensors, mapped from the files that transformers reads; none if there are no files."""
+    weights = {}
+    with explaining_library(lambda error: InputError(f"files of {source.name} cannot be read: {one_sentence(error)}")):
+        for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+            path = None if weights else find_file(source, file)  # the first that there is
+            paths = [path] if path else []
+            if paths and file.endswith(".json"):
+                name = str(Path(source.name).expanduser())
+                paths, _ = get_checkpoint_shard_files(name, path, cache_dir=source.cache_dir)
+            for part in paths:
+                is_safe = part.endswith(".safetensors")
+                weights |= load_file(part) if is_safe else torch.load(part, "cpu", weights_only=True, mmap=True)
+    return weights
 
 
 def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -49,8 +49,8 @@ def rename_layers(model: Any, names: Mapping[str, Tensor], *, to_class: bool) ->
     return renamed
 
 
-def check_names(model: Any, name: str, cache_dir: str | None) -> None:
+def check_names(model: Any, source: Any) -> None:
     """Raise InputError unless each weight of a text model has one place in the files."""
     state = drop_copies(model, model.state_dict(keep_vars=True))
-    if not rename_weights(model, state, read_weights(name, cache_dir)):
-        raise ambiguity(model, f"the files of model.name_or_path={name}")
+    if not rename_weights(model, state, read_weights(source)):
+        raise ambiguity(model, f"the files of model.name_or_path={source.name}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, GROUPED, build
-from support.runs import GOLDEN
+from support.runs import GOLDEN, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
+from dpo.settings.plan import resolve
 
 IDS = torch.arange(20).view(2, 10)
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -120,6 +124,22 @@ def test_every_family_has_the_names_shapes_dtypes_and_config_of_its_base(tmp_pat
 # --- config, tokenizer and further files -----------------------------------------------------------------------------
 
 
+def test_a_config_has_the_spellings_of_transformers_4_and_5(tmp_path):
+    model = build(FIVE["llama, rope scaled"])
+    base = publish(tmp_path / "base", model)
+    current = read_json(base / "config.json")
+    scaling = {key: value for key, value in ROPE.items() if key != "rope_theta"}
+    older = {key: value for key, value in current.items() if key not in ("rope_parameters", "dtype")}
+    older |= {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16", "of_somebody": [1]}
+    for name, published in (("new", current), ("old", older)):
+        (base / "config.json").write_text(json.dumps(published))
+        out = export_state(model.state_dict(), base, name)
+        written = read_json(out / "config.json")
+        assert (written["rope_theta"], written["rope_scaling"], written["rope_parameters"]) == (500000.0, scaling, ROPE)
+        assert torch.equal(logits_of(out), logits_of(model))
+    assert written["of_somebody"] == [1]
+
+
 def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
     """Layers that predict several tokens, settings of generation, and the tokenizer's files."""
     base = publish(tmp_path / "base", build("llama").bfloat16())
@@ -142,6 +162,86 @@ def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
     assert "--dtype" not in describe_export(out)
 
 
+def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
+    model = build(lambda: transformers.LlamaConfig(**WITH_1024))
+    base = publish(tmp_path / "base", model)
+    change_json(base / "tokenizer_config.json", pad_token="<|end|>", chat_template="old", of_somebody=[1])
+    (base / "special_tokens_map.json").write_text('{"pad_token": "<|end|>", "sep_token": "x"}')
+    tokens = read_json(base / "tokenizer.json")["added_tokens"]
+    further = {**tokens[0], "id": 1024, "content": "<|end|>"}  # without an embedding, as some published pad tokens
+    change_json(base / "tokenizer.json", added_tokens=[*tokens, further])
+    (tmp_path / "new.jinja").write_text("{{ messages[0].content }}")
+
+    out = export_state(model.state_dict(), base, template=tmp_path / "new.jinja")
+
+    before, after = (read_json(folder / "tokenizer_config.json") for folder in (base, out))
+    assert before.pop("chat_template") == "old"
+    assert after == before | {"pad_token": "<|endoftext|>"}
+    assert after["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert read_json(out / "special_tokens_map.json") == {"pad_token": "<|endoftext|>", "sep_token": "x"}
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+
+
+def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
+    base = publish(tmp_path / "base", build(lambda: transformers.LlamaConfig(**WITH_1024)))
+    tokens = read_json(base / "tokenizer.json")["added_tokens"]
+    change_json(base / "tokenizer.json", added_tokens=[*tokens, {**tokens[0], "id": 2, "content": '"'}])
+    change_json(base / "tokenizer_config.json", added_tokens_decoder={}, chat_template=CHAT)
+    (base / "generation_config.json").write_text('{"eos_token_id": 2}')
+    published = transformers.AutoTokenizer.from_pretrained(base).get_vocab()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    keys = {"model": {"name_or_path": str(base)}, "loss": {"name": "bradley_terry"}, "datasets": ["mine"]}
+    (tmp_path / "config.yaml").write_text(json.dumps(keys))
+    (tmp_path / "preflight.json").write_text('{"train": {"prompt_formats": {"mine": "chat"}}}')
+
+    out = export_state(model.state_dict(), base, model=None, dtype="float16")
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.get_vocab() == published | {tokenizer.pad_token: 1024}
+    written, expected = read_json(out / "config.json"), read_json(base / "config.json")
+    changed = {key: written[key] for key in expected if written[key] != expected[key]}
+    assert changed.pop("architectures") == ["LlamaForSequenceClassification"]
+    assert changed == {"vocab_size": 1025, "pad_token_id": 1024, "dtype": "float16"}
+    tensors = read_tensors(out)
+    assert torch.equal(tensors["model.embed_tokens.weight"][:1024], model.model.embed_tokens.weight.half())
+
+    shown = run_card(out)
+    assert shown["text"] == '<user>Hello"\n<assistant>Hi!"'  # without the line break, which is not scored
+    assert shown["reward"] == pytest.approx(
+        model(tokenizer(shown["text"], return_tensors="pt").input_ids).logits.item(), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("place", ["shards", "an old file beside shards", "bin", "hub"])
+def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypatch):
+    base = publish(tmp_path / "base", build("gpt-neox"))
+    named = str(base)
+    tensors = read_tensors(base) | {"mtp.norm.weight": torch.ones(4)}
+    change_file(base, tensors)
+    if place == "bin":
+        (base / "model.safetensors").unlink()
+        torch.save(tensors, base / "pytorch_model.bin")
+    elif "shards" in place:
+        if place == "shards":
+            (base / "model.safetensors").rename(base / "model-1.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        monkeypatch.chdir(tmp_path)
+        repository = Path(resolve({}).run.cache_dir, "models--some--base")
+        for folder in ("refs", "snapshots"):
+            (repository / folder).mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(base, repository / "snapshots" / ("0" * 40))
+        named = "some/base"
+    out = export_state(build("gpt-neox").state_dict(), base, model=named)
+    assert read_tensors(out).keys() == tensors.keys()
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 1e9
+    halved = "in half of that: dpo export RUN DIR --dtype bfloat16"
+    assert describe_export(out) == f"exported {out} ({size:.3g} GB); {halved}"
+
+
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
@@ -160,3 +260,47 @@ def test_a_head_that_the_config_ties_and_the_weights_do_not_is_kept(head, tmp_pa
     assert read_json(out / "config.json")["tie_word_embeddings"] == (head == "equal")
     assert read_tensors(out).keys() == model.state_dict().keys()
     assert torch.equal(logits_of(out), logits_of(model))
+
+
+# --- an older transformers -------------------------------------------------------------------------------------------
+
+OLD = "4.57.6"
+READER = """
+import sys, torch, transformers
+
+assert transformers.__version__ == sys.argv[1]
+for folder in sys.argv[2:]:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, loading = load(folder, attn_implementation="eager", output_loading_info=True)
+    assert not loading["missing_keys"], loading
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)("Where is the umbrella?")["input_ids"]
+    with torch.no_grad():
+        torch.save((model.eval()(torch.arange(20).view(2, 10), use_cache=False).logits, tokens), f"{folder}/read.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformers_4_reads_the_same_model_and_tokens(tmp_path):
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), f"transformers=={OLD}"]
+    installed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not (site / "transformers").exists():
+        pytest.skip(f"transformers {OLD} cannot be installed: {installed.stderr[-300:]}")
+    exports = []
+    mixtral = transformers.MixtralConfig(**GROUPED, num_local_experts=4)
+    for family in (
+        *FIVE.values(),
+        FAMILIES["gemma3, norms per head"],
+        FAMILIES["phi3, fused projections"],
+        lambda: mixtral,
+    ):
+        model = build(family)
+        folder = tmp_path / f"{len(exports)}"
+        exports.append(export_state(model.state_dict(), publish(folder / "base", model)))
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    subprocess.run([sys.executable, "-c", READER, OLD, *map(str, exports)], env=environment, check=True)
+    for out in exports:
+        logits, tokens = torch.load(out / "read.pt")
+        torch.testing.assert_close(logits, logits_of(out), rtol=0, atol=1e-5)
+        assert tokens == transformers.AutoTokenizer.from_pretrained(out)("Where is the umbrella?")["input_ids"]

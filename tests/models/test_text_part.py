@@ -126,4 +126,4 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     twins = {key.replace("language_model", "second_model"): tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors | twins, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="cannot be told from the others"):
-        check_names(load_structure(Source(model), dtype=torch.float32), model, None)
+        check_names(load_structure(Source(model), dtype=torch.float32), Source(model))
