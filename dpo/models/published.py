@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors.torch import load_file
@@ -36,10 +37,12 @@ def read_weights(source: Any) -> dict[str, Tensor]:
             paths = [path] if path else []
             if paths and file.endswith(".json"):
                 name = str(Path(source.name).expanduser())
-                paths, _ = get_checkpoint_shard_files(name, path, cache_dir=source.cache_dir)
-            for part in paths:
-                is_safe = part.endswith(".safetensors")
-                weights |= load_file(part) if is_safe else torch.load(part, "cpu", weights_only=True, mmap=True)
+                paths = get_checkpoint_shard_files(name, path, cache_dir=source.cache_dir)[0]
+            for part in paths or ():
+                if part.endswith(".safetensors"):
+                    weights |= load_file(part)
+                else:  # files of 2019 are no ZIP archives, and cannot be mapped
+                    weights |= torch.load(part, "cpu", weights_only=True, mmap=is_zipfile(part))
     return weights
 
 
@@ -109,7 +112,9 @@ def ambiguity(model: Any, place: str) -> InputError:
 
 
 def spell_both_ways(written: dict[str, Any], config: Any) -> None:
-    """Add to the entries of a config those by which transformers 4, or 5, finds the parameters of rope."""
+    """Add to the entries of a config those by which transformers 4, or 5, finds rope's parameters and Qwen3's experts."""
+    if "num_local_experts" in written:
+        written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
     has_layer_types = config.model_type in LAYER_TYPES
     whole = rope["full_attention"] if has_layer_types else rope
