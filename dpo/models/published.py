@@ -112,7 +112,7 @@ def ambiguity(model: Any, place: str) -> InputError:
 
 
 def spell_both_ways(written: dict[str, Any], config: Any) -> None:
-    """Add to the entries of a config those by which transformers 4, or 5, finds rope's parameters and Qwen3's experts."""
+    """Add to a config's entries those by which transformers 4, or 5, finds parameters of rope and Qwen3's experts."""
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
