@@ -178,14 +178,12 @@ def test_e_tensor_parallelism_of_gpt2_and_gptj_without_the_package(family, comma
     own = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
     own.save_pretrained(tmp_path / "model")
     settings = (f"model.name_or_path={tmp_path / 'model'}", f"model.tokenizer_name_or_path={GOLDEN / 'tiny-llama'}")
-    settings += ("optimizer=SGD", "lr=0.3", "warmup_steps=0", "batch_size=8", "gradient_accumulation_steps=2")
+    settings += ("optimizer=SGD", "lr=0.3", "warmup_steps=0")
     train_here(command("one", *settings))
     cut = ("trainer=TensorParallelTrainer", "world_size=2", "n_examples=8", "export=true")
     train_here(command("two", *settings, *cut))
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "LATEST" / "hf").state_dict()
-    assert {name: tensor.shape for name, tensor in exported.items()} == {
-        name: tensor.shape for name, tensor in own.state_dict().items()
-    }
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "LATEST" / "hf")
+    own.load_state_dict(exported.state_dict())  # in the same layout
     train_here(command("two", *settings, "resume=auto"))
     assert_alike(tmp_path / "two", tmp_path / "one")
 

@@ -90,8 +90,8 @@ class Plan:
     @property
     def scales_loss(self) -> bool:
         """Whether gradients that float16 computes flow into weights that may hold smaller ones."""
-        is_held_in_float16 = self.trains_half_precision and self.model.policy_dtype == "float16"
-        return (self.model.autocast or self.compute_dtype) == "float16" and not is_held_in_float16
+        is_computed_in = self.model.autocast or self.compute_dtype
+        return is_computed_in == "float16" and (self.lora is not None or self.model.policy_dtype != "float16")
 
     @property
     def best(self) -> tuple[str, int]:
