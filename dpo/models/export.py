@@ -395,7 +395,7 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     storages, separate = set(), {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        is_shared = storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes
+        is_shared = storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes
         separate[name] = tensor.clone() if is_shared else tensor
         storages.add(storage.data_ptr())
     return separate
@@ -448,16 +448,12 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
         legacy = folder / "special_tokens_map.json"
         if legacy.exists():
             _write_json(legacy, read_json(legacy) | {"pad_token": tokenizer.pad_token})
-    if len(tokenizer) > n_tokens:
-        token = {"content": tokenizer.pad_token, "special": True}
+    fast = folder / "tokenizer.json"
+    if len(tokenizer) > n_tokens and fast.exists():  # other tokenizers add what `pad_token` names
+        token = {"id": tokenizer.pad_token_id, "content": tokenizer.pad_token, "special": True}
         token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        if decoder := config.get("added_tokens_decoder"):
-            config["added_tokens_decoder"] = decoder | {str(tokenizer.pad_token_id): token}
-        fast = folder / "tokenizer.json"
-        if fast.exists():
-            content = read_json(fast)
-            added = [*content["added_tokens"], {"id": tokenizer.pad_token_id, **token}]
-            _write_json(fast, content | {"added_tokens": added})
+        content = read_json(fast)
+        _write_json(fast, content | {"added_tokens": [*content["added_tokens"], token]})
     if config != published:
         _write_json(config_file, config)
     return tokenizer

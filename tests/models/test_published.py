@@ -157,7 +157,9 @@ def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
     out = export_state(build("llama").state_dict(), base, dtype="bfloat16")
 
     assert describe(out) == describe(base)
-    assert torch.equal(read_tensors(out)["mtp.norm.weight"], further["mtp.norm.weight"])
+    tensors = read_tensors(out)
+    assert torch.equal(tensors["mtp.norm.weight"], further["mtp.norm.weight"])
+    assert torch.equal(tensors["lm_head.weight"], build("llama").lm_head.weight.bfloat16())
     assert read_json(out / "generation_config.json") == settings | {"eos_token_id": [0, 5], "pad_token_id": 0}
     for name in (*names, "tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes(), name
@@ -167,7 +169,7 @@ def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
 def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
     model = build(lambda: transformers.LlamaConfig(**WITH_1024))
     base = publish(tmp_path / "base", model)
-    change_json(base / "tokenizer_config.json", pad_token="<|end|>", chat_template="old", of_somebody=[1])
+    change_json(base / "tokenizer_config.json", pad_token="<|end|>", chat_template="old")
     (base / "special_tokens_map.json").write_text('{"pad_token": "<|end|>", "sep_token": "x"}')
     tokens = read_json(base / "tokenizer.json")["added_tokens"]
     further = {**tokens[0], "id": 1024, "content": "<|end|>"}  # without an embedding, as some published pad tokens
@@ -179,17 +181,16 @@ def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
     before, after = (read_json(folder / "tokenizer_config.json") for folder in (base, out))
     assert before.pop("chat_template") == "old"
     assert after == before | {"pad_token": "<|endoftext|>"}
-    assert after["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert read_json(out / "special_tokens_map.json") == {"pad_token": "<|endoftext|>", "sep_token": "x"}
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+    assert (out / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
 def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
     base = publish(tmp_path / "base", build(lambda: transformers.LlamaConfig(**WITH_1024)))
     tokens = read_json(base / "tokenizer.json")["added_tokens"]
     change_json(base / "tokenizer.json", added_tokens=[*tokens, {**tokens[0], "id": 2, "content": '"'}])
-    change_json(base / "tokenizer_config.json", added_tokens_decoder={}, chat_template=CHAT)
+    change_json(base / "tokenizer_config.json", added_tokens_decoder={"0": tokens[0]}, chat_template=CHAT)
     (base / "generation_config.json").write_text('{"eos_token_id": 2}')
     published = transformers.AutoTokenizer.from_pretrained(base).get_vocab()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
@@ -205,9 +206,6 @@ def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
     changed = {key: written[key] for key in expected if written[key] != expected[key]}
     assert changed.pop("architectures") == ["LlamaForSequenceClassification"]
     assert changed == {"vocab_size": 1025, "pad_token_id": 1024, "dtype": "float16"}
-    tensors = read_tensors(out)
-    assert torch.equal(tensors["model.embed_tokens.weight"][:1024], model.model.embed_tokens.weight.half())
-
     shown = run_card(out)
     assert shown["text"] == '<user>Hello"\n<assistant>Hi!"'  # without the line break, which is not scored
     assert shown["reward"] == pytest.approx(
@@ -237,8 +235,11 @@ def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypat
         (repository / "refs" / "main").write_text("0" * 40)
         shutil.copytree(base, repository / "snapshots" / ("0" * 40))
         named = "some/base"
+    monkeypatch.setattr("dpo.models.export.SHARD_BYTES", 10_000)
     out = export_state(build("gpt-neox").state_dict(), base, model=named)
     assert read_tensors(out).keys() == tensors.keys()
+    shards = read_json(out / "model.safetensors.index.json")["weight_map"]
+    assert len({*shards.values()}) > 2
     size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 1e9
     halved = "in half of that: dpo export RUN DIR --dtype bfloat16"
     assert describe_export(out) == f"exported {out} ({size:.3g} GB); {halved}"
