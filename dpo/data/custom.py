@@ -284,7 +284,8 @@ def _read_answers(
     if are_texts:
         chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
         asked = _bare(chat[-1]["content"]) if prompt else ""
-        noticed += [(ECHOED, text[:SHOWN]) for text in values if asked and _bare(text).startswith(asked)][:1]
+        echoes = [text for text in map(str, values) if asked and _bare(text).startswith(asked)]
+        noticed += [(ECHOED, text[:SHOWN]) for text in echoes[:1]]
         return prompt, list(map(_as_answer, values)) if chat is prompt else values
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
