@@ -1,7 +1,5 @@
 """Errors that a user reads as one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

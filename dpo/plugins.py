@@ -1,7 +1,5 @@
 """Functions by which a Python file of the user adds a loss, a dataset and more; `plugins=[FILE.py]` runs such files."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `hh`, `shp` and `se` are the paper's, `demo` is made up here; any other name is custom data.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations

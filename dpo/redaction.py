@@ -1,7 +1,5 @@
 """Redaction of likely secrets, before anything is written."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -190,37 +190,14 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
 
 def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
     """Make a trainer of its parts, and train; afterwards nothing of it is held."""
-    from dpo.parallel.mesh import Mesh
-    from dpo.reporting.terminal import Progress
     from dpo.trainers import Trainer
-    from dpo.training import parts
-    from dpo.training.evaluation import Evaluator
     from dpo.training.memory import explain_out_of_memory
-    from dpo.training.objective import make_objective
-    from dpo.training.online import make_batches
-    from dpo.training.optimization import Schedule, make_optimizer
-    from dpo.training.stop import StopRequest
+    from dpo.training.parts import make_parts
 
-    progress = Progress(plan, silent=rank != 0)
-    mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     with explain_out_of_memory(plan, data):
-        frozen_whole = parts.place_frozen_weights(plan, mesh, progress)
-        policy, reference = parts.load_models(plan, models, progress, rank=rank, resume_from=resume_from)
-        policy, digest = parts.make_policy(plan, policy, data, mesh, frozen_whole, resume_from=resume_from)
-        reference = parts.make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
-        objective = make_objective(plan, policy, reference, data, mesh)
-        optimizer = make_optimizer(plan.training, policy)
-        scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
-        stop = StopRequest(mesh)
-        batches = make_batches(plan, data, objective, stop, progress)
-        evaluator = Evaluator(objective, batches, progress, stop)
-        saver = parts.make_checkpoints(plan, mesh, evaluator, progress)
-        callbacks = parts.make_callbacks(plan, data, mesh, policy, progress)
-        trainer = Trainer(
-            plan, data, objective, optimizer, scheduler, batches, evaluator, saver, callbacks, digest, progress, stop
-        )
+        trainer = Trainer(*make_parts(plan, data, models, rank=rank, resume_from=resume_from))
         if resume_from is not None:
-            saver.restore(resume_from, trainer.parts)
+            trainer.checkpoints.restore(resume_from, trainer.parts)
         trainer.train()
 
 

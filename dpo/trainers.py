@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -324,8 +323,7 @@ def peak_memory_gb() -> float:
     if count_gpus():
         gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
 class BasicTrainer(Trainer):
@@ -351,7 +349,7 @@ class BasicTrainer(Trainer):
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
         data = load_data(plan, silent=rank != 0)
-        super().__init__(*make_parts(plan, data, policy, reference_model, rank=rank))
+        super().__init__(*make_parts(plan, data, (policy, reference_model), rank=rank))
         self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says

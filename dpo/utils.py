@@ -1,7 +1,5 @@
 """The reference implementation's small helpers, under its names."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@
 The measured numbers are printed, and written to `.cache/gpu-check.xml`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

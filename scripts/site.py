@@ -3,8 +3,6 @@
 The support matrix is made of the checks that a command line gets: what it refuses is a number, with the sentence below.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from html import escape

@@ -1,7 +1,5 @@
 """Curves of runs: every update is a thin line under the running mean, evaluations are circles."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from itertools import product

@@ -2,8 +2,6 @@
 truncated, and in `ledger.parquet`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `scripts.report`.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

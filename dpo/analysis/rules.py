@@ -1,7 +1,5 @@
 """The report's rules; a condition returns the numbers that it is about, or "" if it does not hold."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A run as read from its directory; what cannot be read is left out, and listed in `Run.problems`. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The verdict on a run: did the model change, is it better? docs/metrics.md has the rules."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

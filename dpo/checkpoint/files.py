@@ -4,8 +4,6 @@ Each part of a run has a file `NAME.pt`, without pickled objects: `{"step_idx": 
 or None}`. `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

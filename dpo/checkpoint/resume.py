@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -111,7 +109,7 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
         raise InputError(
             f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give another "
-            f"local_run_dir, to which checkpoint and logs are copied"
+            "local_run_dir"
         )
     return source
 
@@ -242,8 +240,8 @@ def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:
         raise InputError(
-            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values to "
-            f"continue that run, or start a new one from its weights with model.archive={where}"
+            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values, or "
+            f"start a new run from its weights with model.archive={where}"
         )
     if changed[Resume.CHANGE]:
         print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
@@ -284,6 +282,5 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if changed:
         where = resume_point.path
         raise InputError(
-            f"{changed[0]} has changed since {where}; restore what has changed, or start a new run with "
-            f"model.archive={where}"
+            f"{changed[0]} has changed since {where}; restore it, or start a new run with model.archive={where}"
         )

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,8 +115,8 @@ class RunState:
         """Raises InputError if the frozen weights have changed."""
         if is_rank_0() and state["reference"] != self._frozen_digest:
             raise InputError(
-                "the reference or base model has changed since the checkpoint: restore the files that "
-                "model.name_or_path or model.archive names, or start a new run"
+                "the reference or base model has changed since the checkpoint: restore its files "
+                "(model.name_or_path, model.archive), or start a new run"
             )
         for counter in COUNTERS:
             setattr(self, counter, state[counter])
@@ -197,7 +195,7 @@ class Checkpoints:
         """BEST is kept if it is in this run's directory, which may be a new one."""
         if state["n_evaluated"] != self.n_evaluated:
             evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"
-            self.log(f"BEST is chosen anew from now on, as {evaluated}: their means cannot be compared")
+            self.log(f"BEST is chosen anew, as {evaluated}: their means cannot be compared")
             return
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]

@@ -1,7 +1,5 @@
 """Prompts of held-out data or of a file, and the answers of two models to them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Judges, which say of two answers to a prompt whether the first or the second is better."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The pages of an evaluation: its result, and the form in which people judge."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

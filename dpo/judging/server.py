@@ -1,7 +1,5 @@
 """A server with the chat completions protocol: OpenAI's, vLLM's, llama.cpp's, `transformers serve` and others."""
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """What verdicts say about two models: win rates, with what length explains and what the sample could not show."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +43,7 @@ class Summary(NamedTuple):
             return f"{text} So few say little: give {FEWEST} or more."
         text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %."
         if self.controlled is None:
-            needs = f"{FEWEST_FOR_LENGTH} prompts, and on some of them the one and on some the other answer longer"
+            needs = f"{FEWEST_FOR_LENGTH} prompts, where now the one and now the other answer is longer"
             return f"{text} No length-controlled rate, which needs {needs}."
         return f"{text} At equal lengths of the answers: {self.controlled}."
 

@@ -1,7 +1,5 @@
 """LoRA adapters (arXiv 2106.09685), and their files in PEFT's format: `policy` is trained, `reference` is frozen."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Answers to prompts, each with random numbers of its own, so that none depends on its batch, up to rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 There torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading of a plan's policy and reference, one after the other, so that a host holds at most one whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -64,8 +62,8 @@ def find_weights(plan: Plan) -> Weights:
     weights = locate_weights(archive)
     if weights.adapter is None and plan.reference == "adapter":
         raise InputError(
-            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
-            f"or choose lora.reference=base"
+            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give one, or choose "
+            "lora.reference=base"
         )
     # with lora.reference=base the reference would be the adapter's base alone
     if weights.adapter is not None and (plan.lora is None or plan.reference == "base"):
@@ -151,8 +149,8 @@ def check_base(base: Any, recorded: str | None, plan: Plan) -> None:
     """Raise InputError for a base, without adapters, that has another digest than the recorded one, if there is one."""
     if recorded is not None and hash_base(base) != recorded:
         raise InputError(
-            f"the base {plan.model.name_or_path} has other weights than those that the adapter was trained on: restore "
-            f"its files, or give --model with a directory that has them"
+            f"the base {plan.model.name_or_path} has other weights than those that the adapter was trained on: "
+            "restore its files, or give --model DIR"
         )
 
 

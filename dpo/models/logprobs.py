@@ -3,8 +3,6 @@
 A reward model has a scalar head: a linear layer `score` without bias for the hidden state of a text's last token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -214,7 +212,7 @@ def install_scalar_head(model: Any) -> None:
         setattr(model, HEAD, ScalarHead(head.weight))
     elif not isinstance(head, ScalarHead):
         raise InputError(
-            f"loss=bradley_terry needs a sequence classification model whose head is a linear layer `{HEAD}` with one "
+            f"loss=bradley_terry needs a sequence classification model with a linear head `{HEAD}`, with one "
             f"output and no bias, and {type(model).__name__} is not one: choose another model"
         )
 

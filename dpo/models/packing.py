@@ -5,8 +5,6 @@
 A response's last token predicts nothing, so it is not fed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """A policy and its reference, loaded to be asked."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple

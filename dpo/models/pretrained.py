@@ -1,7 +1,5 @@
 """Loading of pretrained models, independent of plans and process groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ Weights are buffers, which FSDP and optimizers do not see. bitsandbytes' own lay
 evaluation on some CPUs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Scorers of the policy's answers: rules, a user's function, or a sequence classification model with one output."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The device mesh of a run's processes, and their collectives."""
 
-from __future__ import annotations
-
 import logging
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """A model distributed over the processes of a mesh, and the states of its parameters."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A plan maps the names of modules to styles. Parameters become DTensors, so that 
 slices; forward and backward passes use their local tensors alone.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -150,8 +148,8 @@ def check_tensor_parallel(config: Any, size: int) -> None:
         n_heads = getattr(config, name, None)
         if isinstance(n_heads, int) and n_heads % size:
             raise InputError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: choose another size, or "
-                f"use trainer=FSDPTrainer, which shards any model"
+                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: choose another, or "
+                "trainer=FSDPTrainer"
             )
 
 

@@ -31,9 +31,9 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> Spl
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if len(devices) < 2 or not is_known or is_odd or recomputes:
         raise InputError(
-            f"tensor_parallel.backend=tensor_parallel shards models of {', '.join(FAMILIES)} over two or more devices, "
-            f"with eager or sdpa attention, without activation checkpointing, a Llama without biases and with heads "
-            f"that fill hidden_size; this {config.model_type} is none: use tensor_parallel.backend=dtensor"
+            f"tensor_parallel.backend=tensor_parallel shards models of {', '.join(FAMILIES)} over two or more "
+            "devices, with eager or sdpa attention, no activation checkpointing, and a Llama without biases "
+            f"whose heads fill hidden_size; this {config.model_type} is none: use tensor_parallel.backend=dtensor"
         )
     check_tensor_parallel(config, len(devices))
     try:

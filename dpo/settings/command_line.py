@@ -1,7 +1,5 @@
 """The command line, checked before and after Hydra composes it: it may store no secret, and files may name no code."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

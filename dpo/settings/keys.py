@@ -3,8 +3,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -99,7 +99,7 @@ class Source:
         )
         if not are_mapped or (columns and name in BUILT_IN):
             raise InputError(
-                f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
+                f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to your columns, such as "
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
                 f"{', '.join(BUILT_IN)} are fixed"
             )

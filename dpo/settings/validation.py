@@ -1,7 +1,5 @@
 """Config validation: all problems are reported at once, before anything is loaded. Imports no torch."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

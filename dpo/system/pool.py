@@ -1,7 +1,5 @@
 """A function applied to many items in several processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run's directory: its files, lock, record of facts, and log of what rank 0 prints."""
 
-from __future__ import annotations
-
 import fcntl
 import getpass
 import json
@@ -66,8 +64,8 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
         names.remove(LOCK)  # of a run that was killed while it started
     if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
-            f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: choose "
-            f"another directory, move them away, or continue the run with resume=auto"
+            f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: "
+            "choose another directory, move them away, or continue with resume=auto"
         )
 
 
@@ -104,7 +102,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def _explaining_errors(run_dir: Path) -> AbstractContextManager:
-    advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
+    advice = "choose another local_run_dir, or other local_dirs"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={run_dir} cannot be written: {why}; {advice}"))
 
 

@@ -2,8 +2,6 @@
 which a library might catch, as in an attempted import.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

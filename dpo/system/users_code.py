@@ -1,7 +1,5 @@
 """Python files of the user: run as modules of their name, and hashed."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import modulefinder

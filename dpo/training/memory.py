@@ -1,7 +1,5 @@
 """The memory that updates need, and settings that reduce it."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections import Counter

@@ -1,7 +1,5 @@
 """Log-probabilities, losses and metrics of examples, reduced over all processes."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext

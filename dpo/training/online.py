@@ -4,8 +4,6 @@ Up to rounding, an answer depends only on the weights, the seed and its number i
 of the sampling.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,6 +1,4 @@
-"""The parts of a trainer that take more than a line to make."""
-
-from __future__ import annotations
+"""The parts of a trainer, made in their order."""
 
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,16 @@ from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.stop import StopRequest
 
 
-def make_parts(plan: Plan, data: TrainingData, policy: Any, reference: Any, *, rank: int) -> tuple[Any, ...]:
-    """What a `Trainer` uses, as in `train.py`, for the reference code's constructors."""
+def make_parts(
+    plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None = None
+) -> tuple[Any, ...]:
+    """What a `Trainer` uses, in the order of its fields; of the `models` given, or of those that the plan names."""
     set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
     progress = Progress(plan, silent=rank != 0)
     mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
     frozen_whole = place_frozen_weights(plan, mesh, progress)
-    policy, digest = make_policy(plan, policy, data, mesh, frozen_whole)
+    policy, reference = load_models(plan, models, progress, rank=rank, resume_from=resume_from)
+    policy, digest = make_policy(plan, policy, data, mesh, frozen_whole, resume_from=resume_from)
     reference = make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
     objective = make_objective(plan, policy, reference, data, mesh)
     optimizer = make_optimizer(plan.training, policy)

@@ -1,7 +1,5 @@
 """The frozen reference, and a cache of its log-probabilities for runs with the same reference, data and lengths."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence

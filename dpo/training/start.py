@@ -1,7 +1,5 @@
 """What a run sets, says and checks before its first update."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -197,8 +195,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * size:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, and the first {loss.name} loss is "
-            f"{first_loss:.6g}, so policy and reference do not hold the same weights; was only one of the two loaded "
-            f"from model.archive? (self_test=false skips this check)"
+            f"{first_loss:.6g}, so policy and reference do not hold the same weights; was only one of them loaded "
+            "from model.archive? (self_test=false skips this)"
         )
     return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
 

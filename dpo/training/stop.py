@@ -1,7 +1,5 @@
 """Stop all processes together once one has received a signal."""
 
-from __future__ import annotations
-
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
