@@ -19,7 +19,7 @@ import pytest
 from support.runs import ROOT, run_python
 
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
-    "product": 154_600,  # to come down to 152,000
+    "product": 154_100,  # to come down to 152,000
     "experiments and benchmarks": 18_700,
     "tests": 185_300,  # to come down to 179,000
 }
