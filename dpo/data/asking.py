@@ -1,7 +1,5 @@
 """Forms of prompts, and chat templates applied to messages."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

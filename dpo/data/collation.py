@@ -4,8 +4,6 @@ Beside texts it has `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (n
 token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Custom data: pairs, targets, labelled responses and ranked lists of a user."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

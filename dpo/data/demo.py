@@ -4,8 +4,6 @@ The chosen answer is courteous, and the rejected one curt. The SFT target is cou
 teaches both manners, and DPO has a preference to learn.
 """
 
-from __future__ import annotations
-
 import random
 
 from dpo.data.schema import PreferenceData

@@ -1,7 +1,5 @@
 """The order, token ids and truncation of a run's examples."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from array import array

@@ -3,8 +3,6 @@
 Training prompts are read once past digests of the held-out texts: time is linear, memory that of the digests.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from typing import Any

@@ -4,8 +4,6 @@ A table is a directory `dpo-examples/KEY-...` with JSON lines, and where they en
 counts, and a checksum that every run verifies. Tables may be deleted at any time: the next run builds a new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

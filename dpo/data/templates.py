@@ -3,8 +3,6 @@
 The assistant's messages are scored, each with the end of its turn.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A model's tokenizer and its chat template."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

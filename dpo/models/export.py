@@ -3,8 +3,6 @@
 Weights that do not change stay mapped from their file; merged or converted ones are in memory once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Set
 from functools import partial

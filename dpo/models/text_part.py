@@ -4,8 +4,6 @@ A model of `AutoModelForCausalLM` has other names for its weights than the check
 class (and adapters).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
