@@ -4,25 +4,25 @@ The support matrix is made of the checks that a command line gets: what it refus
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dpo.data.columns import recognize
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.keys import MISSING, find_defaults
+from dpo.settings.keys import GROUPS, MISSING, find_defaults
 from dpo.settings.plan import make_plan
 from dpo.settings.validation import find_problems
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-NEEDED = {  # by a loss, to be complete
-    **{"mix": {"loss.weights.dpo": 1}, "exo": {"loss.label_smoothing": 0.1}},
-    **{name: {"unpair": True} for name, loss in LOSSES.items() if loss.trains_on == "labels"},
-}
+NEEDED = {"mix": "loss.weights.dpo=1", "exo": "loss.label_smoothing=0.1"}  # by a loss, to be complete
+NEEDED |= {name: "unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"}
 ROWS = {  # a row of each kind of data
     "pairs": {"prompt": "p", "chosen": "c", "rejected": "r"},
     "chats": {"chosen": [{"role": "user", "content": "p"}], "rejected": [{"role": "user", "content": "p"}]},
@@ -30,53 +30,44 @@ ROWS = {  # a row of each kind of data
     "labelled answers": {"prompt": "p", "completion": "c", "label": True},
     "completions": {"prompt": "p", "completion": "c"},
 }
-AXES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # by kind and name: the keys of each choice
-    "loss": {
-        " ".join([f"loss={name}", *(f"{key}={value}".lower() for key, value in NEEDED.get(name, {}).items())]): {
-            "loss.name": name,
-            **NEEDED.get(name, {}),
-        }
-        for name in LOSSES
-    },
-    "data": {name: {"data": name} for name in ROWS},
-    "adapter": {f"lora={name}": {"lora.name": name} for name in ("none", "lora", "qlora")},
-    "answers": {f"online={name}": {"online.name": name} for name in ("none", "online")},
-    "layout": {f"layout={name}": {"layout": name} for name in ("shared_prefix", "padded")},
-    "trainer": {
-        "BasicTrainer": {"trainer": "BasicTrainer"},
-        "FSDPTrainer": {"trainer": "FSDPTrainer", "world_size": 2},
-        "TensorParallelTrainer": {"trainer": "TensorParallelTrainer", "world_size": 2},
-        "its package backend": {
-            "trainer": "TensorParallelTrainer",
-            "tensor_parallel_size": 2,
-            "tensor_parallel.backend": "tensor_parallel",
-        },
-    },
-    "dtype": {
-        "float32": {"model.policy_dtype": "float32"},
-        "bfloat16": {"model.policy_dtype": "bfloat16"},
-        "autocast=bfloat16": {"model.autocast": "bfloat16"},
-    },
+AXES = {  # the choices of each kind, by what is typed for them
+    "loss": [f"loss={name} {NEEDED.get(name, '')}".strip() for name in LOSSES],
+    "data": list(ROWS),
+    "adapter": ["lora=none", "lora=lora", "lora=qlora"],
+    "answers": ["online=none", "online=online"],
+    "layout": ["layout=shared_prefix", "layout=padded"],
+    "trainer": [
+        "trainer=BasicTrainer",
+        "trainer=FSDPTrainer world_size=2",
+        "trainer=TensorParallelTrainer world_size=2",
+        "trainer=TensorParallelTrainer tensor_parallel_size=2 tensor_parallel.backend=tensor_parallel",
+    ],
+    "dtype": ["model.policy_dtype=float32", "model.policy_dtype=bfloat16", "model.autocast=bfloat16"],
 }
-LOSS_OF = {"labelled answers": "kto", "completions": "sft"}  # kinds of data with which dpo cannot do
-COMMON = {
-    **{"exp_name": "x", "model.name_or_path": "x", "online.name": "none", "lora.name": "none"},
-    **{
-        "local_run_dir": "x",
-        "sample_during_eval": False,
-        "online.scorer": "shorter",
-        "datasets": ["demo"],
-        "data": "pairs",
-    },
-}
+COMMON = (
+    "loss=dpo online=none lora=none exp_name=x model.name_or_path=x local_run_dir=x datasets=[demo] "
+    "sample_during_eval=false online.scorer=shorter"
+)
+LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # kinds of data with which dpo cannot do
 
 
-def find_refusal(*choices: Mapping[str, Any]) -> str:
-    """The first sentence with which choices are refused together; "" if they are accepted."""
-    keys: dict[str, Any] = {key: value for choice in choices for key, value in choice.items()}
-    fitting = LOSS_OF.get(keys.get("data", "pairs"), "dpo") if keys.get("online.name") != "online" else "dpo"
-    keys = {**COMMON, "loss.name": fitting, **keys}
-    rows, defaults = [ROWS[keys.pop("data")]], find_defaults(keys)
+def read_overrides(typed: str) -> dict[str, Any]:
+    """Read keys and values from overrides without spaces of their own."""
+    values = {}
+    for override in typed.split():
+        key, _, value = override.partition("=")
+        values[f"{key}.name" if key in GROUPS else key] = yaml.safe_load(value)
+    return values
+
+
+def find_refusal(*choices: str) -> str:
+    """The first sentence with which choices of AXES are refused together; "" if they are accepted."""
+    kind = next((choice for choice in choices if choice in ROWS), "pairs")
+    typed = [choice for choice in choices if choice not in ROWS]
+    if "online=online" not in typed:  # else it is a run of prompts
+        typed.insert(0, LOSS_OF.get(kind, ""))
+    keys = read_overrides(" ".join([COMMON, *typed]))
+    defaults = find_defaults(keys)
     if defaults.get("loss.beta") == MISSING:
         keys["loss.beta"] = 0.1
     known = {key: value for key, value in keys.items() if key in defaults}  # those of online need online=online
@@ -85,7 +76,7 @@ def find_refusal(*choices: Mapping[str, Any]) -> str:
         return problem.sentence
     trains_on = "prompts" if plan.online else plan.loss.trains_on
     try:
-        recognize(rows, {}, name="mine", origin="the data", trains_on=trains_on)
+        recognize([ROWS[kind]], {}, name="mine", origin="the data", trains_on=trains_on)
     except InputError as error:
         return str(error)
     return ""
@@ -94,33 +85,25 @@ def find_refusal(*choices: Mapping[str, Any]) -> str:
 def draw_matrix() -> str:
     """Losses against all other choices, and these against each other."""
     sentences: dict[str, int] = {}
-    others = {name: (axis, choice) for axis in AXES if axis != "loss" for name, choice in AXES[axis].items()}
+    axes = {choice: axis for axis, choices in AXES.items() for choice in choices}
+    others = [choice for choice in axes if axes[choice] != "loss"]
 
-    def cell(first: tuple[str, Any], second: tuple[str, Any]) -> str:
-        if first[0] == second[0]:
+    def cell(first: str, second: str) -> str:
+        if axes[first] == axes[second]:
             return ""
-        sentence = find_refusal(first[1], second[1])
+        sentence = find_refusal(first, second)
         return f"[{sentences.setdefault(sentence, len(sentences) + 1)}](#refusals)" if sentence else "yes"
 
-    def table(rows: Mapping[str, tuple[str, Any]]) -> list[str]:
-        cells = [" | ".join([name, *(cell(row, other) for other in others.values())]) for name, row in rows.items()]
-        return [f"| | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|", *(f"| {line} |" for line in cells)]
+    def table(rows: Sequence[str]) -> list[str]:
+        lines = [" | ".join([row, *(cell(row, other) for other in others)]) for row in rows]
+        return [f"| | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|", *(f"| {line} |" for line in lines)]
 
-    losses = table({name: ("loss", choice) for name, choice in AXES["loss"].items()})
+    losses = table(AXES["loss"])
     rest = table(others)
     refusals = [f"{number}. {escape(sentence)}" for sentence, number in sentences.items()]
     intro = (__doc__ or "").partition("\n\n")[2].replace("\n", " ")
-    parts = [
-        f"---\nhide: [navigation, toc]\n---\n\n# What goes with what\n\n{intro}\n",
-        *losses,
-        "",
-        *rest,
-        "",
-        "## Refusals",
-        "",
-        *refusals,
-    ]
-    return "\n".join(parts)
+    head = f"---\nhide: [navigation, toc]\n---\n\n# What goes with what\n\n{intro}\n"
+    return "\n".join([head, *losses, "", *rest, "", "## Refusals", "", *refusals])
 
 
 # --- hooks of mkdocs --------------------------------------------------------------------------------------------------

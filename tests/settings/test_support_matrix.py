@@ -37,7 +37,7 @@ def list_possible() -> Iterator[frozenset]:
     """Pairs of choices of different kinds that are accepted together."""
     choices = [(axis, name) for axis in AXES for name in AXES[axis]]
     for (axis, name), (other_axis, other) in combinations(choices, 2):
-        if axis != other_axis and not find_refusal(AXES[axis][name], AXES[other_axis][other]):
+        if axis != other_axis and not find_refusal(name, other):
             yield frozenset([(axis, name), (other_axis, other)])
 
 
@@ -51,7 +51,7 @@ def cover(pairs: set[frozenset]) -> Iterator[dict[str, str]]:
                 new = {
                     name: sum(frozenset([(axis, name), other]) in uncovered for other in command.items())
                     for name in AXES[axis]
-                    if not find_refusal(*(AXES[a][n] for a, n in [*command.items(), (axis, name)]))
+                    if not find_refusal(*command.values(), name)
                 }
                 command[axis] = max(new, key=new.get)
         uncovered -= {frozenset(pair) for pair in combinations(command.items(), 2)}
@@ -88,23 +88,18 @@ def test_what_is_possible_in_pairs_trains_two_updates(part, rows, tmp_path):
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     failed = []
     for number, command in enumerate(list(cover(set(list_possible())))[part::PARTS]):
-        keys = {key: value for axis, name in command.items() for key, value in AXES[axis][name].items()}
-        given = {
-            "dataset_sources.mine": tmp_path / keys.pop("data").replace(" ", "_"),
-            "loss": keys.pop("loss.name"),
-            "lora": keys.pop("lora.name"),
-            "online": keys.pop("online.name"),
-            **keys,
-        }
+        data = command.pop("data").replace(" ", "_")
+        given = dict(override.split("=") for choice in command.values() for override in choice.split())
+        given["dataset_sources.mine"] = tmp_path / data
         if load_defaults(loss=given["loss"])["loss"].get("beta") == MISSING:
             given["loss.beta"] = 0.1
         if given["online"] == "online":
             given |= {"online.scorer": "shorter", "online.max_new_tokens": 8, "online.n_samples": 2}
-        if "chat" in command["data"]:
+        if data == "chats":
             given["chat_template"] = tmp_path / "template.jinja"
         extra = ["datasets=[mine]", "n_examples=8", "batch_size=4", "do_first_eval=false", "model.reference_dtype=null"]
         overrides = small_run(rows, tmp_path / str(number), *(f"{k}={v}" for k, v in given.items()), *extra)
         result = train(*overrides)
         if result.returncode:
-            failed.append((command, result.stderr[-300:]))
+            failed.append((data, command, result.stderr[-300:]))
     assert failed == []
