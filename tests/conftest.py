@@ -1,7 +1,5 @@
 """Fixtures that tests of several packages use."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """`dpo.run` trains as `dpo train` does, and leaves no process."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Commands, links, files, tests and make targets in the documents exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

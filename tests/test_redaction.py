@@ -1,7 +1,5 @@
 """Secrets are hidden wherever they came from, whatever prints them, and before anything is cut."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """requirements.lock has a version of each package that the project asks for."""
 
-from __future__ import annotations
-
 import tomllib
 
 from packaging.requirements import Requirement

@@ -3,8 +3,6 @@
 docs/architecture.md describes the structure.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

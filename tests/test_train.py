@@ -1,7 +1,5 @@
 """The command line: what it accepts and refuses, what a run leaves."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -1,7 +1,5 @@
 """The training loop: updates, evaluations, saves, and what is written."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

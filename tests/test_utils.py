@@ -1,7 +1,5 @@
 """The reference's small helpers."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ledger: its summary and its files."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

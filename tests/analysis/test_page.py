@@ -1,7 +1,5 @@
 """The page of the report: one file, every text escaped."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rules of the report: each finds its fault in a run that has no other, and none finds one in a healthy run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run is read as far as its directory goes."""
 
-from __future__ import annotations
-
 import fcntl
 
 import pytest

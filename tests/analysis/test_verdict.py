@@ -1,7 +1,5 @@
 """The verdict says whether the model changed, and what its held-out examples prove."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint is complete or absent, and what is damaged is recognised."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`experiments.frontier`: its task, its estimators, its tables. No policy is above pi*."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """`experiments.frontier` as it is run: its rows and its runs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Processes of an experiment's runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests marked `gpu` run in a process of their own, so that a CUDA error in one stops no other."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

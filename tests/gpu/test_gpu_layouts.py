@@ -1,7 +1,5 @@
 """Both layouts in every precision and attention: the same log-probabilities, by the kernels that are meant."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs by the command line, under launchers and signals."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

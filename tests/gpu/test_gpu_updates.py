@@ -1,7 +1,5 @@
 """Updates in this process: waits for the device, compiled blocks, memory."""
 
-from __future__ import annotations
-
 import re
 import traceback
 import warnings

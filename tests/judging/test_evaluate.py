@@ -1,7 +1,5 @@
 """`dpo evaluate`: answers, judges and files, from one command to the next."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Judges: what a reply, a file and a score say of a pair."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of a server with the chat completions protocol, here a stub on loopback."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Win rates and their intervals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """NaN never reaches the weights; collapse is a warning."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Drawn answers are kept: in samples, ledger, logs, and for replay."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ledger holds what the loss saw, whatever becomes of the run."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """A run's logs have everything once, whatever happens to a file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics are means over examples, written where nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`report=true` writes a report at a run's end, and never fails it."""
 
-from __future__ import annotations
-
 import pytest
 
 from dpo.reporting import report

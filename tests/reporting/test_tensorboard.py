@@ -1,7 +1,5 @@
 """TensorBoard shows what `metrics.jsonl` has, once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A bar on a terminal, lines in a log, no long silence."""
 
-from __future__ import annotations
-
 import io
 import sys
 from types import SimpleNamespace

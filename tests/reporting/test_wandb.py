@@ -1,7 +1,5 @@
 """W&B shows a run as its users expect, and never stops it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A complete run is exported to transformers and names its best checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 

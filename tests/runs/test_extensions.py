@@ -1,7 +1,5 @@
 """A loss and a callback are added as CONTRIBUTING.md says."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import math
@@ -29,7 +27,6 @@ FUNCTION, ROW, YAML = (
 CSV_CALLBACK = '''\
 """`losses.csv`: the loss of each update, and the norm of the weights after it."""
 
-from __future__ import annotations
 
 import torch
 

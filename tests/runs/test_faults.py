@@ -3,8 +3,6 @@
 Every fault happens to a real process.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

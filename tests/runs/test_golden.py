@@ -4,8 +4,6 @@ Every metric of 16 updates and both evaluations. `words` runs anywhere; `llama` 
 ship.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

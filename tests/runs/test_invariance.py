@@ -7,8 +7,6 @@ killed and resumed in the same way. The masks of lora.dropout alone depend on th
 QUICK, `make test-all` the product.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Iterator

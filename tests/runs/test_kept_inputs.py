@@ -1,7 +1,5 @@
 """What a run was trained on counts, and not what has since been put in its place."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -4,8 +4,6 @@ That no layout or stop changes a run is in test_invariance.py; gradients on ever
 tests/parallel/test_sharding.py.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every loss on every kind of data: it trains, or it is refused before the first update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The plugin of docs/plugins.md trains, on one process and several, and is part of what a resume checks."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

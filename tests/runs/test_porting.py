@@ -1,7 +1,5 @@
 """Code written for the reference: its names, config and calls."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Processes that might differ, on several machines or by what rank 0 alone reads, agree or are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

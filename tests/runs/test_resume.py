@@ -1,7 +1,5 @@
 """A resumed run is the uninterrupted one, or refused in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A few rows are enough for a run, under each trainer."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A stop signal ends a run at any step of its start, also inside a library that swallows exceptions."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Every benchmark runs on a tiny model, and counts correctly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.runs import GOLDEN, run_script

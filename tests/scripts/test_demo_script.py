@@ -1,7 +1,5 @@
 """`make demo` trains, prints the share of courteous answers, and writes a page."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The doctor, on this machine and where something is wrong."""
 
-from __future__ import annotations
-
 import pytest
 from support.runs import run_python
 

@@ -1,7 +1,5 @@
 """`dpo ledger` shows findings, with texts if they are there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

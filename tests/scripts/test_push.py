@@ -1,7 +1,5 @@
 """`dpo export --push` and `--gguf`."""
 
-from __future__ import annotations
-
 import html
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`dpo report RUN [RUN ...] [--out DIR]`."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`dpo sample` asks as a run was trained, and answers as its models do."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

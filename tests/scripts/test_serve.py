@@ -1,7 +1,5 @@
 """`dpo report --serve` shows runs to this machine's browsers, and `dpo evaluate`'s page works in one."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

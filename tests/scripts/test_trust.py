@@ -1,7 +1,5 @@
 """A directory runs its code only if the command line says so."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

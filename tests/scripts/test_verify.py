@@ -1,7 +1,5 @@
 """`dpo verify` says of each checkpoint whether it is whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

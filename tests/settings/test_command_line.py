@@ -1,7 +1,5 @@
 """The command line: options, overrides, nothing that names code, and the jobs of a sweep."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files in `config/`: keys explained, specified and read; defaults; aliases; experiments, ours and a user's."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The plan of a config: trainer, groups of processes, dtypes, names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.commands import compose

@@ -1,7 +1,5 @@
 """Commands that are refused or warned about, and commands that run."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows in memory become files that a config can name."""
 
-from __future__ import annotations
-
 import copy
 import re
 from datetime import datetime

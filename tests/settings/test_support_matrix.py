@@ -1,7 +1,5 @@
 """The support matrix of the site says what a command line gets, and what it calls possible trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """A headless Chromium, driven by ChromeDriver's protocol."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Commands as a user types them, composed and checked in this process."""
 
-from __future__ import annotations
-
 import shlex
 
 import hydra

@@ -1,7 +1,5 @@
 """Runs of train.py beside the test, and faults that happen in them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Messages, calls and templates, of which tests make records."""
 
-from __future__ import annotations
-
 LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
 PAIR = {"chosen": "A is right.", "rejected": "B is right."}
 

@@ -3,8 +3,6 @@
 On a GPU the tests measure models of a useful size. Without a GPU the models are small, which only shows that tests run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A stub of the Hub's protocol for uploads, on loopback: repositories are made and filled, files are read back."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

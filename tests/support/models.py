@@ -1,7 +1,5 @@
 """Small random models of many families, and a batch for them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

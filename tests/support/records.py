@@ -1,7 +1,5 @@
 """Run directories made by hand, with numbers that a test chooses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of the command line, small settings, a run's metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

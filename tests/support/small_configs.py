@@ -1,7 +1,5 @@
 """Small configs of the causal families that transformers has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Trainers in this process, with updates that move weights far."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """As much of a W&B server as a run needs."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -4,8 +4,6 @@ Their workers are forked too. Forked processes cannot show how an interpreter st
 before imports or of spawned workers needs real processes.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

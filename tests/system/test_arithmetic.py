@@ -1,7 +1,5 @@
 """Differences of a GPU, as far as a CPU can show them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

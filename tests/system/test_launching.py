@@ -3,8 +3,6 @@
 `launch` spawns its workers, as train.py does; `warm.launch` forks them, where their start is not what is tested.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The wheel: what is in it, and that it trains where nothing else is."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

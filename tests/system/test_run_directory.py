@@ -1,7 +1,5 @@
 """A run's directory is its own, and holds no secrets."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

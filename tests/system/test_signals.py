@@ -1,7 +1,5 @@
 """A signal is acknowledged once and acted on."""
 
-from __future__ import annotations
-
 import os
 import signal
 

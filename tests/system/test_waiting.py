@@ -1,7 +1,5 @@
 """Ranks wait for one that works alone, while it makes progress."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches are prepared ahead, in order, and every text is tokenized once."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

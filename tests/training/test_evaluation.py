@@ -1,8 +1,6 @@
 """An evaluation is a mean over the test examples, each once, however they are cut into batches, layouts and
 processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache

@@ -1,7 +1,5 @@
 """Memory is predicted from shapes, and running out of it is answered with what would help."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

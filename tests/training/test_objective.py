@@ -1,7 +1,5 @@
 """Ranked lists, weights and margins of the data in the losses of updates and evaluations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The learning rate of every update: formulas worked by hand, and what a run that continues makes of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What the reference's cache keeps, and which files it takes; `test_trainers.py` has its runs."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

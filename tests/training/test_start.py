@@ -1,7 +1,5 @@
 """The self-test lets sound runs through and stops the others with the likely cause."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
