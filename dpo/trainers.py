@@ -1,7 +1,5 @@
 """The trainer, with parts that `train.py` makes, and the reference code's trainers, which make their own."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import resource

@@ -1,7 +1,5 @@
 """The command `dpo`: each of its commands but `train` is a module of this package."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); an interrupted demo goes on."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

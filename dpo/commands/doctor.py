@@ -5,8 +5,6 @@
 What may hang or crash (devices, an all-reduce) runs in a child process with a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

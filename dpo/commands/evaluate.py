@@ -8,8 +8,6 @@ JUDGE_API_KEY or OPENAI_API_KEY. An interrupted evaluation goes on where it was.
 status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -6,8 +6,6 @@ Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT ma
 may be left out. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

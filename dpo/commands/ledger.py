@@ -5,8 +5,6 @@
 docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -7,8 +7,6 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import threading

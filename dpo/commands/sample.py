@@ -8,8 +8,6 @@ which is printed. Typed or piped lines make a conversation with each model; /res
 explains the options. Exit status: 0, 2 bad input, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

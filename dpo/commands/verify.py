@@ -5,8 +5,6 @@
 Exit status: 0 if all are intact, 1 if one is damaged or no checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

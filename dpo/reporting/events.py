@@ -1,7 +1,5 @@
 """Events of a run, and its callbacks, each of which owns its files and its part of a checkpoint."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Log files (docs/metrics.md): a run appends to them, a resumed run truncates them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

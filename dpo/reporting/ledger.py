@@ -1,7 +1,5 @@
 """The ledger (`ledger=true`), whose files are in `dpo/analysis/ledger.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

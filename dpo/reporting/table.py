@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dpo import plugins
 from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard
 from dpo.reporting.events import Callback

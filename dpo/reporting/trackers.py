@@ -1,7 +1,5 @@
 """The only file that imports wandb."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

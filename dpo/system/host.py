@@ -1,7 +1,5 @@
 """This process and its host; torch is imported inside functions, as a parent needs none of it."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import glob

@@ -1,7 +1,5 @@
 """Starting a run's processes, or joining a launcher's; docs/LOG.md says why torch's own launchers are not used."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import math

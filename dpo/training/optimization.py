@@ -1,7 +1,5 @@
 """Optimizers by name, and the learning rate over the updates."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
