@@ -11,11 +11,11 @@ import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.pytests import refused
 from support.runs import ROOT, make_environment, read_metrics, small_run
 
 import dpo
 from dpo.api import _write
-from dpo.errors import InputError
 from dpo.settings.command_line import PARSER, parse_key
 
 ROWS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": f" No {i}."} for i in range(40)]
@@ -74,9 +74,9 @@ def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
 
 
 def test_bad_input_is_an_error_with_all_problems(keys):
-    with pytest.raises(InputError, match=r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
+    with refused(r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
-    with pytest.raises(InputError, match=r"data is 'rows.csv': give a list of mappings"):
+    with refused(r"data is 'rows.csv': give a list of mappings"):
         dpo.run(keys, data="rows.csv")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.runs import GOLDEN, ROOT, find_undocumented, read_metrics, run_python, train, write_rows
+from support.runs import GOLDEN, ROOT, find_undocumented, read_metrics, read_rows, run_python, train, write_rows
 
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.table import list_logs
@@ -136,7 +136,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
     assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
     assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8, 16]
     assert find_undocumented(run) == set(), "docs/metrics.md lacks these metrics"
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(run / "samples.jsonl")
     assert [s["examples"] for s in samples] == [0] * 4 + [8] * 4 + [16] * 4
     assert all(s["prompt"] and isinstance(s["policy"], str) and isinstance(s["reference"], str) for s in samples)
     assert os.readlink(run / "LATEST") == "step-16"

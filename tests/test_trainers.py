@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 import os
 import weakref
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpu import HostReads
-from support.runs import GOLDEN, compose, read_metrics, write_rows
+from support.runs import GOLDEN, compose, read_metrics, read_rows, write_rows
 
 from dpo.models.layouts import pad
 from dpo.training.objective import Reduced
@@ -160,7 +159,7 @@ def test_a_line_says_what_is_done_before_the_first_update(make_trainer, capsys):
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update: ")]
     keys = ("self_test", "cache_reference_logps", "do_first_eval, n_eval_examples", "sample_during_eval")
     assert all(f"({names})" in line for names in keys)
-    answers = [json.loads(line) for line in (trainer.run_dir / "answers.jsonl").read_text().splitlines()]
+    answers = read_rows(trainer.run_dir / "answers.jsonl")
     assert [answer["examples"] for answer in answers] == [0] * 4 + [4] * 4
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.pytests import refused
 
 from dpo.analysis.ledger import PARQUET, SCHEMA, STREAM, Pair, append, read_ledger, summarize, write_parquet
 from dpo.errors import InputError
@@ -124,15 +125,15 @@ def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
 
 
 def test_without_a_ledger_or_with_another_file_of_its_name_it_is_refused(tmp_path):
-    with pytest.raises(InputError, match=f"{tmp_path} has no {STREAM}: give the directory of a run with ledger=true"):
+    with refused(f"{tmp_path} has no {STREAM}: give the directory of a run with ledger=true"):
         read_ledger(tmp_path)
     (tmp_path / STREAM).write_bytes(b"PAR1" + bytes(1000))
-    with pytest.raises(InputError, match=f"{STREAM} cannot be read as a ledger"):
+    with refused(f"{STREAM} cannot be read as a ledger"):
         read_ledger(tmp_path)
     other = pa.table({"example": ["a"], "loss": [1.0]})
     with pa.ipc.new_stream(tmp_path / STREAM, other.schema) as writer:
         writer.write_table(other)
-    with pytest.raises(InputError, match=f"{STREAM} cannot be read as a ledger: its columns are not those"):
+    with refused(f"{STREAM} cannot be read as a ledger: its columns are not those"):
         read_ledger(tmp_path)
 
 

@@ -3,11 +3,11 @@
 import fcntl
 
 import pytest
+from support.pytests import refused
 from support.records import drawn, evaluation, sample, update, write_run
 
 from dpo.analysis.page import list_results
 from dpo.analysis.runs import read_run, read_runs
-from dpo.errors import InputError
 
 LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
@@ -61,7 +61,7 @@ def test_another_path_is_refused_in_one_sentence(tmp_path, where):
     folder = write_run(tmp_path / "run", LINES)
     (folder / "step-8").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=f"{where} is no run: give the directory of a run"):
+    with refused(f"{where} is no run: give the directory of a run"):
         read_run(tmp_path / where)
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from support.formats import WITH_TOOLS
 from support.models import save_reward_model
-from support.runs import GOLDEN, make_environment, write_rows
+from support.pytests import refused
+from support.runs import GOLDEN, make_environment, read_rows, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
 from dpo.data.table import Prompt
-from dpo.errors import InputError
 from dpo.judging.answers import Contestant
 from dpo.judging.page import check_files
 from dpo.models.panel import Panel, Side
@@ -42,7 +42,7 @@ def read_result(kind: str = "function") -> dict:
 def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, capsys):
     assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
     result, page = read_result(), Path("out/evaluation-function.html").read_text()
-    answers = [json.loads(line) for line in Path("out/answers.jsonl").read_text().splitlines()]
+    answers = read_rows(Path("out/answers.jsonl"))
     lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run/step-24", "its start")}
     wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
     assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
@@ -72,7 +72,7 @@ def test_a_file_of_the_user_is_neither_replaced_nor_cut(judge, name, run_dir, ca
 def test_files_of_an_evaluation_are_known_by_their_beginning(name, tmp_path):
     for content in ('{"prompt": "Hi", "chosen": "Hello."}\n', "<!doctype html><title>Mine</title>"):
         (tmp_path / name).write_text(content)
-        with pytest.raises(InputError, match="move it away, or give another directory"):
+        with refused("move it away, or give another directory"):
             check_files(tmp_path, "server")
     (tmp_path / name).write_text("")  # nothing would be lost
     check_files(tmp_path, "server")
@@ -86,7 +86,7 @@ def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir,
     assert len(pairs) > 3
     assert "its start" not in page
     write_rows(Path("verdicts.jsonl"), [{"pair": pair["id"], "better": "left"} for pair in pairs[1:]])
-    assert [json.loads(line) for line in Path("out/pairs.jsonl").read_text().splitlines()] == pairs
+    assert read_rows(Path("out/pairs.jsonl")) == pairs
     assert main(command) == 0
     result = read_result("verdicts")
     assert result["n"] + 1 == len(pairs) == result["n"] + result["invalid"]
@@ -110,7 +110,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
 
 def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     contestant = Contestant("first", Panel([], chat(WITH_TOOLS), "chat"), Side("policy", None))
-    with pytest.raises(InputError, match=r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
+    with refused(r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
         contestant.encode(Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
 
 

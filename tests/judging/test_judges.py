@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from support.pytests import refused
 
 from dpo.data.table import Prompt
-from dpo.errors import InputError
 from dpo.judging.answers import Pair
 from dpo.judging.judges import (
     TEMPLATES,
@@ -91,9 +91,9 @@ def test_templates_are_ours_or_a_file_with_all_places(tmp_path):
     for file in TEMPLATES.glob("*.txt"):
         read_template(file.stem)
     (tmp_path / "mine.txt").write_text("{prompt} {a}")
-    with pytest.raises(InputError, match=r"lacks \{b\}"):
+    with refused(r"lacks \{b\}"):
         read_template(str(tmp_path / "mine.txt"))
-    with pytest.raises(InputError, match=r"is none of helpful, paper_dialogue, .* and no file"):
+    with refused(r"is none of helpful, paper_dialogue, .* and no file"):
         read_template("paper")
 
 
@@ -106,7 +106,7 @@ def test_verdicts_of_people_are_by_side_and_what_they_skipped_does_not_count(tmp
     judge = make_file_judge(str(tmp_path / "verdicts.jsonl"))
     assert [verdict.score for verdict in judge(pairs)] == [1] * 17 + [0.5, None, None]
     (tmp_path / "verdicts.jsonl").write_text('{"pair": "x", "better": "A"}\n')
-    with pytest.raises(InputError, match=r"line 1 of .* is no verdict: write"):
+    with refused(r"line 1 of .* is no verdict: write"):
         make_file_judge(str(tmp_path / "verdicts.jsonl"))
 
 
@@ -115,5 +115,5 @@ def test_a_function_scores_both_answers(tmp_path):
     judge = make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:score")
     pairs = [make_pair("ab", "a"), make_pair("a", "b"), make_pair("a", "ab")]
     assert [verdict.score for verdict in judge(pairs)] == [1, 0.5, 0]
-    with pytest.raises(InputError, match="has no function other"):
+    with refused("has no function other"):
         make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:other")

@@ -6,8 +6,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.pytests import refused
 
-from dpo.errors import InputError
 from dpo.judging import server as server_module
 from dpo.judging.server import KEYS, Server
 
@@ -107,7 +107,7 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(stub, tmp_path):
 
 def test_a_file_of_others_is_not_taken_for_replies_nor_cut(stub, tmp_path):
     (tmp_path / "replies.jsonl").write_text(content := '{"key": "mine", "reply": "yes"}')
-    with pytest.raises(InputError, match=r"replies.jsonl is none of the files that this command writes"):
+    with refused(r"replies.jsonl is none of the files that this command writes"):
         connect(stub, tmp_path)
     assert (tmp_path / "replies.jsonl").read_text() == content
 
@@ -117,14 +117,14 @@ def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, m
     server = connect(stub, tmp_path)
     assert server.ask_all(["a"]) == ["re: a"]
     assert stub.calls[0][2] == "Bearer secret-key"
-    with pytest.raises(InputError, match="status 302"):
+    with refused("status 302"):
         server.ask_all(["moved"])
     assert "secret" not in f"{server.ask_all(['echo', 'a'])}" + (tmp_path / "replies.jsonl").read_text()
-    with pytest.raises(InputError, match="has a user or password"):
+    with refused("has a user or password"):
         Server("https://me:secret@example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
-    with pytest.raises(InputError, match="would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted"):
+    with refused("would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted"):
         Server("http://example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
-    with pytest.raises(InputError, match="unencrypted"):
+    with refused("unencrypted"):
         Server("http://127.0.0.1.example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
 
 
@@ -142,7 +142,7 @@ def test_no_part_of_a_key_that_a_server_quotes_is_shown_or_written(padding, stub
 @pytest.mark.parametrize("key", ["sk-01234567\nsk-89abcdef", "sk-schlüssel"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key, stub, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", key)
-    with pytest.raises(InputError, match="has a space, line break or the like") as refusal:
+    with refused("has a space, line break or the like") as refusal:
         connect(stub, tmp_path)
     assert "sk-" not in str(refusal.value)
     assert not stub.calls
@@ -159,14 +159,14 @@ def test_a_proxy_is_not_asked_for_an_address_of_this_machine(host, stub, tmp_pat
     assert stub.calls == [("a", "m", "Bearer secret-key")]
     # a name may lead elsewhere when it is looked up again
     monkeypatch.setattr(server_module, "_is_loopback", lambda address: False)
-    with pytest.raises(InputError, match=r"led to this machine before, and now to 127\.0\.0\.1"):
+    with refused(r"led to this machine before, and now to 127\.0\.0\.1"):
         server.ask_all(["b", "c"])
     assert len(stub.calls) == 1
 
 
 def test_a_server_that_refuses_is_named_before_all_is_asked(stub, tmp_path):
-    with pytest.raises(InputError, match=r"does not answer: status 401: .*no such key"):
+    with refused(r"does not answer: status 401: .*no such key"):
         connect(stub, tmp_path).ask_all(["refused", "refused", "b"])
     assert connect(stub, tmp_path).ask_all(["refused", "b"])[1] == "re: b"  # one that is refused is not the server
-    with pytest.raises(InputError, match=r"/v1/models cannot be read: .*refused.*; is it running"):
+    with refused(r"/v1/models cannot be read: .*refused.*; is it running"):
         Server("http://127.0.0.1:1/v1", None, tmp_path / "r", parallel=1, timeout=1)

@@ -1,11 +1,9 @@
 """NaN never reaches the weights; collapse is a warning."""
 
-import json
-
 import pytest
 import torch
 from support.records import evaluation, rewards, update, write_run
-from support.runs import read_metrics, train
+from support.runs import read_metrics, read_rows, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
@@ -49,7 +47,7 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, r
 
     assert len(read_metrics(tmp_path / "run", "train")) == 3
     assert (tmp_path / "run" / "LATEST").resolve().name == "step-12"
-    rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite-4" / "train.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "run" / "nonfinite-4" / "train.jsonl")
     assert len(rows) == 4
     texts = {"dpo": {"chosen", "rejected"}, "sft": {"completion"}, "apo_zero_unpaired": {"completion", "label"}}[loss]
     assert rows[0].keys() >= {"prompt", *texts, "prompt_number", "loss/train"}

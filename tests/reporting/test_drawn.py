@@ -1,12 +1,11 @@
 """Drawn answers are kept: in samples, ledger, logs, and for replay."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.runs import read_metrics
+from support.runs import read_metrics, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.analysis.ledger import PARQUET
@@ -26,8 +25,7 @@ def rows_of(run_dir: Path) -> list[dict]:
 
 
 def records_of(run_dir: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    return [line for line in lines if "completions" in line]
+    return [line for line in read_rows(run_dir / "samples.jsonl") if "completions" in line]
 
 
 def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
@@ -80,9 +78,7 @@ def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_p
         run("run", *ONLINE)
     monkeypatch.undo()
 
-    [*lines] = (tmp_path / "run" / "nonfinite-1" / "train.jsonl").read_text().splitlines()
-    kept = [json.loads(line) for line in lines]
-    for row in kept:
+    for row in read_rows(tmp_path / "run" / "nonfinite-1" / "train.jsonl"):
         assert row["prompt"].startswith("\n\nHuman: Where is hh")
         assert row["score_chosen"] == row["chosen"].count("e") >= row["score_rejected"] == row["rejected"].count("e")
     source = f"++dataset_sources.bad={tmp_path}/run/nonfinite-1"

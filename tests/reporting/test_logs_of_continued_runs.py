@@ -1,10 +1,10 @@
 """A run's logs have everything once, whatever happens to a file."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from support.runs import read_rows
 from test_ledger_of_runs import EXAMPLES, ledger_in, rows_of, table_of
 from test_tensorboard import scalars
 
@@ -68,8 +68,7 @@ def test_what_was_logged_after_the_checkpoint_is_written_again_and_once(tmp_path
         file.write(bytes(4096))
     log(logger_in(tmp_path, state), 3)
     for name in ("metrics.jsonl", "samples.jsonl", "answers.jsonl"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert [json.loads(line)["examples"] for line in lines] == [4, 12]
+        assert [line["examples"] for line in read_rows(tmp_path / name)] == [4, 12]
     log(logger_in(tmp_path, state_at_start), 1)
     assert (tmp_path / "samples.txt").read_text().count("after") == 1
     assert capsys.readouterr().out == ""
@@ -88,7 +87,7 @@ def test_lines_that_are_lost_before_the_checkpoint_leave_those_before_them(name,
     assert file.read_bytes().startswith(damaged[: damaged.rindex(b"\n") + 1])
     assert (tmp_path / f"{name}.old").read_bytes() == damaged
     if name.endswith(".jsonl"):
-        assert [json.loads(line)["examples"] for line in file.read_text().splitlines()] == [4, 12]
+        assert [line["examples"] for line in read_rows(file)] == [4, 12]
     said = capsys.readouterr().out
     assert f"warning: {file} is not as the run's checkpoint knows it; {name} is renamed to {name}.old" in said
 

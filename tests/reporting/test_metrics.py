@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_weights
+from support.runs import read_rows
 
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
@@ -86,7 +87,7 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
 
     files_in(tmp_path, logger.state_dict()).on_evaluation(evaluation(2, {"loss/eval": 0.2}))  # another one appends
 
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+    assert read_rows(tmp_path / "metrics.jsonl") == [
         {"split": "train", "examples": 4, "updates": 1, "loss/train": 0.5, "lr": None},
         {"split": "train", "examples": 8, "updates": 2, "loss/train": 0.25, "lr": None},
         {"split": "eval", "examples": 8, "updates": 2, "loss/eval": 0.1},
@@ -101,7 +102,7 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
     ]
     files_in(tmp_path).on_samples(32, samples)
 
-    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(tmp_path / "samples.jsonl")
     assert rows == [{"examples": 32, **s._asdict()} for s in samples]
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8").splitlines() == [
         f"{'=' * 30} after 32 examples {'=' * 30}",

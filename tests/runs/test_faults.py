@@ -20,6 +20,7 @@ from support.faults import (
     start_interpreter,
     start_run,
 )
+from support.pytests import slow, succeeded
 from support.runs import find_differences, read_metrics, train
 from support.warm import Python
 
@@ -58,7 +59,7 @@ def assert_continues(start, whole: Path, run_dir: Path) -> None:
     assert {path.name for path in run_dir.iterdir() if path.name.startswith(".")} == {".lock"}
 
 
-@pytest.mark.parametrize("update", [pytest.param(n, marks=[] if n == 3 else SLOW) for n in (0, 1, 3, 5)])
+@pytest.mark.parametrize("update", [slow(0), slow(1), 3, slow(5)])
 def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
     run = start(fault=partial(kill_after_update, update))
     assert run.wait() == -signal.SIGKILL
@@ -73,7 +74,7 @@ STEPS = range(1, 34)
 CORNERS = (12, 32)
 
 
-@pytest.mark.parametrize("step", [pytest.param(s, marks=[] if s in CORNERS else SLOW) for s in STEPS])
+@pytest.mark.parametrize("step", [s if s in CORNERS else slow(s) for s in STEPS])
 def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     run = start(fault=partial(kill_at_step_of_saving, step))
     assert run.wait() == -signal.SIGKILL, run.text
@@ -83,7 +84,7 @@ def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
     assert list((tmp_path / "run").glob("step-*/.*")) == []
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), *(pytest.param((rank,), marks=SLOW) for rank in (0, 1))], ids=str)
+@pytest.mark.parametrize("ranks", [(0, 1), slow((0,)), slow((1,))], ids=str)
 def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, start, tmp_path):
     options = (*SHARDED, "sample_during_eval=true", "do_first_sampling=false", "n_examples=8", "export=false")
     begin = time.monotonic()
@@ -114,7 +115,7 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, who
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n == signal.SIGINT else SLOW) for n in STATUS])
+@pytest.mark.parametrize("number", [n if n == signal.SIGINT else slow(n) for n in STATUS])
 def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, tmp_path):
     run = start("n_examples=4000", "eval_every=40")
     wait_for_updates(tmp_path / "run", 3, run)
@@ -161,14 +162,13 @@ def wait_for_updates(run_dir: Path, n: int, process: Python | subprocess.Popen) 
 @pytest.fixture
 def assert_continues_sharded(command, whole_sharded, tmp_path):
     def assert_it() -> None:
-        result = train(*command("run", *SHARDED, "resume=auto"))
-        assert result.returncode == 0, result.stderr
+        succeeded(train(*command("run", *SHARDED, "resume=auto")))
         assert find_differences(whole_sharded, tmp_path / "run") == []
 
     return assert_it
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, command, assert_continues_sharded, tmp_path):
     process = start_run(command("run", *SHARDED))
     wait_for_updates(tmp_path / "run", 3, process)

@@ -7,7 +7,6 @@ killed and resumed in the same way. The masks of lora.dropout alone depend on th
 QUICK, `make test-all` the product.
 """
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -23,6 +22,7 @@ from support.runs import (
     assert_alike,
     find_differences,
     read_log,
+    read_rows,
     train_here,
     write_chats,
     write_lists,
@@ -307,4 +307,4 @@ def assert_same(expected: Path, found: Path) -> None:
 def list_prompts(run_dir: Path) -> list[str]:
     """The prompts of the samples in a run's directory."""
     file = run_dir / "samples.jsonl"
-    return [json.loads(line)["prompt"] for line in file.read_text().splitlines()] if file.exists() else []
+    return [row["prompt"] for row in read_rows(file)] if file.exists() else []

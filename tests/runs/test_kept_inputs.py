@@ -2,13 +2,12 @@
 
 import shutil
 
-import pytest
 from safetensors.torch import load_file, save_file
+from support.pytests import refused
 from support.runs import GOLDEN, write_rows
 
 from dpo.checkpoint.files import MANIFEST
 from dpo.commands.export import main as export
-from dpo.errors import InputError
 from dpo.models.panel import load_panel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -60,6 +59,6 @@ def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run
 
     assert (export(command), export([*command, *moved])) == (2, 0)
     assert f"error: the base {base} has other weights" in capsys.readouterr().err
-    with pytest.raises(InputError, match=rf"the base {base} has other weights than those .* give --model"):
+    with refused(rf"the base {base} has other weights than those .* give --model"):
         load_panel(tmp_path / "run")
     assert len(load_panel(tmp_path / "run", model=moved[1]).sides) == 2

@@ -13,11 +13,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.pytests import refused, slow
 from support.runs import GOLDEN, assert_alike, compose, read_metrics
 from transformers import AutoModelForCausalLM
 
 from dpo.checkpoint.files import read_state
-from dpo.errors import InputError
 from dpo.models.adapters import WEIGHTS, switch
 from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
@@ -74,7 +74,7 @@ def merged(adapter: Path | None = None) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "reference"),
-    [("lora", "base"), *(pytest.param(kind, "adapter", marks=SLOW) for kind in ("lora", "qlora"))],
+    [("lora", "base"), slow("lora", "adapter"), slow("qlora", "adapter")],
 )
 def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, finished, sft, command, tmp_path):
     needs_bitsandbytes(kind)
@@ -135,7 +135,7 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
         assert torch.equal(policy.model(IDS).logits, ours(IDS).logits)
 
 
-@pytest.mark.parametrize("reference", ["base", pytest.param("adapter", marks=SLOW)])
+@pytest.mark.parametrize("reference", ["base", slow("adapter")])
 def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, base, sft, tmp_path):
     settings = (*with_reference(reference), f"model.name_or_path={base}")
     settings += (f"model.archive={sft}",) if reference == "adapter" else ()
@@ -148,7 +148,7 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
         with torch.no_grad():
             other.model.norm.weight.mul_(1.01)
         other.save_pretrained(base)
-    with pytest.raises(InputError, match=r"the reference or base model has changed since the checkpoint"):
+    with refused(r"the reference or base model has changed since the checkpoint"):
         run("run", *settings, "n_examples=8", "resume=auto")
 
 

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.pytests import succeeded
 from support.runs import ROOT, read_metrics, run_python, small_run, write_rows
 
 [PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -34,11 +35,10 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(folder):
     data = ("datasets=[sums,mine]", "dataset_sources.mine.path=votes.jsonl", "dataset_sources.mine.reader=votes")
     refused = train(folder, *ALL, *data, "loss.nll_weight=much", "loss.gamma=1")
-    result = train(folder, *ALL, *data)
+    succeeded(train(folder, *ALL, *data))
 
     sentences = ["loss.gamma does not exist with loss=cpo", "loss.nll_weight=much must be a number"]
     assert (refused.returncode, sorted(refused.stderr.splitlines()[1:])) == (2, [f"  - {line}" for line in sentences])
-    assert result.returncode == 0, result.stderr
     losses = [line["loss/train"] for line in read_metrics(folder / "run", "train")]
     logged = [line.split(",") for line in (folder / "run" / "losses.csv").read_text().splitlines()]
     assert [float(value) for _, value in logged] == losses
@@ -48,7 +48,7 @@ def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(fol
 
 @pytest.mark.slow
 def test_a_run_with_a_plugins_loss_is_exported_and_judged_without_the_plugin(folder):
-    assert train(folder, *ALL, "datasets=[sums]", "n_examples=8", "export=true").returncode == 0
+    succeeded(train(folder, *ALL, "datasets=[sums]", "n_examples=8", "export=true"))
     assert (folder / "run" / "LATEST" / "hf" / "config.json").exists()
     (folder / "my.py").unlink()
     write_rows(folder / "asked.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}])
@@ -56,22 +56,20 @@ def test_a_run_with_a_plugins_loss_is_exported_and_judged_without_the_plugin(fol
     refused = run_python("-m", "dpo", "evaluate", *judged, cwd=folder, PYTHONPATH=str(ROOT))
     assert (refused.returncode, "or give --prompts" in refused.stderr) == (2, True)
     for command in (["export", "run", "out"], ["evaluate", *judged, "--prompts", "asked.jsonl"], ["report", "run"]):
-        result = run_python("-m", "dpo", *command, cwd=folder, PYTHONPATH=str(ROOT))
-        assert result.returncode == 0, result.stderr
+        succeeded(run_python("-m", "dpo", *command, cwd=folder, PYTHONPATH=str(ROOT)))
 
 
 @pytest.mark.slow
 def test_a_resumed_run_needs_the_same_code(folder):
     sums = (*ALL, "datasets=[sums]")
-    assert train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2").returncode == 0
+    succeeded(train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2"))
     (folder / "helper.py").write_text("changed = True")
     changed = train(folder, *sums, "n_examples=16", "resume=auto")
     (folder / "helper.py").write_text("")
-    went_on = train(folder, *sums, "n_examples=16", "resume=auto")
+    succeeded(train(folder, *sums, "n_examples=16", "resume=auto"))
 
     assert changed.returncode == 2
     assert "the code of plugins has changed since" in changed.stderr
-    assert went_on.returncode == 0, went_on.stderr
     assert len((folder / "run" / "losses.csv").read_text().splitlines()) == 4
 
 

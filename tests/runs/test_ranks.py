@@ -10,11 +10,11 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from support.models import build, save_reward_model
+from support.pytests import refused, slow, succeeded
 from support.runs import GOLDEN, assert_alike, compose, small_run, train
 from support.warm import launch
 
 import train as main
-from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.settings.plan import ParallelDims
@@ -36,7 +36,7 @@ def tied(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("several", [SHARDED, pytest.param(SPLIT, marks=SLOW)], ids=("FSDP", "TP"))
+@pytest.mark.parametrize("several", [SHARDED, slow(SPLIT)], ids=("FSDP", "TP"))
 def test_a_head_that_the_config_ties_and_the_file_has_trains_the_same_on_several_processes(
     several, tied, run, command, tmp_path
 ):
@@ -44,8 +44,7 @@ def test_a_head_that_the_config_ties_and_the_file_has_trains_the_same_on_several
     starts = ((), ("n_examples=12", "resume=auto")) if several == SPLIT else ((),)
     for more in starts:
         run("one", *settings, *more)
-        result = train(*command("two", *settings, *several, *more))
-        assert result.returncode == 0, result.stderr
+        succeeded(train(*command("two", *settings, *several, *more)))
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
@@ -100,7 +99,7 @@ REWARDED = (*ONLINE, "online.scorer=reward_model", "online.reward_model=HERE")
 
 
 def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, tmp_path):
-    with pytest.raises(InputError, match=r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
+    with refused(r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
         start("plugins=[HERE/my.py]", changed="my.py", lr=1e-4)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -110,11 +109,11 @@ def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(sta
     [
         (["model.name_or_path=HERE"], "config.json", "the model's config.json"),
         (REWARDED, "model.safetensors", "online.reward_model"),
-        pytest.param(SCORED, "my.py", "online.function", marks=SLOW),
+        slow(SCORED, "my.py", "online.function"),
     ],
 )
 def test_machines_with_another_model_or_scorer_are_refused(settings, changed, named, start, tmp_path):
-    with pytest.raises(InputError, match=rf"rank 1 on .* differ in {named}: give all"):
+    with refused(rf"rank 1 on .* differ in {named}: give all"):
         start(*settings, changed=changed)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -131,5 +130,5 @@ def distribute_unlike(rank: int, world_size: int) -> None:
 
 
 def test_models_of_another_structure_are_refused_before_their_weights_are_sent():
-    with pytest.raises(InputError, match=r"rank 1 on .* differ in the weight lm_head.weight: give all machines"):
+    with refused(r"rank 1 on .* differ in the weight lm_head.weight: give all machines"):
         launch(distribute_unlike, 2, process_group=True, timeout_secs=60)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.pytests import refused, slow
 from support.runs import GOLDEN, find_differences, read_log, read_metrics, write_rows
 
 from dpo.checkpoint.files import find_checkpoints
@@ -27,7 +28,7 @@ WAYS = {
 QUICK = ("in the third epoch",)
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS])
+@pytest.mark.parametrize("way", [w if w in QUICK else slow(w) for w in WAYS])
 def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, finished, tmp_path, capsys):
     updates, settings = WAYS[way]
     whole = finished(*settings)
@@ -154,14 +155,14 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finish
 
     assert find_differences(whole, tmp_path / "fork") == []
     assert (whole / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(InputError, match="already holds a run"):
+    with refused("already holds a run"):
         run("other", f"resume={whole}/step-8")
 
 
 def test_another_reference_is_noticed(run, copied, finished):
     archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")
-    with pytest.raises(InputError, match="the reference or base model has changed"):
+    with refused("the reference or base model has changed"):
         run("run", "n_examples=12", "resume=auto")
     run("run", f"model.archive={archive}/LATEST", "n_examples=12", "resume=auto")  # the same in other words
 
@@ -179,7 +180,7 @@ def test_what_cannot_be_continued_is_refused_and_nothing_is_thrown_away(place, r
     if place == "auto":
         for manifest in (tmp_path / "run").glob("step-*/manifest.json"):
             manifest.unlink()
-    with pytest.raises(InputError, match=refusal):
+    with refused(refusal):
         run("new" if place == "nowhere" else "run", f"resume={'auto' if place == 'auto' else tmp_path / place}")
     assert not (tmp_path / "new").exists()
     assert len(read_metrics(tmp_path / "run", "train")) == 6
@@ -197,7 +198,7 @@ def test_changes_that_would_make_it_another_run_are_named(run, copied):
     assert "eval_every" not in str(refused.value)
 
 
-@pytest.mark.parametrize("loss", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["dpo", slow("sft")])
 def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_replaced_are_not_read(loss, run, tmp_path):
     model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
     settings = (f"loss={loss}", f"model.name_or_path={model}")
@@ -208,16 +209,14 @@ def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_rep
     first, second = [token for token in vocabulary if len(token) == 1][10:12]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"the tokenizer has changed since .*step-8;"):
+    with refused(r"the tokenizer has changed since .*step-8;"):
         run("run", *settings, "n_examples=12", "resume=auto")
     (model / "tokenizer.json").write_text(tokenizer)
 
     (model / "config.json").write_text(
         json.dumps({**json.loads(config), "rms_norm_eps": 0.5, "attention_dropout": 0.1})
     )
-    with pytest.raises(
-        InputError, match=r"rms_norm_eps=0.5 \(was 1e-06\) in the .*config.json has changed since .*step-8;"
-    ):
+    with refused(r"rms_norm_eps=0.5 \(was 1e-06\) in the .*config.json has changed since .*step-8;"):
         run("run", *settings, "n_examples=12", "resume=auto")
     (model / "config.json").write_text(config)
     if loss == "sft":  # without a reference
@@ -238,7 +237,7 @@ def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ
     assert any(accuracies)
 
 
-@pytest.mark.parametrize("split", ["train", pytest.param("test", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", ["train", slow("test")])
 def test_changed_data_is_noticed(split, run, rows, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
@@ -248,7 +247,7 @@ def test_changed_data_is_noticed(split, run, rows, tmp_path):
     records = [tmp_path / "run" / name for name in ("config.yaml", "preflight.json")]
     before = [record.read_text() for record in records]
     changed = {"train": "training", "test": "test"}[split]
-    with pytest.raises(InputError, match=rf"the {changed} data has changed since .*step-12"):
+    with refused(rf"the {changed} data has changed since .*step-12"):
         run("run", "resume=auto", f"dataset_sources.hh={own}")
     assert [record.read_text() for record in records] == before
 

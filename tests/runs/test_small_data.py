@@ -4,7 +4,8 @@ import json
 from collections import Counter
 
 import pytest
-from support.runs import GOLDEN, train, write_rows
+from support.pytests import slow, succeeded
+from support.runs import GOLDEN, read_rows, train, write_rows
 
 from dpo.analysis.ledger import read_ledger
 
@@ -21,11 +22,11 @@ TRAINERS = {
     [
         (5, "one process", (4, 1, 1)),
         # by three the 16 examples of a batch of evaluation cannot be divided
-        pytest.param(60, "sharded over three", (54, 6, 18), marks=pytest.mark.slow),
-        pytest.param(60, "one process", (54, 6, 13), marks=pytest.mark.slow),
-        pytest.param(60, "sharded", (54, 6, 13), marks=pytest.mark.slow),
-        pytest.param(60, "cut", (54, 6, 13), marks=pytest.mark.slow),
-        pytest.param(5, "sharded", (4, 1, 1), marks=pytest.mark.slow),
+        slow(60, "sharded over three", (54, 6, 18)),
+        slow(60, "one process", (54, 6, 13)),
+        slow(60, "sharded", (54, 6, 13)),
+        slow(60, "cut", (54, 6, 13)),
+        slow(5, "sharded", (4, 1, 1)),
     ],
 )
 def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, trainer, counts, tmp_path):
@@ -33,14 +34,13 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
         {"prompt": f"Where is key {i}?", "chosen": f" Here{' I think' * (i % 3)}.", "rejected": " Go!"}
         for i in range(n_rows)
     ]
-    result = train(
+    result = succeeded(train(
         "loss=dpo", "loss.beta=0.1", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=small", "ledger=true",
         "do_first_sampling=true", "eval_every=1000",
         "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
         "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
-    )  # fmt: skip
+    ))  # fmt: skip
 
-    assert result.returncode == 0, result.stderr
     assert "warning: n_eval_examples" not in result.stdout
     report = json.loads((tmp_path / "run" / "preflight.json").read_text())
     n_train, n_test, updates = counts
@@ -51,10 +51,7 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     )
     assert set(scored.values()) == {1}
     assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
-    samples, answers = (
-        [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
-        for name in ("samples.jsonl", "answers.jsonl")
-    )
+    samples, answers = (read_rows(tmp_path / "run" / name) for name in ("samples.jsonl", "answers.jsonl"))
     assert len({(sample["examples"], sample["prompt"]) for sample in samples}) == len(samples) == 2 * n_test
     prompts = {sample["prompt"] for sample in samples}
     assert Counter((answer["examples"], answer["prompt"]) for answer in answers) == Counter(

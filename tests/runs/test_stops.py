@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import call_before, start_interpreter, start_run
+from support.pytests import slow
 from support.runs import ROOT, read_metrics
 
 from dpo.checkpoint.files import find_checkpoints
@@ -40,7 +41,7 @@ def run_with_signal(step: str, number: int, overrides: list[str]) -> tuple[int, 
     return run.wait(), run.text
 
 
-@pytest.mark.parametrize("step", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in STEPS])
+@pytest.mark.parametrize("step", [s if s in QUICK else slow(s) for s in STEPS])
 def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, command, tmp_path):
     number, run_dir = list(STATUS)[len(step) % 3], tmp_path / "run"
     status, said = run_with_signal(step, number, command("run"))
@@ -68,7 +69,7 @@ runpy.run_path("train.py", run_name="__main__")
     [
         ("hydra", signal.SIGINT, "raised"),
         ("torch", signal.SIGTERM, "swallowed"),
-        pytest.param("transformers", signal.SIGTERM, "raised", marks=pytest.mark.slow),
+        slow("transformers", signal.SIGTERM, "raised"),
     ],
 )
 def test_a_signal_during_imports_is_one_sentence(module, number, fate, command):

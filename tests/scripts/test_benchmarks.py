@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.pytests import slow, succeeded
 from support.runs import GOLDEN, run_script
 
 from benchmarks import compare
@@ -30,10 +31,6 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     assert count_flops(shape, by_segments, with_reference=True) == 4 * (6 * 2 * 1000 + 4 * columns * 16 + 5 * 2 * 70)
 
 
-def slow(*values: object):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
@@ -49,8 +46,7 @@ def slow(*values: object):
     ],
 )
 def test_it_runs(module, arguments, said):
-    result = run_script("-m", f"benchmarks.{module}", *arguments)
-    assert result.returncode == 0, result.stderr
+    result = succeeded(run_script("-m", f"benchmarks.{module}", *arguments))
     assert said in result.stdout
     assert "failed" not in result.stdout
 

@@ -1,8 +1,7 @@
 """`make demo` trains, prints the share of courteous answers, and writes a page."""
 
-import json
-
 import pytest
+from support.runs import read_rows
 
 from dpo.commands import demo
 from dpo.data.demo import COURTEOUS
@@ -13,7 +12,7 @@ from dpo.data.demo import COURTEOUS
 def test_dpo_makes_the_demo_courteous(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DEMO", tmp_path)
     demo.main()
-    samples = [json.loads(line) for line in (tmp_path / "dpo" / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(tmp_path / "dpo" / "samples.jsonl")
     last = [sample["policy"].strip() for sample in samples if sample["examples"] == samples[-1]["examples"]]
     share = sum(answer.startswith(COURTEOUS) for answer in last) / 256
     assert share >= 0.9

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.hub import TOKEN, serving_hub
+from support.pytests import succeeded
 from support.runs import run_python
 
 from dpo.commands.export import complete_card, main
@@ -38,8 +39,7 @@ def push(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def test_a_run_is_pushed_to_a_private_repository_with_its_verdict(hub, copied, tmp_path):
     run_dir = copied("run")
-    result = push(hub, tmp_path, str(run_dir), "--push", "me/mine")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(push(hub, tmp_path, str(run_dir), "--push", "me/mine"))
     files = hub.files["me/mine"]
     assert hub.private["me/mine"]
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "curves/0.png"} <= files.keys()
@@ -101,8 +101,7 @@ def test_a_run_is_pushed_again_where_it_was(hub, copied, tmp_path):
     run_dir = copied("run")
     assert push(hub, tmp_path, str(run_dir), "--push", "me/mine", "--public").returncode == 0
     assert not hub.private["me/mine"]
-    again = push(hub, tmp_path, str(run_dir), str(tmp_path / "out"), "--push", "me/mine", "--dtype", "bfloat16")
-    assert again.returncode == 0, again.stderr
+    succeeded(push(hub, tmp_path, str(run_dir), str(tmp_path / "out"), "--push", "me/mine", "--dtype", "bfloat16"))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == hub.files["me/mine"]["model.safetensors"]
 
 

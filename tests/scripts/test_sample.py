@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from support.models import COMMON
+from support.pytests import refused
 from support.runs import GOLDEN
 
 from dpo.commands.sample import converse, main
-from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from dpo.models.export import export
 from dpo.models.panel import Panel, Side, load_panel
@@ -86,9 +86,9 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty):
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
     )
     assert ask("hh", [{"role": "system", "content": "Be kind."}, *TALK[:1]]).startswith("Be kind.\n\nHuman: Good")
-    with pytest.raises(InputError, match="content of a message of role 'user' in the prompt has the control token '<"):
+    with refused("content of a message of role 'user' in the prompt has the control token '<"):
         ask("chat", [{"role": "user", "content": "Write <|endoftext|>"}])
-    with pytest.raises(InputError, match="has no turn of role 'tool' and no calls: choose the form chat"):
+    with refused("has no turn of role 'tool' and no calls: choose the form chat"):
         ask("hh", [*TALK, {"role": "tool", "content": "42"}])
     assert ask("raw", [{"role": "user", "content": "Once upon"}]) == "Once upon"
 
@@ -104,7 +104,7 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(rope, tokenizer)
         own = transformers.LlamaConfig(**sizes, max_position_embeddings=16, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(own)
     panel = Panel([Side("policy", model)], tokenizer, "raw")
-    with pytest.raises(InputError, match=r"prompt and answer may be too long: .*give 16 or less"):
+    with refused(r"prompt and answer may be too long: .*give 16 or less"):
         panel.encode(TALK, n_new=12)
 
 
@@ -153,7 +153,7 @@ def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokeni
     renamed = copy.deepcopy(tokenizer)
     renamed.add_tokens(["<new>"])
     renamed.save_pretrained(other)
-    with pytest.raises(InputError, match="other has another tokenizer than the policy"):
+    with refused("other has another tokenizer than the policy"):
         load_panel(run_dir, reference=str(other))
 
 

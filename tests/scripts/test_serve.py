@@ -1,7 +1,6 @@
 """`dpo report --serve` shows runs to this machine's browsers, and `dpo evaluate`'s page works in one."""
 
 import http.client
-import json
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.browser import opening_browser
-from support.runs import ROOT, make_environment, small_run
+from support.runs import ROOT, make_environment, read_rows, small_run
 
 from dpo.judging.page import write_form
 
@@ -108,5 +107,5 @@ def test_people_judge_in_a_browser_by_keys_and_buttons_and_save_their_verdicts(t
         saved, deadline = tmp_path / "verdicts.jsonl", time.monotonic() + 20
         while not saved.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-    lines = [json.loads(line) for line in Path(saved).read_text().splitlines()]
+    lines = read_rows(Path(saved))
     assert lines == [{"pair": p.id, "better": side} for p, side in zip(pairs, ("left", "tie", "right"), strict=True)]

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.pytests import slow, succeeded
 from support.runs import GOLDEN, run_script, small_run, train
 
 CODE = """\
@@ -46,8 +47,7 @@ def elsewhere(rows, tmp_path_factory) -> Path:
     for name, lora in (("run", "none"), ("adapter", "lora")):
         overrides = small_run(rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8")
         mine = ("export=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
-        result = train(*overrides, *mine, HF_MODULES_CACHE=str(folder / "modules"))
-        assert result.returncode == 0, result.stderr
+        result = succeeded(train(*overrides, *mine, HF_MODULES_CACHE=str(folder / "modules")))
         assert f"exported {folder / name}" in result.stdout
         assert "trust_remote_code: true" in (folder / name / "config.yaml").read_text()
     return folder
@@ -66,7 +66,7 @@ TOOLS = {
 }
 
 
-@pytest.mark.parametrize("tool", [t if t == "sample" else pytest.param(t, marks=pytest.mark.slow) for t in TOOLS])
+@pytest.mark.parametrize("tool", [t if t == "sample" else slow(t) for t in TOOLS])
 def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
     name, arguments = TOOLS[tool]
     places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}
@@ -83,8 +83,7 @@ def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_
     assert refused.stderr.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "out").exists()
 
-    allowed = run_script(*command, "--trust-remote-code", **environment)
-    assert allowed.returncode == 0, allowed.stderr
+    succeeded(run_script(*command, "--trust-remote-code", **environment))
     assert proof.exists()
 
 

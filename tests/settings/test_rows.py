@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
+from support.pytests import refused
 from support.runs import GOLDEN, read_metrics
 
 import train
 from dpo.data.sources import load_rows
-from dpo.errors import InputError
 from dpo.settings.places import Source, store_rows
 from preference_datasets import get_dataset
 from trainers import BasicTrainer
@@ -81,7 +81,7 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path):
 def test_what_cannot_be_rows_is_refused_and_nothing_is_overwritten(rows, message, tmp_path):
     path = Path(store(tmp_path, datasets=PAIRS)["dataset_sources"]["rows"])
     path.write_text("{}\n")
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(re.escape(message)):
         store(tmp_path, dataset_sources={"mine": rows})
     assert path.read_text() == "{}\n"
     assert [*path.parent.iterdir()] == [path]
@@ -103,7 +103,7 @@ def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path
         change = {"n_examples": n_examples, "resume": "auto"}
         train.worker_main(0, 1, {**config, **change}, copy.deepcopy(tiny_llama))
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [4, 8]
-    with pytest.raises(InputError, match="unknown key learning_rate: here it is lr"):
+    with refused("unknown key learning_rate: here it is lr"):
         train.worker_main(0, 1, {**config, "learning_rate": 1}, tiny_llama)
-    with pytest.raises(InputError, match="unknown key learning_rate: here it is lr"):
+    with refused("unknown key learning_rate: here it is lr"):
         BasicTrainer(tiny_llama, {**config, "learning_rate": 1}, 0, tmp_path / "r")

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 from support.commands import find_refusals
+from support.pytests import succeeded
 from support.runs import ask, run_python, small_run, train, write_splits
 
 from dpo.settings.keys import MISSING, load_defaults
@@ -71,8 +72,7 @@ def test_the_matrix_has_every_loss_and_the_sentences_that_a_user_gets():
 def test_the_site_builds_without_a_warning(tmp_path):
     if not is_installed("mkdocs"):
         pytest.skip("the site needs mkdocs: pip install 'dpo-train[docs]'")
-    result = run_python("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    succeeded(run_python("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)))
     assert "loss=plackett_luce" in (tmp_path / "support" / "index.html").read_text()
     assert "add_callback" in (tmp_path / "api" / "index.html").read_text()
 

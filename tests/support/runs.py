@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from dpo.checkpoint.files import find_checkpoints, read_state
 from support import warm
+from support.pytests import succeeded
 from support.warm import ROOT
 
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")  # of a run's checkpoint, each a NAME.pt
@@ -61,8 +62,7 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
 
 
 def read_metrics(run_dir: Path, split: str) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
+    return [line for line in read_rows(run_dir / "metrics.jsonl") if line["split"] == split]
 
 
 def find_undocumented(run_dir: Path) -> set[str]:
@@ -112,6 +112,11 @@ def write_rows(path: Path, rows: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Read one JSON value per line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_splits(folder: Path, make_row: Callable[[str, int], dict]) -> Path:
@@ -199,8 +204,7 @@ def run_here(overrides: list[str]) -> None:
 def train_here(overrides: list[str]) -> None:
     """Train in this process, or in others if a trainer is named."""
     if any(override.startswith("trainer=") for override in overrides):
-        result = train(*overrides)
-        assert result.returncode == 0, result.stderr
+        succeeded(train(*overrides))
     else:
         run_here(overrides)
 
@@ -255,8 +259,8 @@ def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
 
 def read_log(run_dir: Path) -> list[dict]:
     """Read the lines of `metrics.jsonl` without values that depend on time."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in WALL_CLOCK} for line in lines]
+    lines = read_rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in lines]
 
 
 def find_differences(expected: Path, actual: Path) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import warm
+from support.pytests import slow, succeeded
 from support.runs import ROOT, assert_gone, make_environment, run_python
 
 from dpo.errors import InputError, RunError
@@ -87,8 +88,7 @@ def test_workers_meet_in_one_group(tmp_path):
 @pytest.mark.slow
 def test_a_run_of_spawned_workers_prints_no_warning_of_a_library(command):
     overrides = command("run", "trainer=FSDPTrainer", "world_size=2", "n_examples=8", "sample_during_eval=true")
-    result = run_python("train.py", *overrides)
-    assert result.returncode == 0, result.stderr
+    result = succeeded(run_python("train.py", *overrides))
     assert "UserWarning" not in result.stderr  # of FSDP, that a forward pass returned a view; of Python, of semaphores
 
 
@@ -203,7 +203,7 @@ def meet(folder: Path) -> None:
     launch(add_up, 2, folder, process_group=True, timeout_secs=100)
 
 
-@pytest.mark.parametrize("start", [count_items, pytest.param(meet, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", [count_items, slow(meet)])
 def test_no_child_runs_what_lies_in_the_current_directory(start, tmp_path, monkeypatch):
     (tmp_path / "socket.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a')")  # multiprocessing imports it
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.pytests import succeeded
 from support.runs import ROOT, make_environment, run_python
 
 import dpo
@@ -33,8 +34,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), "./source"]
-    result = run_python("-m", "pip", *command, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    succeeded(run_python("-m", "pip", *command, cwd=folder))
     [file] = folder.glob("*.whl")
     return file
 
@@ -46,15 +46,14 @@ def test_the_wheel_has_one_package_with_all_its_files_and_trains_from_an_empty_d
     assert {name.split("/")[0] for name in names} == {"dpo", f"dpo_train-{dpo.__version__}.dist-info"}
     files = [path for path in (ROOT / "dpo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {str(path.relative_to(ROOT)) for path in files} <= names
-    (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "empty" / "mine" / "experiment" / "small.yaml").write_text("# @package _global_\nn_epochs: 3\n")
-    command = [*TRAIN, "dry_run=true", "--config-dir=mine", "experiment=small"]
-    result = run_python("-m", "dpo", "train", *command, cwd=tmp_path / "empty", PYTHONPATH=str(tmp_path / "installed"))
-    assert result.returncode == 0, result.stderr
+    command = ["-m", "dpo", "train", *TRAIN, "dry_run=true", "--config-dir=mine", "experiment=small"]
+    where = {"cwd": tmp_path / "empty", "PYTHONPATH": str(tmp_path / "installed")}
+    result = succeeded(run_python(*command, **where))
     assert "2 updates of 4 examples" in result.stdout
     code = "import dpo.commands; print(dpo.__file__); dpo.commands.main(['--version'])"
-    version = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+    version = run_python("-c", code, **where)
     assert version.stdout == f"{tmp_path / 'installed' / 'dpo' / '__init__.py'}\ndpo {dpo.__version__}\n"
 
 
@@ -80,8 +79,7 @@ def test_a_plain_install_trains_the_demo_from_an_empty_directory(wheel, tmp_path
     assert not re.search("^(wandb|matplotlib|peft|accelerate|bitsandbytes|beautifulsoup4|tensorboard)==", listed, re.M)
     imports = "; ".join(f"import dpo.{name}" for name in PUBLIC.split())
     assert subprocess.run([python, "-c", imports], cwd=empty, check=False).returncode == 0
-    trained = run("train", *TRAIN)
-    assert trained.returncode == 0, trained.stderr
+    trained = succeeded(run("train", *TRAIN))
     assert trained.stdout.count("wandb") == 1
     assert "warning: W&B gets nothing, as wandb is not installed" in trained.stdout
     for command in (["train", *TRAIN, "resume=auto", "n_examples=16"], ["verify", "run"], ["export", "run", "out"]):

@@ -11,9 +11,9 @@ import pytest
 import tqdm
 import yaml
 from support.faults import start_run
+from support.pytests import refused, slow
 from support.runs import ROOT
 
-from dpo.errors import InputError
 from dpo.redaction import redact
 from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_record
 
@@ -60,7 +60,7 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
     is_checkpoint = (name, resume) == ("step-8", "auto")
     message = "finds no complete checkpoint" if is_checkpoint else f"already holds a run \\({name}\\), or other files"
     for dry_run in ("true", "false"):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
     assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {"notes.txt", name} - {".lock"}
     assert (tmp_path / "run" / name).read_text() == "{}"
@@ -71,7 +71,7 @@ def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(t
     (tmp_path / "report").mkdir()
     check_free(tmp_path)
     (tmp_path / "step-8").mkdir()  # its logs were moved away
-    with pytest.raises(InputError, match=r"already holds a run \(step-8\)"):
+    with refused(r"already holds a run \(step-8\)"):
         check_free(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(t
 def test_a_refused_run_leaves_nothing_that_was_not_there(run, tmp_path, made_before, overrides, why):
     for name in made_before:
         (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(InputError, match=why):
+    with refused(why):
         run("run", f"local_run_dir={tmp_path}/RUNS/run", *overrides)
     root = tmp_path / "RUNS"
     left = {str(path.relative_to(tmp_path)) for path in [root, *root.rglob("*")] if path.exists()}
@@ -109,7 +109,7 @@ def test_the_time_of_a_resumed_run_has_what_came_before_its_checkpoint(tmp_path)
 
 def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
     held = lock_run_dir(tmp_path)
-    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is locked by process {os.getpid()} on "):
+    with refused(f"local_run_dir={tmp_path} is locked by process {os.getpid()} on "):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()
@@ -145,9 +145,7 @@ def log_as_a_library() -> None:
     preflight.load_tokenizer = load_and_log
 
 
-@pytest.mark.parametrize(
-    "processes", [[], pytest.param(["trainer=FSDPTrainer", "world_size=2"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("processes", [[], slow(["trainer=FSDPTrainer", "world_size=2"])])
 def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends(command, tmp_path, processes):
     text = ""
     for n_examples in (8, 12):

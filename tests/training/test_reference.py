@@ -5,8 +5,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from support.pytests import refused
 
-from dpo.errors import InputError
 from dpo.models.weights import model_digest
 from dpo.training.reference import ReferenceLogps, read_logps
 
@@ -24,7 +24,7 @@ def test_a_file_of_anything_else_is_refused(content, tmp_path):
         path.write_bytes(content)
     else:
         np.savez(path, logps=content)
-    with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
+    with refused("is not a file of reference log-probabilities"):
         read_logps(path, (2, 2))
 
 
