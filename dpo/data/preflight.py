@@ -68,8 +68,8 @@ COUNTS = (  # that the terminal shows
 WARNINGS = {  # of these counts: what happens, and what changes it; all but the last are of tokens
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
-    "identical_pairs": "both responses are the same, as written or as the chat template renders them, which teaches "
-    "nothing: remove the pair, or choose another template",
+    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove the pair, "
+    "or choose another template",
     "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
     "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
 }
@@ -138,8 +138,8 @@ class SplitReport:
         if leaks:
             held_out, training = self.like_train[0].values()
             yield (
-                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
-                f"trained on. Put what belongs together into one split, such as a test file of its own"
+                f"{' and '.join(leaks)}, such as {held_out!r} and {training!r}: held-out results are too good; put what "
+                f"belongs together into one split"
             )
 
 
@@ -466,7 +466,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
     if 0 < train.examples <= train.identical_pairs + train.pairs_cut_alike and (plan.n_offline or not plan.online):
         raise InputError(
             f"in all {count(train.examples, 'pair')} of the train split of {datasets} both responses are the same, as "
-            f"written, rendered by the chat template or cut to max_length: change what makes them so"
+            f"written, rendered or cut to max_length: change what makes them so"
         )
     if report.examples_per_epoch < batch_size:
         n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
@@ -487,8 +487,8 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(tokenizer, "chat_template", None):
         yield (
-            f"the tokenizer has a chat template, and the text of {' and '.join(texts)} is used as it is: for a chat "
-            f"model, give messages in place of text, or chat=always for texts of your own; for a base model, it is fine"
+            f"the text of {' and '.join(texts)} is used without the tokenizer's chat template: for a chat model, give "
+            f"messages, or chat=always for texts of your own"
         )
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

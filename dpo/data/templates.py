@@ -128,10 +128,7 @@ class ChatTemplate:
         differently before a response, or leaves out all that the user or an answer says.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(
-                "chat messages need a chat template, and the tokenizer has none: name a tokenizer with one, as "
-                "model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
-            )
+            raise InputError(f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead")
         before, answers, tools = record.prompt, record.responses, record.tools or None
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [before + answer for answer in answers]

@@ -235,8 +235,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str) -> None:
         differing = sorted({key for key, _ in shapes.items() ^ stored_shapes.items()})
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(differing[:3])}: give lora.target_modules as in its {CONFIG}, and the model that it was "
-            f"trained on"
+            f"{', '.join(differing[:3])}: give lora.target_modules as in its {CONFIG}, and its base"
         )
     with torch.no_grad():
         for key, parameter in parameters.items():

@@ -127,8 +127,8 @@ def refuse_offloading(model: Any) -> None:
     """Raise InputError for layers that accelerate has put elsewhere than on GPUs: they would not be trained."""
     if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()}:
         raise InputError(
-            "the model is larger than the free memory of the GPUs, so some of its layers would be on the CPU or the "
-            "disk: take more GPUs, trainer=FSDPTrainer, a smaller dtype (model.policy_dtype) or a smaller model"
+            "the model does not fit into the free memory of the GPUs: use more GPUs, trainer=FSDPTrainer, "
+            "model.policy_dtype=bfloat16 or a smaller model"
         )
 
 
