@@ -68,8 +68,8 @@ COUNTS = (  # that the terminal shows
 WARNINGS = {  # of these counts: what happens, and what changes it; all but the last are of tokens
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
-    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove the pair, "
-    "or choose another template",
+    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove "
+    "the pair, or choose another template",
     "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
     "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
 }
@@ -138,8 +138,8 @@ class SplitReport:
         if leaks:
             held_out, training = self.like_train[0].values()
             yield (
-                f"{' and '.join(leaks)}, such as {held_out!r} and {training!r}: held-out results are too good; put what "
-                f"belongs together into one split"
+                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
+                f"trained on; put what belongs together into one split"
             )
 
 

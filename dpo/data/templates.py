@@ -47,18 +47,12 @@ class Piece(NamedTuple):
     index: int  # of the message
     kind: str  # content, thought, call or tool
     text: str
-
-
-class Found(NamedTuple):
-    """What became of a piece."""
-
-    piece: Piece
-    change: str  # LEAVES_OUT, TRIMS or nothing
+    change: str = LEAVES_OUT  # what the template does to it: TRIMS, or nothing, once it is found
     end: int = 0  # its end in the rendered text
 
     def is_gone(self, rendered: str) -> bool:
         """Whether not even the longest word is left, as it is of a text that the template writes in another way."""
-        word = max(self.piece.text.split(), key=len)
+        word = max(self.text.split(), key=len)
         return self.change == LEAVES_OUT and word.casefold() not in rendered.casefold()
 
 
@@ -86,7 +80,7 @@ def list_tools(tools: Any) -> list[Piece]:
     return [Piece(0, "tool", name) for name in names if isinstance(name, str) and name.strip()]
 
 
-def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Found]:
+def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
     """Look for each text in a place of its own, the longest first, so that none is found in a part of another."""
     found = []
     for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
@@ -95,10 +89,9 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Found]:
             if start >= 0:
                 end = start + len(spelled)
                 rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]
-                found.append(Found(piece, change, end))
+                piece = piece._replace(change=change, end=end)
                 break
-        else:
-            found.append(Found(piece, LEAVES_OUT))
+        found.append(piece)
     return found
 
 
@@ -128,7 +121,9 @@ class ChatTemplate:
         differently before a response, or leaves out all that the user or an answer says.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead")
+            raise InputError(
+                f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
+            )
         before, answers, tools = record.prompt, record.responses, record.tools or None
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [before + answer for answer in answers]
@@ -197,41 +192,40 @@ class ChatTemplate:
             said[f"{lacking}, so it is left out"] = (1, open_text[len(prompt) :][:SHOWN])
         found = find_pieces(list_pieces(messages) + list_tools(record.tools), prompt)
         self._note(found, messages, "prompts", said)
-        contents = [each for each in found if each.piece.kind == "content"]
-        asking = [each for each in contents if messages[each.piece.index]["role"] not in ASK_NOTHING] or contents
-        if asking and all(each.is_gone(prompt) for each in asking):
-            piece = asking[0].piece
-            role, text = messages[piece.index]["role"], piece.text
+        contents = [piece for piece in found if piece.kind == "content"]
+        asking = [piece for piece in contents if messages[piece.index]["role"] not in ASK_NOTHING] or contents
+        if asking and all(piece.is_gone(prompt) for piece in asking):
+            role = messages[asking[0].index]["role"]
             raise InputError(
-                f"the chat template leaves out all that is asked, such as {text[:SHOWN]!r} of role {role!r}: give "
-                f"roles that it renders, such as user, or {FIX}"
+                f"the chat template leaves out all that is asked, such as {asking[0].text[:SHOWN]!r} of role {role!r}: "
+                f"use roles that it renders, such as user, or {FIX}"
             )
 
     def _check_answer(
         self, chat: Messages, answer: Messages, tools: Any, dialogue: str, start: int, said: Changes
-    ) -> list[Found]:
+    ) -> list[Piece]:
         rendered = dialogue[start:]
         found = find_pieces(list_pieces(answer), rendered)
         self._note(found, answer, "responses", said)
-        own = [each for each in found if answer[each.piece.index]["role"] == "assistant"]
-        if own and all(each.is_gone(rendered) for each in own):
+        own = [piece for piece in found if answer[piece.index]["role"] == "assistant"]
+        if own and all(piece.is_gone(rendered) for piece in own):
             empty = {"role": "assistant", "content": ""}
             emptied = [empty if message["role"] == "assistant" else message for message in answer]
             if apply_template(self.tokenizer, chat[: -len(answer)] + emptied, tools=tools) == dialogue:
                 raise InputError(
-                    f"the chat template leaves out all of an answer, such as the {own[0].piece.kind} "
-                    f"{own[0].piece.text[:SHOWN]!r}: {FIX}, or remove the record"
+                    f"the chat template leaves out all of an answer, such as the {own[0].kind} "
+                    f"{own[0].text[:SHOWN]!r}: {FIX}, or remove the record"
                 )
         return found
 
-    def _note(self, found: Sequence[Found], messages: Messages, place: str, said: Changes) -> None:
-        for piece, change, _ in found:
-            if not change:
+    def _note(self, found: Sequence[Piece], messages: Messages, place: str, said: Changes) -> None:
+        for piece in found:
+            if not piece.change:
                 continue
-            what = f"{change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+            what = f"{piece.change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
             if piece.kind == "tool":
-                what = f"{change} tools"
-            elif piece.kind == "thought" and change == LEAVES_OUT:
+                what = f"{piece.change} tools"
+            elif piece.kind == "thought" and piece.change == LEAVES_OUT:
                 is_earlier = any(message["role"] == "user" for message in messages[piece.index :])
                 if place == "prompts" or is_earlier:
                     what = EARLIER
@@ -265,7 +259,7 @@ class ChatTemplate:
         tools: Any,
         dialogue: str,
         start: int,
-        found: Sequence[Found],
+        found: Sequence[Piece],
         said: Changes,
     ) -> list[tuple[int, int]]:
         """Find where the dialogue's scored turns begin and end; they belong to the answer, which begins at `start`.
@@ -296,7 +290,7 @@ class ChatTemplate:
         spans = []
         for (i, begin, end), (_, limit, _) in pairwise([*turns, (last, len(dialogue), 0)]):
             if is_scored(answer[i - first]):
-                said_until = max((each.end for each in found if each.piece.index == i - first), default=0)
+                said_until = max((piece.end for piece in found if piece.index == i - first), default=0)
                 token = self._ends.search(dialogue, max(begin, start + said_until), limit)
                 spans.append((begin, token.end() if token else end))
         if not spans:

@@ -34,9 +34,9 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(command,
     shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     result = train(*command("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true"))
-    assert (
-        result.stdout.count("warning: the tokenizer has a chat template, and the text of hh is used as it is") == 1
-    ), result.stderr
+    assert result.stdout.count("warning: the text of hh is used without the tokenizer's chat template") == 1, (
+        result.stderr
+    )
 
 
 @pytest.fixture
