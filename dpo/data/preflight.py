@@ -50,6 +50,7 @@ from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
+from dpo.system.plain_files import write_json
 from dpo.system.run_directory import PROBLEMS
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
@@ -258,7 +259,7 @@ class Preflight:
         facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
         problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
         write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
-        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_json(path, facts)
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
 from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_readable, read_json, remove
+from dpo.system.plain_files import check_readable, read_json, remove, write_json
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 TEMPORARY = ".dpo-table-"  # what temporary names begin with
@@ -164,7 +164,7 @@ def find_or_build(
         try:
             facts = build(directory)
             content = {"facts": facts, "sha256": _make_digest(directory, facts)}
-            (directory / "facts.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(directory / "facts.json", content)
             return directory.rename(parent / directory.name.replace(TEMPORARY, f"{key}-"))
         finally:
             remove(directory)  # does nothing if the directory was renamed

@@ -20,7 +20,6 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_
 from safetensors import SafetensorError
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, read_manifest
 from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
@@ -41,21 +40,25 @@ from dpo.settings.keys import KEYS, Resume
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
-from dpo.system.plain_files import check_readable, read_json, replacing
+from dpo.system.plain_files import check_readable, read_json, replacing, write_json
 from dpo.system.waiting import after_rank_0, leave_together
 
 RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
-PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)  # how images and video are read
+# how images and video are read
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
 )
-TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
 # whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
 CARD = """\
 # A model trained with {method}
@@ -277,7 +280,7 @@ def _find_base_for_peft(origin: Origin) -> str:
 def _write_adapter(folder: Path, origin: Origin) -> None:
     directory = origin.weights.adapter
     config = read_json(directory / CONFIG) | {"base_model_name_or_path": _find_base_for_peft(origin)}
-    _write_json(folder / CONFIG, dict(sorted(config.items())))
+    write_json(folder / CONFIG, dict(sorted(config.items())))
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
     base = load_structure(find_source(origin.plan), dtype=torch.float32)
     tokenizer = _write_tokenizer(folder, origin, base)
@@ -330,7 +333,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
         written.pop("num_labels", None)
     else:
         _write_generation_config(folder, origin, tokenizer)
-    _write_json(folder / "config.json", written)
+    write_json(folder / "config.json", written)
     _write_card(folder, origin, model, adapter=adapter, dtype=dtype_name)
 
 
@@ -405,10 +408,6 @@ def _copy_files(folder: Path, source: Any, files: Iterable[str]) -> None:
             shutil.copyfile(path, folder / file)
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
     """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
 
@@ -445,15 +444,15 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
         config["pad_token"] = tokenizer.pad_token
         legacy = folder / "special_tokens_map.json"
         if legacy.exists():
-            _write_json(legacy, read_json(legacy) | {"pad_token": tokenizer.pad_token})
+            write_json(legacy, read_json(legacy) | {"pad_token": tokenizer.pad_token})
     fast = folder / "tokenizer.json"
     if len(tokenizer) > n_tokens and fast.exists():  # other tokenizers add what `pad_token` names
         token = {"id": tokenizer.pad_token_id, "content": tokenizer.pad_token, "special": True}
         token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         content = read_json(fast)
-        _write_json(fast, content | {"added_tokens": [*content["added_tokens"], token]})
+        write_json(fast, content | {"added_tokens": [*content["added_tokens"], token]})
     if config != published:
-        _write_json(config_file, config)
+        write_json(config_file, config)
     return tokenizer
 
 
@@ -466,7 +465,7 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
     values.pop("_from_model_config", None)  # by which transformers would make it anew
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     values |= {"eos_token_id": list_end_tokens(published, tokenizer), "pad_token_id": pad}
-    _write_json(folder / "generation_config.json", values)
+    write_json(folder / "generation_config.json", values)
 
 
 # --- the model card --------------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ def read_yaml(path: Path) -> Any:
     return read_json(path, yaml.safe_load)
 
 
+def write_json(path: Path, content: Any) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair as JSON spells it
+
+
 def list_wrong(values: Mapping[str, Any], form: Mapping[str, Any]) -> list[str]:
     """The names of the values that are not of the types in `form`."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]

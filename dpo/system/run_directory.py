@@ -2,7 +2,6 @@
 
 import fcntl
 import getpass
-import json
 import os
 import platform
 import secrets
@@ -26,7 +25,7 @@ from dpo import __version__
 from dpo.errors import InputError, RunError, explaining, find_advice
 from dpo.redaction import redact
 from dpo.system.host import is_installed
-from dpo.system.plain_files import list_wrong, read_json, replacing
+from dpo.system.plain_files import list_wrong, read_json, replacing, write_json
 from dpo.system.signals import Stopped
 
 # files of a run
@@ -170,7 +169,7 @@ def add_to_record(run_dir: Path, **new_facts: Any) -> None:
 
 def _write_facts(run_dir: Path, facts: dict) -> None:
     with replacing(run_dir / "env.json") as temporary:
-        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_json(temporary, facts)
 
 
 def now() -> str:
