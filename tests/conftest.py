@@ -168,3 +168,29 @@ def nothing_in_float32(monkeypatch):
     from support.models import keep_float64
 
     keep_float64(monkeypatch)
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Make a loss of training batch `update` NaN, or its gradient."""
+
+    def arm(update: int, what: str = "loss") -> None:
+        from dpo.training.objective import Objective
+
+        losses_of, seen = Objective.losses, []
+
+        def spoilt(self, *arguments, split, **options):
+            losses, metrics = losses_of(self, *arguments, split=split, **options)
+            if split == "train":
+                seen.append(1)
+                if len(seen) == update:
+                    if what == "loss":
+                        losses = losses * float("nan")
+                        metrics = {**metrics, "loss/train": losses.detach()}
+                    else:
+                        losses.register_hook(lambda gradient: gradient * float("inf"))
+            return losses, metrics
+
+        monkeypatch.setattr(Objective, "losses", spoilt)
+
+    return arm

@@ -24,35 +24,12 @@ LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lin
 }
 DOCUMENT_KB, README_LINES = 264, 200
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
-PACKAGES = (  # of `dpo`, and modules; each imports itself and those before it
-    *(
-        "",
-        "redaction",
-        "errors",
-        "numbers",
-        "losses",
-        "system",
-        "plugins",
-        "settings",
-        "data",
-        "parallel",
-        "checkpoint",
-        "models",
-        "analysis",
-    ),
-    *(
-        "reporting",
-        "training",
-        "preference_datasets",
-        "judging",
-        "trainers",
-        "utils",
-        "train",
-        "commands",
-        "api",
-        "__main__",
-    ),
-)
+# of `dpo`, and modules; each imports itself and those before it
+ORDER = """
+redaction errors numbers losses system plugins settings data parallel checkpoint models analysis
+reporting training preference_datasets judging trainers utils train commands api __main__
+"""
+PACKAGES = ("", *ORDER.split())
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")  # the reference code's files
 PATHS = sorted((ROOT / "dpo").rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}

@@ -1,36 +1,22 @@
 """The command line: what it accepts and refuses, what a run leaves."""
 
 import glob
-import json
-import os
 import re
+import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support.runs import GOLDEN, ROOT, find_undocumented, read_metrics, read_rows, run_python, train, write_rows
+from support.pytests import succeeded
+from support.runs import ROOT, find_undocumented, read_metrics, run_python, train
 
+from dpo.checkpoint.files import read_state
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.table import list_logs
 from dpo.settings.keys import KEYS
 
 SCRIPT = str(ROOT / "train.py")
-SMALL = "eval_batch_size=4 n_eval_examples=4 n_eval_model_samples=4 max_length=48 max_prompt_length=32"
-TINY = (f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32", "exp_name=test", *SMALL.split())
-DPO = ("loss=dpo", "loss.beta=0.1")
-
-
-def write_pairs(folder: Path) -> Path:
-    """Write 16 training pairs and 4 test pairs in HH's format."""
-    prompts = [f"\n\nHuman: Where is the key number {i}?\n\nAssistant:" for i in range(20)]
-    rows = [{"chosen": f"{p} On the desk.", "rejected": f"{p} Go away{'!' * (i % 4)}"} for i, p in enumerate(prompts)]
-    write_rows(folder / "train.jsonl", rows[:16])
-    write_rows(folder / "test.jsonl", rows[16:])
-    return folder
-
-
 # --- without training ----------------------------------------------------------------------------------------------
 
 
@@ -47,9 +33,8 @@ def assert_quick(imported: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_imports_only_what_it_uses(tmp_path):
-    data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", f"local_run_dir={tmp_path}/run"
-    imported, _ = imported_by(*TINY, *DPO, data, run, "n_examples=4", "wandb.enabled=false")
+def test_a_run_imports_only_what_it_uses(command):
+    imported, _ = imported_by(*command("run", "n_examples=4"))
     assert "transformers.modeling_layers" in imported
     assert not {"datasets", "pandas", "bs4", "multiprocess", "wandb", "torchvision"} & imported
 
@@ -96,14 +81,15 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
-    with (write_pairs(tmp_path) / "train.jsonl").open("a") as file:
+def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command, tmp_path):
+    data = shutil.copytree(rows / "hh", tmp_path / "data")
+    with (data / "train.jsonl").open("a") as file:
         file.write('{"chosen": "x"}\n')
-    result = train(*TINY, f"dataset_sources.hh={tmp_path}", f"local_run_dir={tmp_path / 'run'}", "wandb.enabled=false")
+    result = train(*command("run", f"dataset_sources.hh={data}"))
 
     assert result.returncode == 2
     *_, message = result.stderr.splitlines()
-    assert re.search(rf"^error: .*record 17 of {tmp_path}.*: rejected is missing", message)
+    assert re.search(rf"^error: .*record 23 of {data}.*: rejected is missing", message)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -112,54 +98,30 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
 OF_EVERY_RUN = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
 
 
-def test_a_run_writes_all_it_promises_and_another_starts_from_it(tmp_path):
-    demo = ("model=demo", "datasets=[demo]", *TINY[1:], "max_length=96", "max_prompt_length=88", "lr=1e-4")
-    options = ("n_examples=16", "eval_every=8", "warmup_steps=0", "do_first_sampling=true")
-    first = train(*demo, *DPO, *options, f"local_run_dir={tmp_path}/a")
+def test_a_run_writes_all_it_promises_and_another_starts_from_it(command, tmp_path):
+    first = succeeded(train(*command("a", "n_examples=16", "sample_during_eval=true", "n_eval_model_samples=4")))
 
-    assert first.returncode == 0, first.stderr
     run = tmp_path / "a"
     *_, directory, verdict = first.stdout.splitlines()
     assert directory == f"run directory: {run}"
     assert verdict.startswith("The model changed: ")
     logs = {*list_logs()} - {*Ledger.files, *Ledger.derived}
     assert {p.name for p in run.iterdir()} == OF_EVERY_RUN | logs | {"step-8", "step-16", "LATEST", "BEST"}
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    own = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
-    assert list(config["loss"].items())[:4] == list(own.items())
-    assert config["model"]["name_or_path"] == str(ROOT / "dpo" / "demo_model")
-    env = json.loads((run / "env.json").read_text())
-    assert {"torch", "transformers"} <= env["packages"].keys()
-    assert env["started"] <= env["ended"]
-    assert json.loads((run / "preflight.json").read_text())["updates"] == 4
-    assert "4 updates of 4 examples will run" in first.stdout
-    assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
-    assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8, 16]
     assert find_undocumented(run) == set(), "docs/metrics.md lacks these metrics"
-    samples = read_rows(run / "samples.jsonl")
-    assert [s["examples"] for s in samples] == [0] * 4 + [8] * 4 + [16] * 4
-    assert all(s["prompt"] and isinstance(s["policy"], str) and isinstance(s["reference"], str) for s in samples)
-    assert os.readlink(run / "LATEST") == "step-16"
-    assert os.readlink(run / "BEST") in ("step-8", "step-16")
-    policy = torch.load(run / "LATEST" / "policy.pt", weights_only=True)
 
-    start = (*DPO, "n_examples=4", "sample_during_eval=false", f"model.archive={run}", "lr=1e-30")
-    second = train(*demo[:-1], *start, f"local_run_dir={tmp_path}/b")
+    succeeded(train(*command("b", "n_examples=4", f"model.archive={run}", "lr=1e-30")))
 
-    assert second.returncode == 0, second.stderr
-    (before, after) = read_metrics(tmp_path / "b", "eval")
     # the policy starts where the first run ended, and so does its reference
-    last = read_metrics(run, "eval")[-1]
+    (before, _) = read_metrics(tmp_path / "b", "eval")
+    begin, *_, last = read_metrics(run, "eval")
     assert before["logps_eval/chosen"] == pytest.approx(last["logps_eval/chosen"], rel=1e-5)
-    assert read_metrics(run, "eval")[0]["logps_eval/chosen"] != pytest.approx(last["logps_eval/chosen"], rel=1e-3)
-    assert (before["rewards_eval/margins"], after["examples"]) == (0, 4)
-    again = torch.load(tmp_path / "b" / "LATEST" / "policy.pt", weights_only=True)
-    assert all(torch.allclose(again["state"][name], value) for name, value in policy["state"].items())
+    assert begin["logps_eval/chosen"] != pytest.approx(last["logps_eval/chosen"], rel=1e-3)
+    assert before["rewards_eval/margins"] == 0
+    trained, again = (read_state(tmp_path / name / "LATEST" / "policy.pt") for name in "ab")
+    torch.testing.assert_close(again, trained)
 
 
-def test_debug_writes_no_checkpoints_and_no_wandb(tmp_path):
-    data, run = f"dataset_sources.hh={write_pairs(tmp_path)}", tmp_path / "run"
-    result = train(*TINY, data, f"local_run_dir={run}", "debug=true", "wandb.enabled=true", "n_examples=4")
-    assert result.returncode == 0, result.stderr
-    assert {p.name for p in run.iterdir()} - {*list_logs()} == OF_EVERY_RUN
-    assert read_metrics(run, "train")
+def test_debug_writes_no_checkpoints_and_no_wandb(command, tmp_path):
+    succeeded(train(*command("run", "debug=true", "wandb.enabled=true", "n_examples=4")))
+    assert {p.name for p in (tmp_path / "run").iterdir()} - {*list_logs()} == OF_EVERY_RUN
+    assert read_metrics(tmp_path / "run", "train")

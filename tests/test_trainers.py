@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpu import HostReads
-from support.runs import GOLDEN, compose, read_metrics, read_rows, write_rows
+from support.runs import compose, read_metrics, read_rows
 
 from dpo.models.layouts import pad
 from dpo.training.objective import Reduced
@@ -22,35 +22,13 @@ SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=1", "do_first_sampli
 IN_PLAIN_SIGHT = ("warmup_steps=0", "optimizer=SGD", "lr=1.0", "max_grad_norm=1e9")  # an update is minus the gradient
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """16 training pairs and 4 test pairs, of different lengths."""
-    folder = tmp_path_factory.mktemp("data")
-    things = ("umbrella", "map", "spoon", "key", "notebook", "coat", "pump", "kettle")
-
-    def row(i: int) -> dict[str, str]:
-        prompt = f"\n\nHuman: Where is the {things[i % 8]} number {i}?\n\nAssistant:"
-        return {
-            "chosen": f"{prompt} On the desk{', I think' * (i % 3)}.",
-            "rejected": f"{prompt} Go {'away ' * (i % 4)}!",
-        }
-
-    write_rows(folder / "train.jsonl", [row(i) for i in range(16)])
-    write_rows(folder / "test.jsonl", [row(i) for i in range(16, 20)])
-    return folder
-
-
 @pytest.fixture
-def make_trainer(data, tiny_llama, tmp_path):
+def make_trainer(command, tiny_llama, tmp_path):
     """A trainer on copies of the tiny Llama, from a real config."""
 
     def make(*overrides: str, run: str = "run", dtype: torch.dtype = torch.float32) -> BasicTrainer:
-        config = compose(
-            *("exp_name=test", f"local_run_dir={tmp_path / run}", f"model.name_or_path={GOLDEN / 'tiny-llama'}"),
-            *("model.reference_dtype=float32", f"dataset_sources.hh={data}", "eval_batch_size=4", "n_eval_examples=4"),
-            *("max_length=64", "max_prompt_length=32", "sample_during_eval=false", "minimum_log_interval_secs=0"),
-            *("wandb.enabled=false", *overrides),
-        )
+        own = ("max_length=64", "warmup_steps=150", "lr=5e-7", "minimum_log_interval_secs=0", *overrides)
+        config = compose(*command(run, *own))
         (tmp_path / run).mkdir()
         policy, reference = (copy.deepcopy(tiny_llama).to(dtype) for _ in range(2))
         reference = None if config.loss.name == "sft" else reference
@@ -160,14 +138,14 @@ def test_a_line_says_what_is_done_before_the_first_update(make_trainer, capsys):
     keys = ("self_test", "cache_reference_logps", "do_first_eval, n_eval_examples", "sample_during_eval")
     assert all(f"({names})" in line for names in keys)
     answers = read_rows(trainer.run_dir / "answers.jsonl")
-    assert [answer["examples"] for answer in answers] == [0] * 4 + [4] * 4
+    assert [answer["examples"] for answer in answers] == [0, 0, 4, 4]
 
 
-def test_the_references_methods_take_the_references_batch(make_trainer, data):
+def test_the_references_methods_take_the_references_batch(make_trainer, rows):
     trainer = make_trainer(*DPO)
     trainer.policy.lm_head.weight.data *= 1.3  # no longer the reference
     options = {"batch_size": 4, "max_length": 64, "max_prompt_length": 32, "n_epochs": 1, "silent": True}
-    batch = next(get_batch_iterator(["hh"], trainer.tokenizer, **options, dataset_sources={"hh": str(data)}))
+    batch = next(get_batch_iterator(["hh"], trainer.tokenizer, **options, dataset_sources={"hh": str(rows / "hh")}))
     loss, metrics = trainer.get_batch_metrics(batch, trainer.config.loss, train=True)
 
     chosen, rejected = (metrics[f"rewards_train/{side}"] for side in ("chosen", "rejected"))
@@ -196,7 +174,9 @@ def count_forwards(model: torch.nn.Module) -> list[None]:
 
 
 def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
-    trainer = make_trainer(*DPO, "n_epochs=3", "batch_size=8", "eval_every=8", "self_test=false", "debug=true")
+    trainer = make_trainer(
+        *DPO, "n_epochs=3", "n_examples=null", "batch_size=11", "eval_every=11", "self_test=false", "debug=true"
+    )
     calls = count_forwards(trainer.reference_model)
     trainer.train()
     assert trainer.state.batch_counter == 6

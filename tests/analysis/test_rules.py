@@ -130,34 +130,34 @@ def test_every_rule_has_such_a_run_and_warnings_come_before_notes():
     assert levels == sorted(levels, reverse=True)
 
 
-SOUND = {
-    "a healthy run": HEALTHY,
-    "a healthy online run, whose scorer may contradict held-out labels": changed(
-        HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))
-    ),
-    "nothing was logged": Run(Path("run"), "made", config=CONFIG),
-    "margins that grow by what chosen lose": changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
-    "a loss that holds chosen up": changed(
-        HEALTHY, config={"loss": {"name": "dpop"}}, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))
-    ),
-    "few pairs": changed(HEALTHY, **held_out(evaluate(0.6, 0.5)), **counts("test", examples=8, prompts=8)),
-    "a run that still trains": changed(HEALTHY, state="still training", **train(lr=1e-8)),
-    "the reference repeats itself too": changed(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:], ANSWERS[:8] + [LOOP] * 8)),
-    "SFT should change lengths": changed(
-        HEALTHY, config={"loss": {"name": "sft"}}, **sampled([answer * 3 for answer in ANSWERS])
-    ),
-    "weights of wpo move": changed(
+SOUND = (
+    HEALTHY,
+    # whose scorer may contradict held-out labels
+    changed(HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))),
+    Run(Path("run"), "made", config=CONFIG),  # nothing was logged
+    # margins that grow by what chosen lose
+    changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
+    # a loss that holds chosen up
+    changed(HEALTHY, config={"loss": {"name": "dpop"}}, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))),
+    # few pairs
+    changed(HEALTHY, **held_out(evaluate(0.6, 0.5)), **counts("test", examples=8, prompts=8)),
+    changed(HEALTHY, state="still training", **train(lr=1e-8)),
+    # the reference repeats itself too
+    changed(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:], ANSWERS[:8] + [LOOP] * 8)),
+    # SFT should change lengths
+    changed(HEALTHY, config={"loss": {"name": "sft"}}, **sampled([answer * 3 for answer in ANSWERS])),
+    # weights of wpo move
+    changed(
         HEALTHY,
         config={"loss": {"name": "dpo", "wpo": True}},
         **train(**{"loss/train": lambda k: 3.0 if k > 1 else 0.7}),
     ),
-    "labels that are balanced by weights": changed(
-        HEALTHY, config={"loss": KTO | {"desirable_weight": 3.0}}, **counts("train", **LABELS)
-    ),
-}
+    # labels that are balanced by weights
+    changed(HEALTHY, config={"loss": KTO | {"desirable_weight": 3.0}}, **counts("train", **LABELS)),
+)
 
 
-@pytest.mark.parametrize("run", SOUND.values(), ids=SOUND)
+@pytest.mark.parametrize("run", SOUND)
 def test_no_rule_finds_a_fault_where_there_is_none(run):
     assert find_all(run) == []
 

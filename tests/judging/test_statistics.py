@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
+from dpo.judging import statistics
 from dpo.judging.statistics import FEWEST_FOR_LENGTH, find_rate, summarize
+
+
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch):
+    monkeypatch.setattr(statistics, "N_RESAMPLES", 2_000)
 
 
 def draw(n: int, *, quality: float, slope: float, seed: int) -> tuple[list[float], list[tuple[int, int]]]:

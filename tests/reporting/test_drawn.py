@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from support.runs import read_metrics, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -12,7 +11,6 @@ from dpo.analysis.ledger import PARQUET
 from dpo.analysis.runs import read_run
 from dpo.data.examples import text_digest
 from dpo.errors import RunError
-from dpo.training.objective import Objective
 
 ONLINE = (
     *("online=online", "online.scorer=keyword", "online.keyword=e", "online.n_samples=3", "online.max_new_tokens=8"),
@@ -64,19 +62,10 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     assert (found.online, len(found.drawn), found.samples, found.problems) == (True, 6, [], [])
 
 
-def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_path, monkeypatch):
-    losses_of = Objective.losses
-
-    def spoilt(self, *arguments, split, **options):
-        losses, metrics = losses_of(self, *arguments, split=split, **options)
-        return (
-            (losses, metrics) if split == "eval" else (losses, {**metrics, "loss/train": losses.detach() * torch.nan})
-        )
-
-    monkeypatch.setattr(Objective, "losses", spoilt)
+def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, spoil, tmp_path):
+    spoil(1)
     with pytest.raises(RunError, match="update 1 has loss nan"):
         run("run", *ONLINE)
-    monkeypatch.undo()
 
     for row in read_rows(tmp_path / "run" / "nonfinite-1" / "train.jsonl"):
         assert row["prompt"].startswith("\n\nHuman: Where is hh")

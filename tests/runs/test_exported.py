@@ -13,7 +13,6 @@ from support.runs import GOLDEN, read_metrics, run_card, train
 from dpo.analysis.rules import find_all
 from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import check_complete
-from dpo.data.tokenizer import load_tokenizer
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import resolve
@@ -35,20 +34,18 @@ def same_as_checkpoint(run_dir, folder) -> bool:
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
 
-def test_a_run_is_exported_verified_and_trained_further(run, command, tmp_path, capsys):
-    result = succeeded(train(*command("run")))
+def test_a_run_is_exported_verified_and_trained_further(run, tmp_path, capsys):
+    run("run", "n_examples=8")
     run_dir = tmp_path / "run"
-    assert f"exported {run_dir}/step-24/hf" in result.stdout
+    assert f"exported {run_dir}/step-8/hf" in capsys.readouterr().out
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
-    check_complete(run_dir / "step-24")
-    assert [path.name for path in run_dir.glob("step-*/hf")] == ["hf"]
-    assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
+    check_complete(run_dir / "step-8")
 
     shutil.rmtree(run_dir / "LATEST" / "hf")  # it comes back, and nothing is trained
-    run("run", "resume=auto")
+    run("run", "n_examples=8", "resume=auto")
     assert "already complete" in capsys.readouterr().out
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
-    run("run", "resume=auto")
+    run("run", "n_examples=8", "resume=auto")
     assert f"exported {run_dir}" not in capsys.readouterr().out
 
     run("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false", "n_examples=4")

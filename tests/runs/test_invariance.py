@@ -166,7 +166,6 @@ QUICK = {
     "references first": "lora from an adapter",
     "resumed": "online a following reference, lora with dropout",
     "killed, resumed": "online lora",
-    "sharded, resumed": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = (
@@ -254,16 +253,15 @@ def whole(finished) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
     """A feature's settings, with paths for the words in capitals."""
+    folder = tmp_path_factory.mktemp("inputs")
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
-        "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
-        "=LISTS": lambda: write_lists(tmp_path_factory.mktemp("data") / "lists"),
-        "=WEIGHTED": lambda: write_weighted(tmp_path_factory.mktemp("data") / "weighted"),
-        "=CHATS": lambda: write_chats(tmp_path_factory.mktemp("data") / "chats"),
-        "=CHAT_MODEL": lambda: save_reward_model(
-            tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer, template=WITH_TOOLS
-        ),
-        "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
+        "=PROMPTS": lambda: write_prompts(folder / "prompts"),
+        "=LISTS": lambda: write_lists(folder / "lists"),
+        "=WEIGHTED": lambda: write_weighted(folder / "weighted"),
+        "=CHATS": lambda: write_chats(folder / "chats"),
+        "=CHAT_MODEL": lambda: save_reward_model(folder / "chat", "llama", tokenizer, template=WITH_TOOLS),
+        "=REWARD_MODEL": lambda: save_reward_model(folder / "reward", "llama", tokenizer),
     }
 
     @cache

@@ -3,11 +3,12 @@
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.pytests import succeeded
-from support.runs import ROOT, read_metrics, run_python, small_run, write_rows
+from support.runs import ROOT, read_metrics, run_python, run_script, small_run, write_rows
 
 [PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
 ALL = ("plugins=[my.py]", "loss=cpo", "loss.beta=2.0", "optimizer=Lion", "lr=1e-4")
@@ -25,11 +26,9 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    options = [
-        o for o in small_run(folder, folder / "run") if not o.startswith(("dataset", "lr=", "loss", "optimizer"))
-    ]
-    return run_python(str(ROOT / "train.py"), *options, *overrides, cwd=folder)
+def train(folder: Path, *overrides: str, run: Callable = run_script) -> subprocess.CompletedProcess[str]:
+    options = [o for o in small_run(folder, folder / "run") if not o.startswith(("dataset", "lr=", "loss"))]
+    return run(str(ROOT / "train.py"), *options, *overrides, cwd=folder)
 
 
 def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(folder):
@@ -62,7 +61,7 @@ def test_a_run_with_a_plugins_loss_is_exported_and_judged_without_the_plugin(fol
 @pytest.mark.slow
 def test_a_resumed_run_needs_the_same_code(folder):
     sums = (*ALL, "datasets=[sums]")
-    succeeded(train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2"))
+    succeeded(train(folder, *sums, "n_examples=8", "trainer=FSDPTrainer", "world_size=2", run=run_python))
     (folder / "helper.py").write_text("changed = True")
     changed = train(folder, *sums, "n_examples=16", "resume=auto")
     (folder / "helper.py").write_text("")

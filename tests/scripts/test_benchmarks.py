@@ -1,11 +1,9 @@
 """Every benchmark runs on a tiny model, and counts correctly."""
 
 import pytest
-import torch
 from support.pytests import slow, succeeded
 from support.runs import GOLDEN, run_script
 
-from benchmarks import compare
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
 from dpo.models.layouts import pad
@@ -49,19 +47,3 @@ def test_it_runs(module, arguments, said):
     result = succeeded(run_script("-m", f"benchmarks.{module}", *arguments))
     assert said in result.stdout
     assert "failed" not in result.stdout
-
-
-def test_without_bfloat16_instructions_its_rows_and_its_peak_are_not_measured(monkeypatch, capsys):
-    measured, peaks = [], []
-
-    def measure_row(overrides, updates):
-        measured.append(overrides)
-        return {"pairs": 4, "memory_gb": 1.0, "rows": [{"seconds": 1.0, "loss": 0.5}]}
-
-    monkeypatch.setattr(compare, "has_fast_bfloat16", lambda: False)
-    monkeypatch.setattr(compare, "measure_row", measure_row)
-    monkeypatch.setattr(compare, "measure_peak", lambda dtype: peaks.append(dtype) or 1e9)
-    monkeypatch.setattr("sys.argv", ["compare", "--only", "ours;ours, bfloat16"])
-    compare.main()
-    assert (len(measured), peaks) == (1, [torch.float32])
-    assert "left out ours, bfloat16: this CPU has no instructions for bfloat16" in capsys.readouterr().out

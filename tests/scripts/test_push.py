@@ -1,14 +1,17 @@
 """`dpo export --push` and `--gguf`."""
 
 import html
+import importlib
 import json
 import subprocess
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from support import warm
 from support.hub import TOKEN, serving_hub
 from support.pytests import succeeded
-from support.runs import run_python
+from support.runs import ROOT, make_environment
 
 from dpo.commands.export import complete_card, main
 from dpo.models.export import find_origin
@@ -30,7 +33,13 @@ def hub():
 def call(hub, tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     # an upload by Xet goes to another kind of server; HF_HUB_OFFLINE is set for tests
     settings = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return run_python(*arguments, **settings, HF_HOME=str(tmp_path / "hf"), **more)
+    environment = make_environment(**settings, HF_HOME=str(tmp_path / "hf"), **more)
+    return warm.run(*arguments, cwd=ROOT, environment=environment, timeout=200, fault=read_environment_again)
+
+
+def read_environment_again() -> None:
+    """The process is forked from one that has imported the Hub's library."""
+    importlib.reload(huggingface_hub.constants)
 
 
 def push(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -91,9 +91,9 @@ class Python:
         os.kill(self.pid, number)
 
 
-def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS`; return its output and exit status."""
-    process = Python(*arguments, cwd=cwd, environment=environment)
+    process = Python(*arguments, **options)
     out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

@@ -15,15 +15,7 @@ import dpo
 from dpo.settings.validation import find_problems, find_warnings
 from dpo.system.host import is_installed
 
-TRAIN = [
-    "model=demo",
-    "datasets=[demo]",
-    "loss=dpo",
-    "loss.beta=0.1",
-    "exp_name=try",
-    "local_run_dir=run",
-    "n_examples=8",
-]
+TRAIN = "model=demo datasets=[demo] loss=dpo loss.beta=0.1 exp_name=try local_run_dir=run n_examples=8"
 PUBLIC = "api plugins train trainers preference_datasets utils losses errors commands"
 
 
@@ -48,7 +40,7 @@ def test_the_wheel_has_one_package_with_all_its_files_and_trains_from_an_empty_d
     assert {str(path.relative_to(ROOT)) for path in files} <= names
     (tmp_path / "empty" / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "empty" / "mine" / "experiment" / "small.yaml").write_text("# @package _global_\nn_epochs: 3\n")
-    command = ["-m", "dpo", "train", *TRAIN, "dry_run=true", "--config-dir=mine", "experiment=small"]
+    command = ["-m", "dpo", "train", *TRAIN.split(), "dry_run=true", "--config-dir=mine", "experiment=small"]
     where = {"cwd": tmp_path / "empty", "PYTHONPATH": str(tmp_path / "installed")}
     result = succeeded(run_python(*command, **where))
     assert "2 updates of 4 examples" in result.stdout
@@ -79,10 +71,14 @@ def test_a_plain_install_trains_the_demo_from_an_empty_directory(wheel, tmp_path
     assert not re.search("^(wandb|matplotlib|peft|accelerate|bitsandbytes|beautifulsoup4|tensorboard)==", listed, re.M)
     imports = "; ".join(f"import dpo.{name}" for name in PUBLIC.split())
     assert subprocess.run([python, "-c", imports], cwd=empty, check=False).returncode == 0
-    trained = succeeded(run("train", *TRAIN))
+    trained = succeeded(run("train", *TRAIN.split()))
     assert trained.stdout.count("wandb") == 1
     assert "warning: W&B gets nothing, as wandb is not installed" in trained.stdout
-    for command in (["train", *TRAIN, "resume=auto", "n_examples=16"], ["verify", "run"], ["export", "run", "out"]):
+    for command in (
+        ["train", *TRAIN.split(), "resume=auto", "n_examples=16"],
+        ["verify", "run"],
+        ["export", "run", "out"],
+    ):
         assert run(*command).returncode == 0
     asked = ["evaluate", "run", "--judge", "human", "--max-new-tokens", "4", "--limit", "2"]
     assert run(*asked).returncode == 0
