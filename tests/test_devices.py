@@ -1,7 +1,5 @@
 """What a GPU would do otherwise than a CPU, taken on a CPU: every place that asks has a test of the GPU's branch."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace
@@ -14,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import runs
+from support.pytests import refused
 from support.runs import GOLDEN, ROOT, assert_alike
 from torch import Tensor
 
-from dpo.errors import InputError, RunError, explaining_library
+from dpo.errors import RunError, explaining_library
 from dpo.models import attention
 from dpo.models.layouts import GPU_ALIGNMENT, SharedPrefix
 from dpo.models.pretrained import Source, load_model
@@ -176,7 +175,7 @@ def test_models_go_to_the_gpus_that_there_are(n_gpus, device_map, device, backen
 def test_layers_on_the_cpu_or_the_disk_are_refused(tmp_path):
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(3)}
-    with pytest.raises(InputError, match="does not fit into the free memory of the GPUs: use more"):
+    with refused("does not fit into the free memory of the GPUs: use more"):
         load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, device_map=places)
 
 
@@ -189,7 +188,7 @@ def test_one_process_cuts_a_model_over_all_gpus(command, monkeypatch):
         parts.place(replace(plan, gpus=gpus), None, Mesh(), False, "float32")
     assert cut == [["cuda:0", "cuda:1"], ["cpu", "cpu"]]
     loaded = SimpleNamespace(hf_device_map={"model": 0, "lm_head": "cpu"})  # by a caller
-    with pytest.raises(InputError, match="does not fit into the free memory of the GPUs"):
+    with refused("does not fit into the free memory of the GPUs"):
         parts.place(resolve(runs.compose(*command("run"))), loaded, Mesh(), False, "float32")
 
 

@@ -1,7 +1,5 @@
 """The losses are the papers' equations, worked by hand on a pair or two."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

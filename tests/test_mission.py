@@ -5,8 +5,6 @@ O an online trainer that failed on a wrapped model, M a guide to several cards. 
 `test_tensor_parallel_package.py` has tensor parallelism by the package alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -27,6 +25,7 @@ import transformers
 from support import trainers
 from support.commands import RUNS, find_refusals
 from support.models import GPT, make_weights
+from support.pytests import refused, slow, succeeded
 from support.records import evaluation, rewards, write_run
 from support.runs import GOLDEN, ROOT, assert_alike, find_differences, read_metrics, run_python, train_here
 
@@ -34,7 +33,7 @@ import train
 import utils
 from dpo.commands import COMMANDS, doctor, main, report
 from dpo.data.examples import Example
-from dpo.errors import InputError, RunError
+from dpo.errors import RunError
 from dpo.losses import LOSSES
 from dpo.models.layouts import Padded
 from dpo.parallel import sharding
@@ -152,7 +151,7 @@ def test_e_running_out_of_memory_says_what_to_change(run, monkeypatch):
 def test_e_an_unknown_class_of_blocks_is_refused_before_data_and_weights(trainer, run, monkeypatch):
     for name in ("dpo.preference_datasets.load_data", "dpo.models.loading.load_model"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(InputError, match="block_name=LlamaLayer is not a module class of LlamaForCausalLM"):
+    with refused("block_name=LlamaLayer is not a module class of LlamaForCausalLM"):
         run("run", *trainer.split(), "model.block_name=LlamaLayer")
 
 
@@ -327,8 +326,7 @@ def test_g_mixed_precision_in_fp16_over_several_processes(way, command, tmp_path
 @pytest.mark.parametrize("launcher", ["torch.distributed.launch", "torch.distributed.run"])
 def test_g_the_launchers_of_torch_start_a_run(launcher, command, tmp_path):
     started = ("-m", launcher, "--nproc-per-node=2", f"--master-port={utils.get_open_port()}", "train.py")
-    result = run_python(*started, *command("run", "trainer=FSDPTrainer", "n_examples=8"))
-    assert result.returncode == 0, result.stderr
+    succeeded(run_python(*started, *command("run", "trainer=FSDPTrainer", "n_examples=8")))
     assert json.loads((tmp_path / "run" / "env.json").read_text())["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
 
 
@@ -398,9 +396,7 @@ def test_g_workers_prepare_batches_in_pinned_memory(tmp_path, monkeypatch):
 ONLINE = ("online=online", "online.scorer=shorter", "online.max_new_tokens=4", "n_examples=4", "do_first_eval=false")
 
 
-@pytest.mark.parametrize(
-    "processes", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two processes"]
-)
+@pytest.mark.parametrize("processes", [1, slow(2)], ids=["one process", "two processes"])
 def test_o_online_dpo(processes, command, tmp_path):
     several = ("trainer=FSDPTrainer", f"world_size={processes}") if processes > 1 else ()
     train_here(command("run", *ONLINE, *several))
@@ -413,9 +409,7 @@ def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
     return type("DistributedDataParallel", (torch.nn.DataParallel,), {})(model)
 
 
-@pytest.mark.parametrize(
-    "wrap", [torch.nn.DataParallel, wrap_for_processes, pytest.param(torch.compile, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, wrap_for_processes, slow(torch.compile)])
 def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llama, tmp_path, capsys):
     config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=4")
     wrapped, reference = wrap(tiny_llama), wrap(copy.deepcopy(tiny_llama))
@@ -430,7 +424,7 @@ def test_o_what_is_no_model_of_transformers_is_refused_in_a_sentence(tiny_llama,
     adapted = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["q_proj"]))
     by_trainer = (BasicTrainer, adapted, config, 0, config.local_run_dir, tiny_llama)
     for start, *arguments in (by_trainer, (train.worker_main, 0, 1, config, adapted)):
-        with pytest.raises(InputError, match=r"the model given is a PeftModel.*: give the model of transformers"):
+        with refused(r"the model given is a PeftModel.*: give the model of transformers"):
             start(*arguments)
 
 
@@ -486,7 +480,7 @@ def test_reference_write_state_dict(tmp_path, copied):
     assert saved["state"].keys() == trainer.policy.state_dict().keys()
     assert torch.load(tmp_path / "there" / "scheduler.pt") == {"step_idx": 8, "state": {"lr": 1}, "metrics": {}}
     trainer.run_dir = copied("other")
-    with pytest.raises(InputError, match="LATEST has the checksums of the run's own checkpoint"):
+    with refused("LATEST has the checksums of the run's own checkpoint"):
         trainer.write_state_dict(8, {}, {}, "policy.pt")
 
 

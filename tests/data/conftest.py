@@ -1,7 +1,5 @@
 """Views of preference data that tests read."""
 
-from __future__ import annotations
-
 from dpo.data.schema import PreferenceData
 
 

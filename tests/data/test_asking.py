@@ -1,7 +1,5 @@
 """A prompt and its answer as chat messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from dpo.data.asking import as_messages

@@ -1,7 +1,5 @@
 """Columns of custom data: recognized, or refused with the fix."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -10,12 +8,12 @@ from typing import Any
 import datasets
 import pytest
 from support.formats import assistant, user
+from support.pytests import refused
 from support.runs import GOLDEN, train, write_rows
 
 from dpo.data.columns import Columns, recognize
 from dpo.data.custom import get_custom
 from dpo.data.tokenizer import load_tokenizer
-from dpo.errors import InputError
 from dpo.settings.places import FORMS
 
 TEXTS = {"chosen": "The capital is A.", "rejected": "The capital is B."}
@@ -130,7 +128,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
     ],
 )
 def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_override(row, trains_on, given, message):
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(re.escape(message)):
         find(row, trains_on, **given)
 
 
@@ -151,7 +149,7 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
     found = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
     for row, said in zip(rows, chosen, strict=True):
         if said == "!":
-            with pytest.raises(InputError, match=f"{verdict} is .*write the name of the better column, or tie"):
+            with refused(f"{verdict} is .*write the name of the better column, or tie"):
                 found.find_fields(row)
     if "!" not in chosen:
         data = get_custom(rows, "mine", tokenizer)
@@ -170,7 +168,7 @@ def test_two_columns_may_name_the_better_and_the_worse_response():
 )
 def test_numbers_that_may_count_from_0_or_from_1_name_no_response(columns, numbers, tokenizer):
     rows = [dict.fromkeys(("question", *columns.split()), f"It is {i}") | {"winner": n} for i, n in enumerate(numbers)]
-    with pytest.raises(InputError, match=r"winner has the number ., so it is not known which of .* each number stands"):
+    with refused(r"winner has the number ., so it is not known which of .* each number stands"):
         get_custom(rows, "mine", tokenizer, bad_records="skip")
 
 
@@ -186,7 +184,7 @@ def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, t
     chat = {"prompt": [user("Who?")], "chosen": [assistant("I.")], "rejected": [assistant("You.")]}
     get_custom([row | {field: "<image>"}], "rows.json", load_tokenizer(str(tmp_path)))  # a word to this model
     for marked in (row | {field: "<pic>"}, chat | {field: [(user if field == "prompt" else assistant)("<pic>")]}):
-        with pytest.raises(InputError, match="a text has <pic>, which stands for an image, video or audio, and only"):
+        with refused("a text has <pic>, which stands for an image, video or audio, and only"):
             get_custom([marked], "rows", load_tokenizer(str(tmp_path)))
 
 

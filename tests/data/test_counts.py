@@ -3,21 +3,19 @@
 " b", " c", " d", " e" and "a" are one token each; max_length is 6 and max_prompt_length 2 unless a test says otherwise.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 import pytest
+from support.pytests import refused
 
 from dpo.data import preflight
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import SplitCounter, SplitReport, count_updates
 from dpo.data.table import Prompt, PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
-from dpo.errors import InputError
 
 
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
@@ -117,7 +115,7 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
     monkeypatch.setattr(preflight, "COUNTED_WHOLE", 1)
     monkeypatch.setattr(preflight, "SAMPLE_SIZE", 1)
     good, bad = prompt_of("fine", (" b", " c")), prompt_of("fine too", (" guilty<|endoftext|> response", " c"))
-    with pytest.raises(InputError, match=r"prompt 'fine too': .*remove it from ' guilty<\|endoftext\|> response'"):
+    with refused(r"prompt 'fine too': .*remove it from ' guilty<\|endoftext\|> response'"):
         inspect(tokenizer, *[good] * 30, bad)
     # a chat template may write it
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1

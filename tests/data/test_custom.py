@@ -1,7 +1,5 @@
 """The user's own data: what is trained on, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 from decimal import Decimal
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.formats import SKY, assistant, system, user
+from support.pytests import refused
 from support.runs import read_metrics
 
 from dpo.analysis.ledger import read_ledger
@@ -88,7 +87,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with pytest.raises(InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* needs 20"):
+    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* needs 20"):
         run("other", *settings)
 
 
@@ -267,7 +266,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
     ],
 )
 def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         get_custom(rows, "mine", chat(template))
 
 

@@ -1,7 +1,5 @@
 """`datasets=[demo]`: dialogues to learn from, the same on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

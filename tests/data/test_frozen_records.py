@@ -4,8 +4,6 @@ The table was made by the code of af2ec09b, which recognized formats by writing 
 what they become may not. Later came responses that repeat their prompt, and `function_call`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Near-duplicates between the splits, counted and named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

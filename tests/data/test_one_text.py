@@ -3,8 +3,6 @@
 Every case is compared with the tokens of the whole text, as anyone who serves the model would compute them.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from itertools import chain

@@ -1,13 +1,12 @@
 """A run's data before training starts: its description, warnings, refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
@@ -96,7 +95,7 @@ def test_pairs_that_are_all_without_a_difference_are_refused(three_pairs, tokeni
     begin = "\n\nHuman: a\n\nAssistant: b b b b b b"
     same = {"chosen": f"{begin} c", "rejected": f"{begin}{ends}"}
     write_rows(three_pairs / "train.jsonl", [same, same])
-    with pytest.raises(InputError, match="in all 2 pairs of the train split of hh both responses are the same"):
+    with refused("in all 2 pairs of the train split of hh both responses are the same"):
         prepare(three_pairs, tokenizer, **limits)
     prepare(three_pairs, tokenizer, **limits, loss="sft", batch_size=1, gradient_accumulation_steps=1)
     write_rows(three_pairs / "train.jsonl", [same, {**same, "rejected": f"{begin[:-12]} e"}])
@@ -108,9 +107,9 @@ def test_a_token_that_the_model_does_not_embed_is_refused_among_earlier_and_late
     [id_of_a] = encode([" a"])[" a"]
     encode.check_vocabulary(id_of_a + 1)
     assert encode([" a"]) == {" a": [id_of_a]}
-    with pytest.raises(InputError, match=rf"token id {id_of_a}, but the model has only {id_of_a} embeddings"):
+    with refused(rf"token id {id_of_a}, but the model has only {id_of_a} embeddings"):
         encode.check_vocabulary(id_of_a)
     later = TextEncoder(tokenizer, largest=id_of_a - 1)
     later.check_vocabulary(id_of_a)
-    with pytest.raises(InputError, match=rf"token id {id_of_a}, but"):
+    with refused(rf"token id {id_of_a}, but"):
         later.encode_whole([("a", [[" a"]])])

@@ -1,13 +1,12 @@
 """What of the messages is in the rendered text, which control tokens are refused, and where turns end."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import pytest
 from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, system, user
+from support.pytests import refused
 
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
@@ -15,7 +14,6 @@ from dpo.data.schema import Record
 from dpo.data.table import iterate_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
-from dpo.errors import InputError
 
 EOS = "<|endoftext|>"
 BEGIN, CLOSE = "<{{ m.role }}>", "{{ eos_token }}\n"
@@ -217,7 +215,7 @@ def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
     ],
 )  # fmt: skip
 def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
-    with pytest.raises(InputError, match=re.escape(said)):
+    with refused(re.escape(said)):
         read(chosen, chat(template), prompt)
     good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
     rows = [{**good, "prompt": prompt, "chosen": chosen}, good]
@@ -258,7 +256,7 @@ def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, contr
     }[place]
     rows = [{**good, "tools": None, **change}] if place == "text" else [{**good, "tools": None}, good | change]
     message = f"record {len(rows)} of mine: {where}.* has the control token '{control}', which only .*: remove it from"
-    with pytest.raises(InputError, match=message.replace("|", r"\|")):
+    with refused(message.replace("|", r"\|")):
         get_custom(rows, "mine", tokenizer)
 
 
@@ -272,7 +270,7 @@ def test_other_added_tokens_in_messages_are_ordinary(chat):
 def test_a_templates_own_refusal_is_said(chat):
     refusing = make("{% if 'end' in m.content %}{{ raise_exception('no tags') }}{% endif %}")
     for said in (EOS, "the end"):
-        with pytest.raises(InputError, match="the tokenizer's chat template rejects these messages: no tags"):
+        with refused("the tokenizer's chat template rejects these messages: no tags"):
             read([assistant(said)], chat(refusing + PLAIN))
 
 
@@ -346,7 +344,7 @@ def test_a_message_of_weight_zero_is_not_scored(marks, scored, chat):
     ],
 )
 def test_a_response_in_which_nothing_is_scored_is_refused(mark, said, chat):
-    with pytest.raises(InputError, match=f"record 1 of mine: {said}"):
+    with refused(f"record 1 of mine: {said}"):
         get_custom([{"messages": [*ASK, {**SKY[0], **mark}]}], "mine", chat(PLAIN), trains_on="targets")
 
 

@@ -1,7 +1,5 @@
 """Tables of prompts: their content, and when they are used again."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing
@@ -13,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import GOLDEN, write_rows
 
@@ -23,7 +22,7 @@ from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
 from dpo.data.table import Prompt, PromptTable, find_or_build, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
-from dpo.errors import InputError, RunError
+from dpo.errors import RunError
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 from preference_datasets import get_dataset, identify_dataset
@@ -98,7 +97,7 @@ def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, m
         return load_rows(place, split, cache_dir)
 
     monkeypatch.setattr(preference_datasets, "load_rows", edit_and_load)
-    with pytest.raises(InputError, match="the data of hh has changed while it was read: start again"):
+    with refused("the data of hh has changed while it was read: start again"):
         prepare(tmp_path, {"hh": str(source)})
     assert list_tables(tmp_path) == set()
 

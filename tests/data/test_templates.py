@@ -1,13 +1,12 @@
 """Chat templates: tools, responses of several turns, and what a template changes."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import pytest
 from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
+from support.pytests import refused
 from support.runs import GOLDEN
 from transformers import AutoTokenizer
 
@@ -21,7 +20,6 @@ from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
-from dpo.errors import InputError
 from dpo.settings.keys import ChatPlan
 
 AS_JSON = WITH_TOOLS.replace(
@@ -109,7 +107,7 @@ def test_cuts_are_in_the_table_and_truncated_with_their_response(chat, tmp_path)
     [cut] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer, **limits)
     assert cut.cuts[0] == (start, min(start + 2, end))
     late = {**LOOKED_UP, "chosen": [RESULT, *SKY]}
-    with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
+    with refused("is cut off before the assistant's first word: raise max_length"):
         encode(get_custom([late], "mine", tokenizer), tokenizer, **limits)
 
 
@@ -137,7 +135,7 @@ def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(ch
     data = get_custom(rows, "mine", tokenizer)
     counter = SplitCounter(TextEncoder(tokenizer), max_length=10, max_prompt_length=8)
     write_prompts(tmp_path / "a.jsonl", counter.watch(iterate_prompts([("mine", data)], "pairs")))
-    with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
+    with refused("is cut off before the assistant's first word: raise max_length"):
         counter.count_tokens(PromptTable(tmp_path / "a.jsonl"))
 
 
@@ -193,7 +191,7 @@ def test_a_template_gets_arguments_as_text_or_an_object_with_their_nulls(argumen
     ],
 )
 def test_bad_tools_and_calls_are_named(change, message, chat):
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(re.escape(message)):
         get_custom([{**LOOKED_UP, **change}], "mine", chat(WITH_TOOLS))
 
 
@@ -240,7 +238,7 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
 def test_a_prompt_that_is_no_prefix_is_refused(template, message, chat):
     row = {**LOOKED_UP, "prompt": [{"role": "system", "content": "Be kind."}, *ASK]}
     row["chosen"] = [{**CALL, "content": "So."}, RESULT, *SKY]
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         get_custom([row], "mine", chat(template))
 
 
@@ -312,9 +310,9 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
 def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, chat, tmp_path):
     if text is not None:
         (tmp_path / "a").write_text(text)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         bind_template(chat(None), ChatPlan(str(tmp_path / "a"), arguments, None))
-    with pytest.raises(InputError, match="has enable_thinking, which the chat template does not read"):
+    with refused("has enable_thinking, which the chat template does not read"):
         bind_template(chat(None), ChatPlan(None, {"enable_thinking": True}, None))
 
 

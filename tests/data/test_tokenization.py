@@ -3,18 +3,16 @@
 The tiny tokenizer gives one token to each of "a" 65, "b" 66, " b" 276, " c" 272, " d" 283, " e" 328, "!" 1; EOS is 0.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+from support.pytests import refused
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
 from dpo.data.tokenization import remove_control
-from dpo.errors import InputError
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def test_prompt_and_response_are_tokenized_apart_without_special_tokens_but_the_
 @pytest.mark.parametrize("place", ["prompt", "chosen", "rejected"])
 def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
     texts = {"prompt": "a", "chosen": " b", "rejected": " c", place: "guilty <|endoftext|> text"}
-    with pytest.raises(InputError, match=r"<\|endoftext\|>.*guilty <\|endoftext\|> text"):
+    with refused(r"<\|endoftext\|>.*guilty <\|endoftext\|> text"):
         tokenize_batch_element(
             **texts, truncation_mode="keep_end", tokenizer=tokenizer, max_length=9, max_prompt_length=4
         )

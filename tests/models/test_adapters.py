@@ -1,7 +1,5 @@
 """Adapters are PEFT's: both ways the logits are the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import GROUPED, build, list_examples
+from support.pytests import refused
 
 from dpo.commands.export import main as export_by_hand
-from dpo.errors import InputError
 from dpo.models import logprobs
 from dpo.models.adapters import (
     CONFIG,
@@ -131,14 +129,14 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain
 def test_an_adapter_of_another_kind_is_refused(key, value, made_by_peft):
     config = json.loads((made_by_peft / CONFIG).read_text())
     (made_by_peft / CONFIG).write_text(json.dumps(config | {key: value}))
-    with pytest.raises(InputError, match=rf"{key}=.* not supported here: merge it into its base with peft"):
+    with refused(rf"{key}=.* not supported here: merge it into its base with peft"):
         read_adapter(made_by_peft)
 
 
 def test_weights_of_other_layers_than_linear_ones_are_refused(made_by_peft):
     weights = load_file(made_by_peft / WEIGHTS) | {"base_model.model.model.wte.lora_embedding_A": torch.ones(4, 101)}
     save_file(weights, made_by_peft / WEIGHTS)
-    with pytest.raises(InputError, match=r"wte\.lora_embedding_A, which is not supported here"):
+    with refused(r"wte\.lora_embedding_A, which is not supported here"):
         read_adapter(made_by_peft)
 
 
@@ -160,15 +158,15 @@ def test_a_damaged_adapter_is_one_sentence(name, content, made_by_peft, tmp_path
 
 def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_peft):
     stored = read_adapter(made_by_peft)
-    with pytest.raises(InputError, match=rf"{made_by_peft} names layers that are not in GPTNeoX\S+: model.layers.0."):
+    with refused(rf"{made_by_peft} names layers that are not in GPTNeoX\S+: model.layers.0."):
         add_stored_adapter(build("gpt-neox"), stored)
-    with pytest.raises(InputError, match="names layers that are not in LlamaForCausalLM: other"):
+    with refused("names layers that are not in LlamaForCausalLM: other"):
         add_adapter(build("llama"), 4, 8, ["q_proj", "other"])
     for family, layer in (("llama", "embed_tokens"), ("llama, tied", "lm_head")):
-        with pytest.raises(InputError, match="is not linear, is the scalar head, or is tied to the embedding"):
+        with refused("is not linear, is the scalar head, or is tied to the embedding"):
             build_adapted(family, targets=[layer])
     weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.weights.items()}
-    with pytest.raises(InputError, match=r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules"):
+    with refused(r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules"):
         add_stored_adapter(build("llama"), stored._replace(weights=weights))
 
 

@@ -1,7 +1,5 @@
 """Answers depend on weights, settings, seed and number alone, and end where they should."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

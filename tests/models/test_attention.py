@@ -1,7 +1,5 @@
 """Attention in bfloat16 on a CPU: what float64 gives, as closely as torch's own kernel, whatever the mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.models import GROUPED, build, list_examples

@@ -1,7 +1,5 @@
 """An exported checkpoint is the model that was trained, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -13,10 +11,10 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
+from support.pytests import refused
 from support.runs import GOLDEN, PARTS
 
 from dpo.checkpoint.files import write_checkpoint
-from dpo.errors import InputError
 from dpo.models.export import export
 
 LLAMA = GOLDEN / "tiny-llama"
@@ -96,7 +94,7 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
     model = build("llama").eval()
     policy = archive(tmp_path / "policy.pt", model.state_dict())
 
-    with pytest.raises(InputError, match=r"contains Python code.*--trust-remote-code"):
+    with refused(r"contains Python code.*--trust-remote-code"):
         export(policy, tmp_path / "out", model=str(home))
     out = export(policy, tmp_path / "out", model=str(home), trust_remote_code=True)
 
@@ -123,7 +121,7 @@ def test_a_damaged_checkpoint_is_not_exported(base, tmp_path):
     content[-1] ^= 1  # PEFT would not notice the last byte
     damaged.write_bytes(content)
     for merge in (False, True):
-        with pytest.raises(InputError, match=r"adapter_model.safetensors: checksum mismatch"):
+        with refused(r"adapter_model.safetensors: checksum mismatch"):
             export(run, tmp_path / "out", model=str(home), merge=merge)
     assert not (tmp_path / "out").exists()
 
@@ -204,7 +202,7 @@ def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
     base(FAMILIES["llama"]())
     sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
     logits = adapter_of_run(tmp_path / "run", "llama", sft)
-    with pytest.raises(InputError, match=rf"or export the base first: dpo export {sft} (.*)/hf$"):
+    with refused(rf"or export the base first: dpo export {sft} (.*)/hf$"):
         export(tmp_path / "run", tmp_path / "out")
 
     export(sft, tmp_path / "hf", model=str(tmp_path / "base"))
@@ -233,7 +231,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
         (LLAMA, {}, "holds no policy.pt or adapter"),
         (tmp_path / "nowhere", {}, "nowhere does not exist"),
     ):
-        with pytest.raises(InputError, match=said) as raised:
+        with refused(said) as raised:
             export(path, tmp_path / "out", **options)
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "out").exists()

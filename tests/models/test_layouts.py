@@ -1,15 +1,13 @@
 """Shared prefixes against the plain path: the same numbers for every model that can take them; who cannot says why."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
 from support.gpu import HostReads
 from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
+from support.pytests import refused
 
 from dpo.data.examples import make_labels
-from dpo.errors import InputError
 from dpo.losses import preference_loss
 from dpo.models.attention import choose_attention
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
@@ -154,7 +152,7 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
 
 def test_attention_by_segments_refuses_a_model_whose_scores_are_changed():
     model = build(SHARED["gemma2, every second layer windowed"], attention=choose_attention("varlen"))
-    with pytest.raises(InputError, match="varlen does not support Gemma2Attention, which changes the scores of atten"):
+    with refused("varlen does not support Gemma2Attention, which changes the scores of atten"):
         choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
 
 

@@ -1,7 +1,5 @@
 """Weights that `model.archive` names, of a policy or an adapter."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -12,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import build
+from support.pytests import refused
 from support.runs import GOLDEN, compose, run_here
 from transformers import AutoModelForCausalLM
 
-from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
 from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders, notes_on_base
 from dpo.models.weights import Weights, locate_weights
@@ -81,7 +79,7 @@ def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check
             r"differs in .*: give lora.target_modules as in its adapter_config",
         ),
     ):
-        with pytest.raises(InputError, match=said):
+        with refused(said):
             check(archive, *overrides)
     check(*TO_ADAPTER, archive)
     plan = check("loss=sft", "lora=lora", *ALIKE, archive)
@@ -104,7 +102,7 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     plan = check(*TO_ADAPTER, f"model.archive={run}")
     assert find_weights(plan) == Weights(sft, run / "LATEST")
     sft.unlink()
-    with pytest.raises(InputError, match=f"{sft} does not exist"):
+    with refused(f"{sft} does not exist"):
         check(*TO_ADAPTER, f"model.archive={run}")
 
 
@@ -124,5 +122,5 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
     model = shutil.copytree(BASE, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"load_in_8bit": True}}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"is quantized \(its config\.json has a quantization_config\)"):
+    with refused(r"is quantized \(its config\.json has a quantization_config\)"):
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))

@@ -1,7 +1,5 @@
 """The models of config/model name the blocks of their class."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,13 +1,10 @@
 """Models that paths name, and when another base may be given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
+from support.pytests import refused
 from support.runs import GOLDEN
 
-from dpo.errors import InputError
 from dpo.models.export import find_origin
 
 LLAMA = str(GOLDEN / "tiny-llama")
@@ -27,7 +24,7 @@ def base_of(path: str | Path, **options) -> str:
 
 def test_a_model_is_not_replaced_by_another():
     assert base_of("some/model", hub=True) == "some/model"
-    with pytest.raises(InputError, match=rf"{LLAMA} is a whole model: "):
+    with refused(rf"{LLAMA} is a whole model: "):
         find_origin(LLAMA, model=OTHER)
 
 
@@ -35,7 +32,7 @@ def test_a_given_base_is_used_instead_of_one_that_is_unknown_or_has_moved(tmp_pa
     (tmp_path / "policy.pt").touch()
     moved = run_with("../moved/away", tmp_path / "moved")
     assert base_of(moved, model=OTHER) == base_of(tmp_path, model=OTHER) == OTHER
-    with pytest.raises(InputError, match=r"names no base model.*: give --model"):
+    with refused(r"names no base model.*: give --model"):
         find_origin(tmp_path)
 
 
@@ -44,5 +41,5 @@ def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_p
     run = run_with(LLAMA, tmp_path / "run")
     with (run / "config.yaml").open("a") as file:
         file.write("\nexp_name: ${oc.env:HOME}\n")
-    with pytest.raises(InputError, match=r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):
+    with refused(r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):
         find_origin(run)

@@ -1,7 +1,5 @@
 """The shared-prefix layout worked by hand, and cut and packed for random batches without losing or adding a token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 

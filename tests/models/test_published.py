@@ -1,7 +1,5 @@
 """An export is the base's own directory with other weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

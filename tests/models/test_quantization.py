@@ -1,18 +1,16 @@
 """The 4-bit base of QLoRA: its arithmetic is that of bitsandbytes."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
 import torch
 import transformers
 from support.models import build
+from support.pytests import refused
 from support.runs import GOLDEN
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from dpo.errors import InputError
 from dpo.models.adapters import count_parameters
 from dpo.models.quantization import Linear4bit, quantize, round_to_4bit
 
@@ -104,5 +102,5 @@ def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family):
 
 def test_without_bitsandbytes_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(InputError, match="lora=qlora needs bitsandbytes with kernels for this machine"):
+    with refused("lora=qlora needs bitsandbytes with kernels for this machine"):
         quantize(build("llama"))

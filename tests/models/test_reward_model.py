@@ -1,7 +1,5 @@
 """A reward model scores each answer as it would alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +10,10 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from support.models import REWARD_MODELS, save_reward_model
+from support.pytests import refused
 from support.runs import GOLDEN
 
 from dpo.data.table import Prompt
-from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
@@ -129,7 +127,7 @@ def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
 )
 def test_a_format_that_the_tokenizer_lacks_is_refused(wanted, said, tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
-    with pytest.raises(InputError, match=said):
+    with refused(said):
         scorer_of(folder, reward_format=wanted)
 
 
@@ -137,7 +135,7 @@ def test_a_rope_that_a_long_row_changes_for_all_rows_is_refused(tokenizer, tmp_p
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     folder = save_reward_model(tmp_path, "llama", tokenizer, max_position_embeddings=16, rope_parameters=rope)
     assert scorer_of(folder).score.limit == 16
-    with pytest.raises(InputError, match=r"online.reward_model=.*: max_length=17 is too long for "):
+    with refused(r"online.reward_model=.*: max_length=17 is too long for "):
         scorer_of(folder, most=9)
 
 
@@ -185,7 +183,7 @@ def test_without_a_template_a_chat_is_written_without_the_policys_tokens_or_a_se
 def test_calls_and_results_have_no_place_in_texts(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
     chat = [*MESSAGES, {"role": "tool", "content": "42"}]
-    with pytest.raises(InputError, match="no turn of role 'tool' and no calls: choose the form chat"):
+    with refused("no turn of role 'tool' and no calls: choose the form chat"):
         scorer_of(folder).check(Prompt("<tool>42", [], [], "keep_start", True, messages=chat))
 
 
@@ -231,9 +229,9 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     }
     for load in (scorer_of, lambda folder: load_scorer(resolve(config_of(folder)), "meta", rows=1)):
         for folder, said in refused.items():
-            with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
+            with refused(rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)
-        with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded; give a local directory"):
+        with refused(r"^reward model '.*nowhere' cannot be loaded; give a local directory"):
             load(str(tmp_path / "nowhere"))
 
 

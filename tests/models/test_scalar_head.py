@@ -1,7 +1,5 @@
 """A reward model: its rewards are those of transformers, and its updates those of TRL."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, list_examples
+from support.pytests import refused, slow
 from support.runs import GOLDEN, run_card
 from support.trainers import compose, make
 
@@ -18,7 +17,6 @@ from dpo.analysis.ledger import read_ledger
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, encode_examples, text_digest
 from dpo.data.table import Prompt
-from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
@@ -59,7 +57,7 @@ def test_each_response_gets_the_reward_of_its_text_alone(family):
 
 
 def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
-    with pytest.raises(InputError, match=r"needs a sequence classification model .* LlamaForCausalLM is not one"):
+    with refused(r"needs a sequence classification model .* LlamaForCausalLM is not one"):
         make(compose(tmp_path, "run", "loss=bradley_terry"), policy=tiny_llama)
 
 
@@ -68,7 +66,7 @@ def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
 TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["shared_prefix", slow("padded")])
 @pytest.mark.parametrize("case", TRL["losses"])
 def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
     policy: Any = load_model(Source(LLAMA, scalar_head=True), dtype=torch.float32)
@@ -128,7 +126,7 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
 SHOWN = "\n\nHuman: Hello\n\nAssistant: Hi!<|endoftext|>"  # in the card of a reward model
 
 
-@pytest.mark.parametrize("with_adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("with_adapter", [False, slow(True)], ids=["whole", "adapter"])
 def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, rows, tmp_path):
     run_dir = finished("loss=bradley_terry", "ledger=true", *(LORA if with_adapter else ()))
     prompts, answers, rewards = list_evaluated(run_dir, rows)

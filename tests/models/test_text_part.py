@@ -1,7 +1,5 @@
 """Checkpoints with a vision part: text is trained, and exports hold all of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,9 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import GROUPED
+from support.pytests import refused, slow
 from support.runs import run_card, run_here
 
-from dpo.errors import InputError
 from dpo.models.pretrained import Source, load_structure
 from dpo.models.text_part import check_names
 
@@ -93,7 +91,7 @@ def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, comman
     run_here(command("next", f"model.name_or_path={exported}", "n_examples=4"))
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("mllama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3.5", slow("mllama")])
 def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, tmp_path):
     model = save(name)
     settings = [f"model.name_or_path={model}", "export=true", "lora=lora", "lr=1e-2", "n_examples=8", "warmup_steps=0"]
@@ -115,7 +113,7 @@ def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, 
     [("mistral3", "Mistral3ForConditionalGeneration"), ("t5", "T5ForConditionalGeneration")],
 )
 def test_what_has_no_language_model_is_refused_before_the_data_is_read(name, saved_class, save, command):
-    with pytest.raises(InputError, match=f"^model '.*' is a {saved_class}, which .* does not load: give a model for "):
+    with refused(f"^model '.*' is a {saved_class}, which .* does not load: give a model for "):
         run_here(command("run", f"model.name_or_path={save(name)}", "dataset_sources.hh=/nowhere"))
 
 
@@ -125,5 +123,5 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     tensors = load_file(file)
     twins = {key.replace("language_model", "second_model"): tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors | twins, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match="cannot be told from the others"):
+    with refused("cannot be told from the others"):
         check_names(load_structure(Source(model), dtype=torch.float32), Source(model))

@@ -1,15 +1,13 @@
 """Archives of ours and of the published reference load, strictly, as data."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch
 from support import models
+from support.pytests import refused
 
 from dpo.checkpoint.files import point, write_checkpoint
-from dpo.errors import InputError
 from dpo.models.weights import find_archive, load_archive
 
 FAMILIES = ("gpt-neox", "gpt2, tied", "llama")
@@ -78,7 +76,7 @@ def test_tied_weights_stored_once_are_enough(tmp_path):
 def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(change, said, tmp_path):
     model, state = build("llama", seed=2), build("llama", seed=1).state_dict() | change
     wrong = {name: tensor for name, tensor in state.items() if tensor is not None}
-    with pytest.raises(InputError, match=rf"does not fit the model \(LlamaForCausalLM\): {said}"):
+    with refused(rf"does not fit the model \(LlamaForCausalLM\): {said}"):
         load_archive(model, archive(tmp_path / "policy.pt", wrong))
     assert torch.equal(model(IDS).logits, build("llama", seed=2)(IDS).logits)
 
@@ -92,7 +90,7 @@ class RunsWhenLoaded:
 def test_any_other_file_is_refused_and_no_code_in_it_is_run(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(content, "policy.pt")
-    with pytest.raises(InputError, match=r"policy\.pt (is not|cannot be read as) a policy\.pt"):
+    with refused(r"policy\.pt (is not|cannot be read as) a policy\.pt"):
         load_archive(build("llama"), tmp_path / "policy.pt")
     assert not (tmp_path / "executed").exists()
 
@@ -104,5 +102,5 @@ def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
     for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
         assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
     for nothing, said in ((tmp_path, "is neither a policy.pt nor a directory that"), (run / "no", "does not exist")):
-        with pytest.raises(InputError, match=f"{nothing} {said}"):
+        with refused(f"{nothing} {said}"):
             find_archive(str(nothing))

@@ -3,8 +3,6 @@
 The golden runs are in test_golden.py, failing processes in test_launching.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
+from support.pytests import slow, succeeded
 from support.runs import GOLDEN, ROOT, assert_alike, compose, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
@@ -164,8 +163,8 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
     ("mesh", "families"),
     [
         ("cut", ["llama, tied", "gpt-neox", "phi3, fused projections", "gpt2, tied", "gpt-j"]),
-        pytest.param("sharded", [family for family in FAMILIES if family not in ALIKE], marks=SLOW),
-        *(pytest.param(mesh, [*FAMILIES], marks=SLOW) for mesh in GRIDS if mesh != "sharded"),
+        slow("sharded", [family for family in FAMILIES if family not in ALIKE]),
+        *(slow(mesh, [*FAMILIES]) for mesh in GRIDS if mesh != "sharded"),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh, families):
@@ -186,7 +185,7 @@ def compare_adapted(rank: int, world_size: int, sizes: dict, families: list[str]
     ("mesh", "frozen_whole", "families"),
     [
         ("cut", False, ["llama", "gpt2, tied"]),
-        *(pytest.param(mesh, whole, [*FAMILIES], marks=SLOW) for mesh in GRIDS for whole in (False, True)),
+        *(slow(mesh, whole, [*FAMILIES]) for mesh in GRIDS for whole in (False, True)),
     ],
 )
 def test_gradients_of_adapters_are_those_of_one_process_to_1e5(mesh, frozen_whole, families):
@@ -383,8 +382,7 @@ def test_two_nodes_are_one_run(tmp_path):
     nodes = [start_node(rank, port, *sharded, f"local_run_dir={tmp_path}/node{rank}") for rank in (0, 1)]
     output = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], output
-    alone = train(*overrides, f"local_run_dir={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
+    succeeded(train(*overrides, f"local_run_dir={tmp_path / 'alone'}"))
 
     assert not (tmp_path / "node1").exists()  # only rank 0 writes
     assert "run directory" in output[0]

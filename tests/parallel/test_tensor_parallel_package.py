@@ -1,7 +1,5 @@
 """The package tensor_parallel over CPUs gives the whole model's numbers and files."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any
@@ -10,9 +8,9 @@ import pytest
 import torch
 import transformers
 from support.models import COMMON, FAMILIES, GPT, GROUPED, ROUNDING, build, list_examples, plain_logps
+from support.pytests import refused
 
 from dpo.checkpoint.files import write_checkpoint
-from dpo.errors import InputError
 from dpo.models.weights import load_archive
 from dpo.parallel.sharding import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -129,7 +127,7 @@ def test_a_package_that_does_not_import_is_named_with_the_command_that_helps(mon
     for name in [name for name in sys.modules if name.split(".")[0] == "tensor_parallel"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensor_parallel", None)
-    with pytest.raises(InputError, match=r"pip install tensor_parallel==2\.0\.0 .*backend=dtensor"):
+    with refused(r"pip install tensor_parallel==2\.0\.0 .*backend=dtensor"):
         split_over_devices(build("llama"), CPUS)
 
 
@@ -151,5 +149,5 @@ def test_what_the_package_cannot_cut_is_refused(config, devices):
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
     message = "does not divide the model's num_attention_heads=4" if devices == 3 else "this .* is none: use .*=dtensor"
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         split_over_devices(model, ["cpu"] * devices)

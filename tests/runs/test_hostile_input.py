@@ -3,8 +3,6 @@
 Nothing in it is executed, and no file is waited for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -21,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from support.pytests import refused
 from support.runs import GOLDEN, PARTS, train
 from transformers import dynamic_module_utils
 
@@ -103,20 +102,20 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
     part, checkpoint, run, tmp_path
 ):
     vouch_for_file(checkpoint / f"{part}.pt", make_bomb(tmp_path / "proof"))
-    with pytest.raises(InputError, match=rf"{part}\.pt"):
+    with refused(rf"{part}\.pt"):
         run("run", "resume=auto")
     assert not (tmp_path / "proof").exists()
 
 
 def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
     (tmp_path / "policy.pt").write_bytes(make_bomb(tmp_path / "proof"))
-    with pytest.raises(InputError, match=r"policy\.pt cannot be read as a policy\.pt: "):
+    with refused(r"policy\.pt cannot be read as a policy\.pt: "):
         run("a", f"model.archive={tmp_path}/policy.pt")
 
     run("b", "n_examples=4", "cache_reference_logps=all")
     [cache] = tmp_path.rglob("reference_logps/*.npz")
     cache.write_bytes(pickle.dumps(Bomb(tmp_path / "proof")))
-    with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
+    with refused("is not a file of reference log-probabilities"):
         run("c", "n_examples=4", "cache_reference_logps=all")
     assert not (tmp_path / "proof").exists()
 
@@ -130,7 +129,7 @@ def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(
         said = capsys.readouterr()
         sentence = f"{checkpoint / MANIFEST} has values of another type than a run writes: {name}\n"
         assert (said.err, said.out) == (f"error: {sentence}", f"damaged  {sentence}")
-    with pytest.raises(InputError, match=r"finds no complete checkpoint.* has values of another type .*: updates"):
+    with refused(r"finds no complete checkpoint.* has values of another type .*: updates"):
         run("run", "resume=auto")
 
 
@@ -166,7 +165,7 @@ def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monk
     if asked_for:
         load_config(Source(str(tmp_path), trust_remote_code=True))
     else:
-        with pytest.raises(InputError, match=r"contains Python code.*model\.trust_remote_code=true"):
+        with refused(r"contains Python code.*model\.trust_remote_code=true"):
             load_config(Source(str(tmp_path)))
     assert (tmp_path / "proof").exists() == asked_for
 
@@ -252,7 +251,7 @@ def make(kind: str, path: Path) -> None:
 def test_what_is_no_file_is_not_read(kind, tmp_path):
     make(kind, tmp_path / "odd")
     for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
-        with pytest.raises(InputError, match="odd is not a regular file"):
+        with refused("odd is not a regular file"):
             read(tmp_path / "odd")
 
 

@@ -3,8 +3,6 @@
 That it is computed alike everywhere is in test_invariance.py.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -21,6 +19,7 @@ import torch
 from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
+from support.pytests import refused, slow
 from support.runs import find_differences, find_undocumented, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch
 
@@ -28,7 +27,6 @@ from dpo.analysis.page import write_report
 from dpo.analysis.runs import describe_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example
-from dpo.errors import InputError
 from dpo.models.answers import Answer, answer
 from dpo.models.layouts import Padded
 from dpo.models.scoring import ScorerFailed, load_scorer
@@ -204,7 +202,7 @@ def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     found = read_run(tmp_path / "run")
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
     run("dry", *settings, "dry_run=true")
-    with pytest.raises(InputError, match=r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
+    with refused(r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
         run("mixed", *settings, "online.mix_offline=0.25")
 
 
@@ -278,7 +276,7 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
     assert len({*one}) == 4
 
 
-@pytest.mark.parametrize("during", ["an update", pytest.param("an evaluation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("during", ["an update", slow("an evaluation")])
 def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, monkeypatch):
     """And the run continues as if it had not been stopped."""
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
@@ -344,7 +342,7 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
         score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
 
 
-@pytest.mark.parametrize("grid", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grid", [(), slow(SHARDED)])
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
     """It fails once, as a service would."""
     body = f"""
@@ -373,7 +371,7 @@ def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_
     settings = (*ONLINE, *write_scorer(tmp_path, "from package import deep; return [0.0] * len(completions)"))
     run("run", *settings, "n_examples=4")
     helper.write_text("more = 1\n")
-    with pytest.raises(InputError, match=r"rewards.py:score has changed since the checkpoint"):
+    with refused(r"rewards.py:score has changed since the checkpoint"):
         run("run", *settings, "resume=auto")
 
 
@@ -382,7 +380,7 @@ def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_
 )
 def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
     (tmp_path / "rewards.py").write_text(code)
-    with pytest.raises(InputError, match=re.escape(said)):
+    with refused(re.escape(said)):
         run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -396,6 +394,6 @@ def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_tra
     """As Gemma's rejects system messages. The prompt is the last of them."""
     template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
     model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
-    with pytest.raises(InputError, match=r"its tokenizer's chat template rejects the prompt.*not ten"):
+    with refused(r"its tokenizer's chat template rejects the prompt.*not ten"):
         run("run", *REWARDED, f"online.reward_model={model}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
