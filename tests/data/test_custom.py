@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from support.formats import SKY, assistant, system, user
+from support.formats import SKY, assistant, call, system, user
 from support.pytests import refused
 from support.runs import read_metrics
 
@@ -28,6 +28,8 @@ ENDS_TURNS_WITH_SEMICOLON = "{% for message in messages %}" + TURN + ";{% endfor
 HELLO = {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go away")]}
 
 
+PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+LABEL = {"prompt": "Q:", "completion": " a", "label": True}
 RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
 
 
@@ -44,14 +46,12 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
 
 
 def test_prompts_to_answer_need_no_responses(tokenizer):
-    data = get_custom(
-        [{"question": q, "source": "a book"} for q in ("Q:", "P:", "Q:")], "mine", tokenizer, trains_on="prompts"
-    )
+    rows = [{"question": q, "source": "a book"} for q in ("Q:", "P:", "Q:")]
+    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
     assert data.notes == ["mine: columns prompt=question; not used: source"]
     prompts = iterate_prompts([("mine", data)], "prompts")
     assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
-    pair = {"prompt": "Q:", "chosen": " yes", "rejected": " no"}
-    assert take([pair], tokenizer, "prompts") == [{"chosen": " yes", "rejected": " no"}]
+    assert take([PAIR], tokenizer, "prompts") == [{"chosen": " a", "rejected": " b"}]
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,8 @@ def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
 
 
 def test_a_rejected_response_may_be_empty(tokenizer):
-    pair = {"prompt": "Q:", "chosen": " yes", "rejected": ""}
-    assert take([pair], tokenizer, "pairs") == [{"chosen": " yes", "rejected": ""}]
-    label = {"prompt": "Q:", "completion": "", "label": False}
-    assert take([label], tokenizer, "labels") == [{"rejected": ""}]
+    assert take([{**PAIR, "rejected": ""}], tokenizer, "pairs") == [{"chosen": " a", "rejected": ""}]
+    assert take([{**LABEL, "completion": "", "label": False}], tokenizer, "labels") == [{"rejected": ""}]
 
 
 def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
@@ -109,9 +107,9 @@ def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options: Any) ->
 
 def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     pairs = [
-        {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 2, "margin": 0.5},
-        {"prompt": "R:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 0},
-        {"prompt": "Q:", "chosen": " a", "rejected": " c", "weight": 0.5, "margin": 3},
+        {**PAIR, "weight": 2, "margin": 0.5},
+        {**PAIR, "prompt": "R:", "weight": 1, "margin": 0},
+        {**PAIR, "rejected": " c", "weight": 0.5, "margin": 3},
     ]
     assert read_numbers(pairs, tokenizer, "pairs") == [([2, 0.5], None), ([1], None)]
     assert read_numbers(pairs, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [0.5, 3]), ([1], [0])]
@@ -174,68 +172,62 @@ def test_keys_of_messages_that_nothing_reads_are_named(chat):
         assert get_custom([row], "mine", chat(template)).notes[-1] == f"mine: not used: {unread} of messages"
 
 
-PAIR = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
-LABEL = {"prompt": "Q:", "completion": " a", "label": True}
 TARGET = {"messages": [user("Hi"), assistant("Hello")]}
 ALPACA = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
 WHOLE = {"chosen": "Q: yes", "rejected": "Q: no"}
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 SHORT = [system("Be short."), user("Hi")]
-LOOKS = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
-COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
 REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "pairs": [
-        (PAIR, {"prompt": ""}, "the prompt is empty: give it a value"),
-        (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "prompt is a text that holds chat messages: write"),
-        (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message: correct"),
-        (PAIR, {"chosen": " \n"}, "the response to learn is empty: give chosen a value"),
-        (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16 surrogate"),
+        (PAIR, {"prompt": ""}, "the prompt is empty: give"),
+        (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "text that holds chat messages: write"),
+        (PAIR, {"chosen": 3}, "chosen is 3, and must be text or a list or a message"),
+        (PAIR, {"chosen": " \n"}, "the response to learn is empty: give chosen"),
+        (PAIR, {"tools": "[{"}, "tools is '[{', and must be a list"),
+        (PAIR, {"chosen": "\ud800"}, "field 'chosen' has an unpaired UTF-16"),
         (PAIR, {"rejected": None}, "rejected is null, and must be text"),
         (PAIR, {"rejected": math.nan}, "rejected is nan, and must be text"),
-        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common, which would be the prompt: name"),
-        (WHOLE, {"rejected": HELLO["rejected"]}, "chosen and rejected must all be text or all be chat messages"),
+        (WHOLE, {"chosen": "yes"}, "chosen and rejected begin with nothing in common"),
+        (WHOLE, {"rejected": HELLO["rejected"]}, "must all be text or all be chat messages"),
         (ALPACA, {"input": 0}, "input is 0, and must be text"),
-        (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0: correct it"),
-        (PAIR, {"weight": "two"}, "weight is two, and must be a finite number above 0"),
-        (PAIR, {"weight": True}, "weight is True, and must be a finite number above 0"),
+        (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0"),
+        (PAIR, {"weight": "two"}, "weight is two, and must be"),
+        (PAIR, {"weight": True}, "weight is True, and must be"),
         (PAIR, {"margin": True}, "margin is True, and must be a finite number"),
         (PAIR, {"margin": 10**400}, "margin is 1000000"),
-        (HELLO, {"chosen": []}, "a response must end with a message of the assistant"),
-        (HELLO, {"chosen": [assistant(" ")]}, "the response to learn is empty"),
-        (
-            HELLO,
-            {"chosen": [{**assistant(""), "id": "m1", "weight": 1, "text": "I"}]},
-            "the response to learn is empty",
-        ),
-        (HELLO, {"chosen": [assistant("Hello"), user("?"), assistant("")]}, "the response to learn is empty"),
+        (HELLO, {"chosen": []}, "must end with a message of the assistant"),
+        (HELLO, {"chosen": [assistant(" ")]}, "response to learn is empty"),
+        (HELLO, {"chosen": [{**assistant(""), "id": "m1", "weight": 1, "text": "I"}]}, "response to learn is empty"),
+        (HELLO, {"chosen": [assistant("Hello"), user("?"), assistant("")]}, "response to learn is empty"),
         (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
         (HELLO, {"chosen": [{**assistant(""), "content": None, "refusal": "No"}]}, "and only role, refusal: write its"),
         (HELLO, {"chosen": [{"role": "assistant", "function_call": "auto"}]}, "'auto' stands where an object with"),
         (HELLO, {"chosen": [system("Hm."), *HELLO["prompt"], assistant("A")], "prompt": SHORT}, "before the prompt's"),
         (HELLO, {"chosen": ["Hello"]}, "'Hello' stands where an object with the field 'role'"),
-        (HELLO, {"prompt": [IMAGE]}, "content has a part of type 'image_url', and must be text"),
-        (HELLO, {"chosen": [LOOKS]}, "the arguments of look are [1], and must be an object or JSON of one"),
+        (HELLO, {"prompt": [IMAGE]}, "has a part of type 'image_url', and must be text"),
+        (HELLO, {"chosen": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "name is missing"),
+        (HELLO, {"chosen": [call("[1]")]}, "arguments of look are [1], and must be an object or JSON"),
     ],
     "labels": [
-        (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true or "),
+        (LABEL, {"label": 2}, "label is 2, which does not say whether the response is good: write true"),
         (LABEL, {"label": None}, "label is None, which does not say"),
-        (LABEL, {"completion": " "}, "the response to learn is empty: give completion a value"),
+        (LABEL, {"completion": " "}, "learn is empty: give completion"),
     ],
     "targets": [
-        (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "a message is from 'bing', and must be from o"),
-        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "a response must end with a message of the assistant"),
+        (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "is from 'bing', and must be from"),
+        (TARGET, {"messages": [*TARGET["messages"], user("?")]}, "must end with a message of the assistant"),
         (TARGET, {"messages": [assistant("La")]}, "the prompt is empty"),
         (TARGET, {"messages": "Hi"}, "messages is 'Hi', and must be a list"),
     ],
     "lists": [
-        (RANKED, {}, "takes up to 16 responses with different scores, and there are 4 with 3: remove some, or train"),
-        (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be a finite number"),
-        (RANKED, {"scores": [1, 2, 3, False]}, "scores[3] is False, and must be a finite number"),
-        (RANKED, {"scores": [1, 2]}, "has 4 responses and 2 scores, and needs 2 responses or more with a score each"),
+        (RANKED, {}, "up to 16 responses with different scores, and there are 4 with 3: remove some"),
+        (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be"),
+        (RANKED, {"scores": [1, 2, 3, False]}, "scores[3] is False, and must be"),
+        (RANKED, {"scores": [1, 2]}, "has 4 responses and 2 scores, and needs 2 responses or more"),
         (RANKED, {"responses": [" a"], "scores": [1]}, "has 1 responses and 1 scores"),
         (RANKED, {"responses": [" a", 3], "scores": [1, 2]}, "responses[1] is 3, and must be text"),
-        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "to learn is empty: give responses a value"),
+        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "learn is empty: give responses"),
     ],
 }
 
@@ -253,16 +245,11 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        (
-            [HELLO],
-            None,
-            "record 1 of mine: chat messages need a chat template, and the tokenizer has none: name a tokenizer",
-        ),
-        ([HELLO], REFUSES, "record 1 of mine: the tokenizer's chat template rejects these messages: roles must alter"),
-        ([HELLO], COUNTS, "record 1 of mine: the chat template renders the prompt differently"),
+        ([HELLO], None, "record 1 of mine: chat messages need a chat template.*: name a tokenizer"),
+        ([HELLO], REFUSES, "record 1 of mine: .* template rejects these messages: roles must alternate"),
         ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine: it holds text and others hold chat messages"),
         # a prompt that other records have is not taken from what the responses share
-        ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing, and must be text or a list"),
+        ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing"),
     ],
 )
 def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, system, user
+from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, system, user
 from support.pytests import refused
 
 from dpo.data.custom import get_custom
@@ -44,27 +44,23 @@ THINKING = (  # as Qwen3's: thoughts stay behind the last question alone
     "{% if m.role == 'assistant' and loop.index0 > seen.last %}<think>{{ m.reasoning_content or parts[0][7:] }}</think>"
     "{% endif %}{{ parts[-1] }}{{ eos_token }}\n{% endfor %}" + OPEN
 )
-CALLS = {
-    "JSON": "{{ (m.tool_calls or []) | tojson }}",
-    "pretty JSON": "{{ (m.tool_calls or []) | tojson(indent=4) }}",
-    "JSON in JSON": "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    "{{ (c.function.arguments | tojson) | tojson }}{% endfor %}",
-    "tags": "{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
+CALLS = (  # JSON, JSON in JSON, and tags
+    "{{ (m.tool_calls or []) | tojson }}",
+    "{{ (m.tool_calls or []) | tojson(indent=4) }}",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ (c.function.arguments | tojson) | tojson }}{% endfor %}",
+    "{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
     "<p={{ k }}>\n{{ v }}\n</p>{% endfor %}{% endfor %}",
-}
+)
+DEVELOPER, CUSTOMER = {"role": "developer", "content": "Be kind."}, {"role": "customer", "content": "Which?"}
+GOOD = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
 
 
-def call(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": arguments}}],
-    }
+def result(content: str) -> dict[str, str]:
+    return {"role": "tool", "content": content}
 
 
 def read(chosen: Any, tokenizer: Any, prompt: Any = ASK, **more: Any) -> Any:
-    row = {"prompt": prompt, "chosen": chosen, "rejected": [assistant("Green.")], **more}
-    return get_custom([row], "mine", tokenizer)
+    return get_custom([{**GOOD, "prompt": prompt, "chosen": chosen, **more}], "mine", tokenizer)
 
 
 def warnings_of(data: Any) -> list[str]:
@@ -77,20 +73,20 @@ def warnings_of(data: Any) -> list[str]:
     [
         (
             BY_ROLE,
-            [{"role": "developer", "content": "Be kind."}, *ASK],
+            [DEVELOPER, *ASK],
             SKY,
             "content developer of prompts; 'Be kind.'",
         ),
         (
             BY_ROLE,
-            [*ASK, assistant("Let me look"), {"role": "tool", "content": "42 degrees"}],
+            [*ASK, assistant("Hm."), result("42 degrees")],
             [assistant("It has 42 degrees")],
             "content tool of prompts; '42 degrees'",
         ),
         (
             BY_ROLE,
             ASK,
-            [assistant("Let me look"), {"role": "tool", "content": "A"}, *SKY],
+            [assistant("Hm."), result("A"), *SKY],
             "content tool of responses; 'A'",
         ),
         # two equal texts need two places
@@ -103,7 +99,7 @@ def warnings_of(data: Any) -> list[str]:
         # and a text that is a part of another is not found in it
         (
             BY_ROLE,
-            [{"role": "tool", "content": "42"}, user("Why 42?")],
+            [result("42"), user("Why 42?")],
             SKY,
             "content tool of prompts; '42'",
         ),
@@ -171,7 +167,7 @@ def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt,
     [
         *(
             (make(BEGIN + "{{ m.content }}" + template + CLOSE), ASK, [call({"at": 'the "sky"\n', "é": [1.5, None]})])
-            for template in CALLS.values()
+            for template in CALLS
         ),
         (make(BEGIN + "{{ m.content | tojson }}" + CLOSE), [user('Say "é"\n')], SKY),
         (make(BEGIN + "{{ m.content | tojson(ensure_ascii=true) }}" + CLOSE), [user('Say "é"\n')], SKY),
@@ -197,28 +193,27 @@ def test_what_is_rendered_in_a_spelling_or_place_of_its_own_is_not_left_out(temp
 
 
 def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
-    row = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
-    odd = {**row, "prompt": [{"role": "developer", "content": "Be kind."}, *ASK]}
-    said = "mine: the chat template leaves out the content of messages of role developer in prompts; in records: 1 of "
+    odd = {**GOOD, "prompt": [DEVELOPER, *ASK]}
     for n, begin in ((99, "warning: "), (100, "")):
-        notes = get_custom([odd, *[row] * n], "mine", chat(BY_ROLE)).notes
-        assert [note for note in notes if "leaves out" in note] == [f"{begin}{said}{n + 1}, as in 'Be kind.'"]
+        notes = get_custom([odd, *[GOOD] * n], "mine", chat(BY_ROLE)).notes
+        [note] = [note for note in notes if "leaves out the content of messages of role developer" in note]
+        assert note.startswith(f"{begin}mine: ")
+        assert f"in records: 1 of {n + 1}, as in" in note
 
 
 @pytest.mark.parametrize(
     ("template", "prompt", "chosen", "said"),
     [
-        (BY_ROLE, [{"role": "customer", "content": "Which?"}], SKY, "all that is asked, such as 'Which?' of role"),
-        (BY_ROLE, [system("Be kind."), {"role": "customer", "content": "Which?"}], SKY, "all that is asked, such as"),
-        (BY_ROLE, ASK, [CALL], "leaves out all of an answer, such as the call 'look'"),
-        (THINKING, ASK, [CALL], "leaves out all of an answer, such as the call 'look'"),
+        (BY_ROLE, [CUSTOMER], SKY, "all that is asked, such as 'Which?' of role"),
+        (BY_ROLE, [system("Be kind."), CUSTOMER], SKY, "all that is asked, such as"),
+        (BY_ROLE, ASK, [CALL], "all of an answer, such as the call 'look'"),
+        (THINKING, ASK, [CALL], "all of an answer, such as the call 'look'"),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
     with refused(re.escape(said)):
         read(chosen, chat(template), prompt)
-    good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
-    rows = [{**good, "prompt": prompt, "chosen": chosen}, good]
+    rows = [{**GOOD, "prompt": prompt, "chosen": chosen}, GOOD]
     assert len(get_custom(rows, "mine", chat(template), bad_records="skip")) == 1
 
 
@@ -231,9 +226,8 @@ def test_speakers_are_known_by_either_key(written, role, keys, chat):
     message = dict(zip(keys, (written, "Hi"), strict=True))
     [prompt] = read(SKY, chat(PLAIN), [message, *ASK])
     assert prompt.startswith(f"<{role}>Hi{EOS}\n<user>")
-    others = [{"role": "ipython", "content": "Hi"}, *ASK]  # a role of the template
-    [prompt] = read(SKY, chat(PLAIN), others)
-    assert prompt.startswith(f"<ipython>Hi{EOS}")
+    [prompt] = read(SKY, chat(PLAIN), [CUSTOMER, *ASK])  # a role of the template
+    assert prompt.startswith(f"<customer>Which?{EOS}")
 
 
 # --- control tokens ------------------------------------------------------------------------------------------------
@@ -245,7 +239,6 @@ def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, contr
     tokenizer = chat(WITH_TOOLS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
     said = f"So {control} it is"
-    good = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
     change, where = {
         "question": ({"prompt": [user(said)]}, "content of a message of role 'user' in the prompt"),
         "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant' in chosen"),
@@ -254,7 +247,8 @@ def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, contr
         "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, "a tool"),
         "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user' in"),
     }[place]
-    rows = [{**good, "tools": None, **change}] if place == "text" else [{**good, "tools": None}, good | change]
+    good = {**GOOD, "tools": None}
+    rows = [good | change] if place == "text" else [good, good | change]
     message = f"record {len(rows)} of mine: {where}.* has the control token '{control}', which only .*: remove it from"
     with refused(message.replace("|", r"\|")):
         get_custom(rows, "mine", tokenizer)
@@ -309,7 +303,7 @@ NEXT_ROLE, LAST_EOS = (
         (
             make(BEGIN + "{{ m.content }}{% if m.tool_calls %}look<call>{% else %}<end>{% endif %}"),
             ["<end>", "<call>"],
-            [{**CALL, "content": "I "}, {"role": "tool", "content": "A"}, CALL],
+            [{**CALL, "content": "I "}, result("A"), CALL],
             "I look<call>|look<call>",
         ),
     ],

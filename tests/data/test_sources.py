@@ -125,57 +125,50 @@ def test_a_split_is_found_by_its_name(tmp_path, split, names, found):
 def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path):
     # 20 prompts of two rows each: a tenth, 2 prompts, is test
     rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
-    path = write_rows(tmp_path / "all.jsonl", rows)
-    train, test = (get_dataset("mine", split, dataset_sources={"mine": str(path)}) for split in ("train", "test"))
+    source = {"mine": str(write_rows(tmp_path / "all.jsonl", rows))}
+    train, test = (get_dataset("mine", split, dataset_sources=source) for split in ("train", "test"))
 
     assert len(test) == 2
     assert not set(train) & set(test)
     assert set(train) | set(test) == {f"{i}:" for i in range(20)}
     assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
-    said = f"test split of mine: a tenth of the prompts of {path}, at least one: 2 of 20"
-    assert test.notes.count(said) == 1
+    assert ["a tenth of the prompts" in note and note.endswith("2 of 20") for note in test.notes].count(True) == 1
 
 
 def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR]))}
     assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
-    with refused(r"mine \(.*all.jsonl\) has no examples in its train split; of one file"):
+    with refused(r"mine \(.*all.jsonl\) has no examples in its train split"):
         get_dataset("mine", "train", dataset_sources=source)
 
 
-SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8)"
-NOT_UTF8 = "can't decode byte %s in position {at}: invalid start byte: save it as UTF-8 (in a spreadsheet as CSV UTF-8)"
+SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV"
+NOT_UTF8 = "in position {at}: invalid start byte: save it as UTF-8"
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"mine.csv": "a\n1\n"}, "(such as train.jsonl or train.csv); datasets={dir}/FILE takes both splits from one"),
-        ({"train.jsonl": "{}", "train.csv": ""}, "several files of its train split (train.csv, train.jsonl): keep one"),
+        ({"mine.csv": "a\n1\n"}, "datasets={dir}/FILE takes both splits from one"),
+        ({"train.jsonl": "{}", "train.csv": ""}, "several files of its train split (train.csv, train.jsonl)"),
         ({"notes.txt": "{}"}, "{dir} has no train split"),
         ({"train.jsonl": ""}, "{dir}/train.jsonl holds no records"),
-        (
-            {"train.jsonl": '{"a": 1}\n\n{"a": \n'},
-            "line 3 of {dir}/train.jsonl is not JSON: Expecting value: column 6 (",
-        ),
-        ({"train.jsonl": '{"a": 1}\n7\n'}, "record 2 of {dir}/train.jsonl is 7, not an object with fields"),
+        ({"train.jsonl": '{"a": 1}\n\n{"a": \n'}, "line 3 of {dir}/train.jsonl is not JSON: Expecting value: column 6"),
+        ({"train.jsonl": '{"a": 1}\n7\n'}, "record 2 of {dir}/train.jsonl is 7, not an object"),
         ({"train.json": '[{"a": 1}, {]'}, "{dir}/train.json cannot be read: "),
-        ({"train.json": '{"a": [{}], "b": [{}]}'}, "has several lists of records, a, b: give each a file of its own"),
-        ({"train.tsv": "a, b; c\td\n1\n"}, "has 1 fields, and the first line names 2: put fields with '\\t' or"),
+        ({"train.json": '{"a": [{}], "b": [{}]}'}, "several lists of records, a, b: give each a file"),
+        ({"train.tsv": "a, b; c\td\n1\n"}, "has 1 fields, and the first line names 2: put fields with '\\t'"),
         ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, "{dir}/train.jsonl.gz cannot be read"),  # cut short
         ({"train.parquet": "not parquet"}, "{dir}/train.parquet cannot be read"),
         ({"train/state.json": "{"}, "{dir}/train cannot be read"),  # a saved dataset, cut off
-        ({"train.csv": "a,b\n1,2\n\n1,2,3\n"}, "the record on line 4 of {dir}/train.csv has 3 fields, and the first"),
-        (
-            {"train.csv": "My table,,\n" + TABLE},
-            "names 1: put fields with ',' or newlines in quotes, and no title above the",
-        ),
-        ({"train.csv": 'a,b\n1,"2\n3"\n4,"5\n6,7\n'}, "unexpected end of data, in the record that begins on line 4:"),
-        ({"train.csv": 'a;b\n1;"2" 3\n4;5\n'}, "expected after '\"', in the record that begins on line 2: quote"),
-        ({"train.csv": "a,b,a\n1,2,3\n"}, "{dir}/train.csv: the first line names a column twice: a, b, a"),
+        ({"train.csv": "a,b\n1,2\n\n1,2,3\n"}, "the record on line 4 of {dir}/train.csv has 3 fields"),
+        ({"train.csv": "My table,,\n" + TABLE}, "names 1: put fields with ',' or newlines in quotes, and no title"),
+        ({"train.csv": 'a,b\n1,"2\n3"\n4,"5\n6,7\n'}, "end of data, in the record that begins on line 4:"),
+        ({"train.csv": 'a;b\n1;"2" 3\n4;5\n'}, "in the record that begins on line 2: quote"),
+        ({"train.csv": "a,b,a\n1,2,3\n"}, "{dir}/train.csv: the first line names a column twice: a,"),
         *(({"train.csv": start + b"\xb5\0"}, SHEET) for start in FIRST_BYTES_OF_SHEETS),
-        ({"train.csv": TABLE.encode("utf-16")}, NOT_UTF8.format(at=0) % "0xff"),
-        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8.format(at=29) % "0x93"),
+        ({"train.csv": TABLE.encode("utf-16")}, NOT_UTF8.format(at=0)),
+        ({"train.csv": TABLE.encode("cp1252")}, NOT_UTF8.format(at=29)),
     ],
 )
 def test_data_that_cannot_be_read_says_which_file_and_why(tmp_path, files, message):
@@ -272,9 +265,9 @@ def test_what_datasets_keeps_as_json_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_path):
-    write(tmp_path / "somebody" / "pairs" / "train.jsonl", ROWS)
-    with refused(r"somebody/pairs \(split test\).*Unknown split.*point dataset_sources at a lo"):
-        load_rows(Source("somebody/pairs"), "test", str(tmp_path / "cache"))
-    write(tmp_path / "somebody" / "other" / "train.jsonl", ROWS)
+    for name in ("pairs", "other"):
+        write(tmp_path / "somebody" / name / "train.jsonl", ROWS)
     write(tmp_path / "somebody" / "other" / "validation.jsonl", ROWS[1:])
+    with refused(r"somebody/pairs \(split test\).*Unknown split.*point dataset_sources at a local"):
+        load_rows(Source("somebody/pairs"), "test", str(tmp_path / "cache"))
     assert list(load_rows(Source("somebody/other"), "test", str(tmp_path / "cache"))) == ROWS[1:]

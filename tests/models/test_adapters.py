@@ -1,6 +1,5 @@
 """Adapters are PEFT's: both ways the logits are the same."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import GROUPED, build, list_examples
 from support.pytests import refused
+from support.runs import change_json
 
 from dpo.commands.export import main as export_by_hand
 from dpo.models import logprobs
@@ -127,8 +127,7 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(key, value, made_by_peft):
-    config = json.loads((made_by_peft / CONFIG).read_text())
-    (made_by_peft / CONFIG).write_text(json.dumps(config | {key: value}))
+    change_json(made_by_peft / CONFIG, **{key: value})
     with refused(rf"{key}=.* not supported here: merge it into its base with peft"):
         read_adapter(made_by_peft)
 
@@ -253,10 +252,8 @@ def test_activations_and_logits_that_are_computed_again_drop_alike(monkeypatch):
 
 
 def test_experts_without_an_adapter_are_said_with_their_share():
-    model = build(
-        lambda: transformers.Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, moe_intermediate_size=16),
-        on_meta=True,
-    )
+    experts = {"num_experts": 4, "moe_intermediate_size": 16}
+    model = build(lambda: transformers.Qwen3MoeConfig(**GROUPED, **experts, head_dim=8), on_meta=True)
     n_all = sum(parameter.numel() for parameter in model.parameters())
     n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
     assert remarks(model, attention="eager", max_length=8) == []

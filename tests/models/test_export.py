@@ -1,6 +1,5 @@
 """An exported checkpoint is the model that was trained, bit for bit."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
 from support.pytests import refused
-from support.runs import GOLDEN, PARTS
+from support.runs import GOLDEN, PARTS, change_json
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.models.export import export
@@ -88,9 +87,8 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
         "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
         "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
-    config = json.loads((home / "config.json").read_text())
     places = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (home / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": places}))
+    change_json(home / "config.json", model_type="own", auto_map=places)
     model = build("llama").eval()
     policy = archive(tmp_path / "policy.pt", model.state_dict())
 
@@ -99,7 +97,7 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
     out = export(policy, tmp_path / "out", model=str(home), trust_remote_code=True)
 
     # code for an older transformers, as Phi-3 has, is not named where transformers' own class is exported
-    (home / "config.json").write_text(json.dumps(config | {"auto_map": places}))
+    change_json(home / "config.json", model_type="llama")
     plain = export(policy, tmp_path / "plain", model=str(home))
     assert "modeling_own" not in "".join(file.read_text() for file in plain.glob("*.json"))
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.models import build
 from support.pytests import refused
-from support.runs import GOLDEN, compose, run_here
+from support.runs import GOLDEN, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
 
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
@@ -97,8 +97,7 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     sft, run = tmp_path / "sft" / "policy.pt", adapter
     sft.parent.mkdir()
     torch.save({"step_idx": 8, "state": AutoModelForCausalLM.from_pretrained(BASE).state_dict()}, sft)
-    config = run / "LATEST" / CONFIG
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(sft)}))
+    change_json(run / "LATEST" / CONFIG, base_model_name_or_path=str(sft))
     plan = check(*TO_ADAPTER, f"model.archive={run}")
     assert find_weights(plan) == Weights(sft, run / "LATEST")
     sft.unlink()
@@ -120,7 +119,6 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
 
 def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path):
     model = shutil.copytree(BASE, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"load_in_8bit": True}}
-    (model / "config.json").write_text(json.dumps(config))
+    change_json(model / "config.json", quantization_config={"load_in_8bit": True})
     with refused(r"is quantized \(its config\.json has a quantization_config\)"):
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))

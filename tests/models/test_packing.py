@@ -88,7 +88,7 @@ prompt = st.lists(tokens, min_size=1, max_size=5).map(tuple)
 batches = st.lists(st.builds(lambda p, a, b: Example(p, (a, b)), prompt, response, response), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches, st.data())
 def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, data):
     parts = data.draw(st.integers(1, len(examples) + 3))
@@ -100,7 +100,7 @@ def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, da
         assert max(costs) <= sum(costs) / parts + 2 * max(map(count_tokens, examples))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches, st.integers(4, 30))
 def test_a_pack_scores_every_distinct_response_of_every_prompt_once(examples, max_tree_tokens):
     packed = pack(examples, max_tree_tokens=max_tree_tokens)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, GROUPED, build
-from support.runs import GOLDEN, run_card
+from support.runs import GOLDEN, change_json, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
@@ -69,10 +69,6 @@ def change_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
-
-
-def change_json(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(read_json(file) | changes))
 
 
 @torch.no_grad()

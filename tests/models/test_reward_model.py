@@ -1,6 +1,5 @@
 """A reward model scores each answer as it would alone."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import transformers
 from omegaconf import OmegaConf
 from support.models import REWARD_MODELS, save_reward_model
 from support.pytests import refused
-from support.runs import GOLDEN
+from support.runs import GOLDEN, change_json
 
 from dpo.data.table import Prompt
 from dpo.models.answers import Answer
@@ -189,7 +188,7 @@ def test_calls_and_results_have_no_place_in_texts(tokenizer, tmp_path):
 
 def test_a_model_of_ours_reads_the_end_token_with_which_a_chat_ends(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer)
-    edit(folder, reward_format="policy")
+    change_json(Path(folder, "config.json"), reward_format="policy")
     score, answer = scorer_of(folder).score, Answer("Hi", (7, 9), True)
     assert [score.encode(prompt, answer)["input_ids"][-1] for prompt in (CHAT, DIALOGUE)] == [9, 0]
     assert score.encode(CHAT, Answer("Hi", (), True))["input_ids"][-1] == 0
@@ -209,26 +208,22 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     ]  # fmt: skip
 
 
-def edit(folder: str, **changes) -> None:
-    file = Path(folder, "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     """By the check before a run too, which reads no weights."""
     two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
     headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
     transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(headless)
-    edit(headless, num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    change_json(Path(headless, "config.json"), **labels)
     odd = save_reward_model(tmp_path / "odd", "llama", tokenizer, template="{{ raise_exception('no, never') }}")
-    refused = {
+    said_of = {
         two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence classification model",
         str(GOLDEN / "tiny-llama"): r"is a LlamaForCausalLM with 2 outputs",
         headless: r"has no weights for score\.weight: give a sequence classification model with one output",
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
     }
     for load in (scorer_of, lambda folder: load_scorer(resolve(config_of(folder)), "meta", rows=1)):
-        for folder, said in refused.items():
+        for folder, said in said_of.items():
             with refused(rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)
         with refused(r"^reward model '.*nowhere' cannot be loaded; give a local directory"):

@@ -19,8 +19,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from support.pytests import refused
-from support.runs import GOLDEN, PARTS, train
+from support.commands import RUNS, find_refusals
+from support.pytests import refused, slow, succeeded
+from support.runs import GOLDEN, PARTS, change_json, train, write_rows
 from transformers import dynamic_module_utils
 
 from dpo.checkpoint.files import (
@@ -53,8 +54,7 @@ from dpo.system.run_directory import get_local_dir, read_record
 from dpo.training.reference import read_logps
 from preference_datasets import get_dataset
 
-FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-SLOW = pytest.mark.slow
+FUZZ = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def checkpoint(copied) -> Path:
 def vouch(checkpoint: Path, **changes: Any) -> None:
     """Change a manifest and its own checksum with it."""
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
-    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
+    change_json(checkpoint / MANIFEST, **{**changes, "sha256": hash_manifest(manifest)})
 
 
 def vouch_for_file(file: Path, content: bytes) -> None:
     """Write a checkpoint's file, with its checksums in the manifest."""
     file.write_bytes(content)
-    manifest, sha256 = json.loads((file.parent / MANIFEST).read_text()), hashlib.sha256(content).hexdigest()
-    files = {**manifest["files"], file.name: {"sha256": sha256, "bytes": len(content)}}
-    vouch(file.parent, files=files)
+    files = json.loads((file.parent / MANIFEST).read_text())["files"]
+    facts = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    vouch(file.parent, files={**files, file.name: facts})
 
 
 # --- code that nobody asked for ------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def make_bomb(proof: Path) -> bytes:
     return content.getvalue()
 
 
-@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p in ("policy", "random") else SLOW) for p in PARTS])
+@pytest.mark.parametrize("part", ["policy", *(slow(part) for part in PARTS if part != "policy")])
 def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouches_for_it(
     part, checkpoint, run, tmp_path
 ):
@@ -122,7 +122,7 @@ def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
 
 def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(checkpoint, run, tmp_path, capsys):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    for name, value in {"files": None, "model": [], "chat_template": 5, "config": [], "updates": "x"}.items():
+    for name, value in (("files", None), ("model", []), ("config", []), ("updates", "x")):
         vouch(checkpoint, **{**manifest, name: value})
         assert export([str(checkpoint), str(tmp_path / "out")]) == 2
         assert verify([str(checkpoint)]) == 1
@@ -165,16 +165,15 @@ def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monk
     if asked_for:
         load_config(Source(str(tmp_path), trust_remote_code=True))
     else:
-        with refused(r"contains Python code.*model\.trust_remote_code=true"):
+        with refused(r"Python code.*model\.trust_remote_code=true"):
             load_config(Source(str(tmp_path)))
     assert (tmp_path / "proof").exists() == asked_for
 
 
-def test_no_override_names_code_to_run(command, tmp_path):
-    overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
-    result = train(*command("run", "n_examples=4"), *overrides)
-    assert result.returncode == 2
-    assert "hydra.callbacks.c._target_ may not be set, as Hydra's own keys can name code to run" in result.stderr
+def test_no_override_names_code_to_run(tmp_path):
+    overrides = f"+hydra.callbacks.c._target_=os.mkdir +hydra.callbacks.c.path={tmp_path}/proof"
+    said = " ".join(find_refusals(f"{RUNS} loss=dpo loss.beta=0.1 {overrides}"))
+    assert "hydra.callbacks.c._target_ may not be set, as Hydra's own keys can name code to run" in said
     assert not (tmp_path / "proof").exists()
 
 
@@ -193,26 +192,23 @@ def test_names_of_datasets_cannot_escape(name, tmp_path):
 def test_secrets_reach_no_file_and_no_log(command, tmp_path):
     secrets = {"WANDB_API_KEY": "wandb-0123456789", "HF_TOKEN": "hf_0123456789", "MY_SECRET": "s3cr3t-0123456789"}
     overrides = ("wandb.enabled=true", "wandb.project=${oc.env:MY_SECRET}", "exp_name=x-${oc.env:HF_TOKEN}")
-    result = train(*command("run", *overrides, "n_examples=4"), **secrets, WANDB_MODE="offline")
+    result = succeeded(train(*command("run", *overrides, "n_examples=4"), **secrets, WANDB_MODE="offline"))
 
-    assert result.returncode == 0, result.stderr
     texts = {"stdout": result.stdout, "stderr": result.stderr}
     texts |= {str(f): f.read_bytes().decode(errors="replace") for f in (tmp_path / "run").rglob("*") if f.is_file()}
     assert {name for name, text in texts.items() if any(secret in text for secret in secrets.values())} == set()
     assert "project: REDACTED" in (tmp_path / "run" / "config.yaml").read_text()
     source = "dataset_sources.hh=https://bob:hunter2secret@host/x"
     wrong = train(*command("wrong", source, "exp_name=/${oc.env:HF_TOKEN}"), **secrets)
-    assert wrong.returncode == 2
-    assert "hunter2secret" not in wrong.stdout + wrong.stderr
-    assert secrets["HF_TOKEN"] not in wrong.stdout + wrong.stderr
     rank_env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(get_open_port())}
     archive = ("trainer=FSDPTrainer", "model.archive=/nowhere/${oc.env:HF_TOKEN}")
     launched = train(*command("launched", *archive), **secrets, **rank_env)
-    assert launched.returncode == 2
-    assert "/nowhere/REDACTED does not exist" in launched.stderr
     swept = train("-m", *command("swept", f"exp_name={secrets['HF_TOKEN']}"), **secrets)
-    assert swept.returncode == 2
-    assert "exp_name holds a secret, and a sweep writes its command line to disk" in swept.stderr
+    assert [result.returncode for result in (wrong, launched, swept)] == [2, 2, 2]
+    for secret in ("hunter2secret", secrets["HF_TOKEN"]):
+        assert secret not in wrong.stdout + wrong.stderr
+    assert "/nowhere/REDACTED does not exist" in launched.stderr
+    assert "exp_name holds a secret, and a sweep writes" in swept.stderr
 
 
 @pytest.mark.parametrize(
@@ -220,9 +216,9 @@ def test_secrets_reach_no_file_and_no_log(command, tmp_path):
     [
         ("https://bob:p@ss0rd@host/x", "https://REDACTED@host/x"),
         ("https://host/x?token=abc&split=train", "https://host/x?token=REDACTED&split=train"),
-        ("of pg-0123456789 and pat-0123456789", "of REDACTED and REDACTED"),
+        ("pg-0123456789 and pat-0123456789", "REDACTED and REDACTED"),
         ("https://example.org/me@home", "https://example.org/me@home"),
-        ("changed: eos_token_id=2 (was 0), pad_token=<pad>", "changed: eos_token_id=2 (was 0), pad_token=<pad>"),
+        ("eos_token_id=2, pad_token=<pad>", "eos_token_id=2, pad_token=<pad>"),
         ("api_key=value-0123 token=VALUE0x", "api_key=REDACTED token=REDACTED"),
     ],
 )
@@ -279,14 +275,14 @@ def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_point
 
 
 def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
-    victims = [tmp_path / "a", tmp_path / "b"]
+    victims, lines = [tmp_path / "a", tmp_path / "b"], '{"a": 1}\n{"a": 2}\n'
     (tmp_path / "run").mkdir()
     for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
-        victim.write_text('{"a": 1}\n{"a": 2}\n')
+        victim.write_text(lines)
     logger = FileLogger(RunContext(resolve(OmegaConf.create()), tmp_path / "run", 0, None, print))
     logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 9}})
     logger.on_start()
-    assert [victim.read_text() for victim in victims] == ['{"a": 1}\n{"a": 2}\n'] * 2
+    assert [victim.read_text() for victim in victims] == [lines] * 2
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"a": 1}\n'
 
 
@@ -320,8 +316,7 @@ ROWS = st.lists(WELL_FORMED, min_size=1, max_size=4) | st.lists(WELL_FORMED | IL
 @FUZZ
 @given(rows=ROWS, trains_on=st.sampled_from(["pairs", "targets"]), name=st.sampled_from(["own", "hh"]))
 def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, name, tokenizer, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    file = write_rows(tmp_path / "rows.jsonl", rows)
     lengths = {"max_length": 24, "max_prompt_length": 12}
     encode = TextEncoder(tokenizer)
     try:

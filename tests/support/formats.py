@@ -1,5 +1,7 @@
 """Messages, calls and templates, of which tests make records."""
 
+from typing import Any
+
 LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
 PAIR = {"chosen": "A is right.", "rejected": "B is right."}
 
@@ -16,6 +18,11 @@ def system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {**assistant(""), "tool_calls": [{"type": "function", "function": function}]}
+
+
 def human(value: str) -> dict[str, str]:
     return {"from": "human", "value": value}
 
@@ -29,10 +36,7 @@ TURN = "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[{{ cal
 END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look up.", "parameters": {}}}]
-CALL = {
-    **{"role": "assistant", "content": ""},
-    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}],
-}
+CALL = call({"at": "sky"})
 RESULT = {"role": "tool", "content": "A clear day"}
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
 TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]

@@ -119,6 +119,11 @@ def read_rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def change_json(path: Path, **changes: Any) -> None:
+    """Change these entries of an object in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
+
+
 def write_splits(folder: Path, make_row: Callable[[str, int], dict]) -> Path:
     """Write 22 training records and 8 test records, made of the split's name and their number."""
     for split, n in (("train", 22), ("test", 8)):
