@@ -37,11 +37,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from support.runs import GOLDEN
+    from support.runs import TINY
 
     from dpo.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(str(GOLDEN / "tiny-llama"))
+    return load_tokenizer(str(TINY))
 
 
 @pytest.fixture
@@ -66,12 +66,9 @@ def hangups_are_heard():
 
 @pytest.fixture(scope="session")
 def loaded_tiny_llama():
-    import torch
-    from support.runs import GOLDEN
+    from support.models import load_tiny
 
-    from dpo.models.pretrained import Source, load_model
-
-    return load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="sdpa")
+    return load_tiny()
 
 
 @pytest.fixture

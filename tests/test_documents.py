@@ -13,7 +13,7 @@ from dpo.commands import COMMANDS as ALL_COMMANDS
 
 COMMANDS = [name for name in ALL_COMMANDS if name != "train"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+TEXTS = {page: page.read_text() for page in PAGES}
 NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -23,7 +23,7 @@ TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py", "optimizer=Li
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
 OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}
 TEST_FILES = [*(ROOT / "tests").rglob("*.py")]
-TESTS = {name for file in TEST_FILES for name in re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
+TESTS = {name for file in TEST_FILES for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
 TESTS |= {file.stem for file in TEST_FILES}
 GPUS = 4  # of the imagined machine, for commands that leave it the number of processes
 
@@ -94,7 +94,7 @@ def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
 @pytest.mark.parametrize(("page", "command"), find_commands(rf"^dpo ({'|'.join(COMMANDS)})\b"))
 def test_a_command_takes_its_flags(page, command):
     name, arguments = re.search(r"dpo (\w+)(.*)", command).groups()
-    source = (ROOT / "dpo" / "commands" / f"{name}.py").read_text(encoding="utf-8")
+    source = (ROOT / "dpo" / "commands" / f"{name}.py").read_text()
     flags = re.findall(r"(?<= )--[\w-]+", arguments)
     assert [flag for flag in flags if f'"{flag}"' not in source and flag != "--trust-remote-code"] == []
 
@@ -109,7 +109,7 @@ def test_a_module_that_is_run_is_there_and_takes_the_flags(page, command):
     if spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
     if module.startswith(("scripts.", "benchmarks.", "experiments.")):
-        source = Path(spec.origin).read_text(encoding="utf-8")
+        source = Path(spec.origin).read_text()
         assert [flag for flag in re.findall(r"(?<= )--[\w-]+", arguments) if f'"{flag}"' not in source] == []
         compose(shlex.join(word for word in shlex.split(arguments) if re.match(r"[a-z_.]+=", word)))
 
@@ -126,7 +126,7 @@ def test_every_make_target_is_there():
 
 def find_anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

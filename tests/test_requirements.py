@@ -12,7 +12,7 @@ NAMED = {Requirement(line).name for lines in (PROJECT["dependencies"], *EXTRAS.v
 
 
 def read_lines(name: str) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
     return [line for line in lines if line and not line.startswith("-")]
 
 

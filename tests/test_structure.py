@@ -33,7 +33,7 @@ PACKAGES = ("", *ORDER.split())
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")  # the reference code's files
 PATHS = sorted((ROOT / "dpo").rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
-TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
+TEXTS = {name: path.read_text() for name, path in FILES.items()}
 
 
 # --- size -------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 def list_files() -> list[Path]:
     """The files of the project, without those that git ignores."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = subprocess.run(command, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -86,14 +86,14 @@ def test_there_is_no_more_code_than_was_agreed(part):
     n_tokens = 0
     for file in list_files():
         if file.suffix in (".py", ".jinja") and PARTS.get(file.relative_to(ROOT).parts[0], "product") == part:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text()
             n_tokens += count_tokens(text) if file.suffix == ".py" else len(text.split())
     assert n_tokens <= LIMITS[part]
 
 
 def test_the_documents_are_short_and_the_trainer_gets_what_it_uses():
     assert len(DEPENDENCIES["dpo.trainers"] - {"dpo"}) <= 24
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
     assert sum(file.stat().st_size for file in list_files() if file.suffix == ".md") <= 1000 * DOCUMENT_KB
 
 
@@ -162,7 +162,7 @@ OURS = {"_replace", "_asdict", "_fields", "_exit"}  # those of named tuples, and
 
 def list_private_names() -> set[str]:
     """The private names of libraries that our code imports, or reads as attributes of what is neither self nor cls."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PATHS]
+    trees = [ast.parse(path.read_text()) for path in PATHS]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | OURS
     attributes = [(node, getattr(node.value, "id", "")) for node in nodes if isinstance(node, ast.Attribute)]
@@ -178,7 +178,7 @@ def list_private_names() -> set[str]:
 
 
 def test_private_names_of_libraries_are_at_most_ten_in_a_table_with_the_tests_that_would_notice():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (.+?) \| .+? \| .*?`(test_\w+\.py)`", text.partition("## Private names")[2], re.MULTILINE)
     names = list_private_names()
     assert {name for cell, _ in rows for name in re.findall(r"\b_[a-z]\w*", cell)} == names
@@ -187,7 +187,7 @@ def test_private_names_of_libraries_are_at_most_ten_in_a_table_with_the_tests_th
 
 
 def test_every_file_has_a_row_in_the_table_of_packages():
-    text, package, rows = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "", set()
+    text, package, rows = (ROOT / "docs" / "architecture.md").read_text(), "", set()
     for first, files in re.findall(r"^\| (.*?) ?\| (`.+?`) \|", text.partition("## Words")[0], re.MULTILINE):
         package = first.strip("`") or package
         names = re.findall(r"`(.+?)`", files)

@@ -68,7 +68,7 @@ def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_the_page_has_a_curve_of_each_metric_that_was_logged_and_has_a_chart(tmp_path):
-    page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text(encoding="utf-8"))
+    page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text())
 
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
     images = [attributes for tag, attributes in page.elements if tag == "img"]

@@ -82,7 +82,7 @@ def test_a_sweep_continues_where_it_was_stopped_and_other_settings_have_a_direct
 
 def test_the_rows_of_the_document_are_still_read():
     text = frontier.read_tables([ROOT / "docs" / "frontier.json", ROOT / "docs" / "frontier-tasks.json"])
-    published = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
+    published = (ROOT / "docs" / "RESULTS.md").read_text()
     cells = "**+0.10 [+0.04, +0.16]** | **+0.13 [+0.03, +0.23]** | - |"
     assert f"| dpo - rm_tokens | {cells}" in text
     assert f"| dpo - rm_tokens | fixed | {cells}" in published

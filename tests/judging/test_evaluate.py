@@ -15,7 +15,7 @@ import torch
 from support.formats import WITH_TOOLS
 from support.models import save_reward_model
 from support.pytests import refused
-from support.runs import GOLDEN, make_environment, read_rows, write_rows
+from support.runs import TINY, make_environment, read_rows, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
@@ -130,9 +130,9 @@ def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
 
 
 def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
-    assert main([str(GOLDEN / "tiny-llama"), "--judge", "human", *SHORT]) == 2
+    assert main([str(TINY), "--judge", "human", *SHORT]) == 2
     assert "does not say what it was trained from: give OTHER" in capsys.readouterr().err
-    assert main([str(GOLDEN / "tiny-llama"), str(run_dir), "--judge", "human", *SHORT]) == 2
+    assert main([str(TINY), str(run_dir), "--judge", "human", *SHORT]) == 2
     assert "held out no prompts: give --prompts FILE" in capsys.readouterr().err
 
 
@@ -149,7 +149,7 @@ def test_a_reward_model_judges(run_dir, tokenizer, tmp_path):
 
 def save_model_that_says_a(folder: Path) -> Path:
     """A language model that answers A to everything: the embedding of each token but A leads to A, and A's to EOS."""
-    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     [token] = tokenizer("A", add_special_tokens=False)["input_ids"][-1:]
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

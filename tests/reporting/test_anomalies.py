@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.records import evaluation, rewards, update, write_run
+from support.records import context_in, evaluation, rewards, update, write_run
 from support.runs import read_metrics, read_rows, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
 from dpo.reporting.anomalies import MAX_SKIPPED, CollapseWarner
-from dpo.reporting.events import Evaluation, RunContext
+from dpo.reporting.events import Evaluation
 from dpo.reporting.table import CALLBACKS
 
 SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  # after one update
@@ -87,7 +87,7 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):
     fallen = [
         {**line, "loss/train": loss, **rewards("train", -9, 0)} for line, loss in zip(healthy[1:], huge, strict=True)
     ]
-    warner = CollapseWarner(RunContext(None, write_run(tmp_path, healthy), 0, None, print))
+    warner = CollapseWarner(context_in(write_run(tmp_path, healthy)))
     warner.on_evaluation(Evaluation(16, 64, {}))
     assert capsys.readouterr().out == ""
 

@@ -5,20 +5,19 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from omegaconf import OmegaConf
+from support.records import context_in, start
 from support.runs import read_metrics, run_here, small_run
 
 from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
-from dpo.reporting.events import RunContext, Update
+from dpo.reporting.events import Update
 from dpo.reporting.ledger import Ledger
-from dpo.settings.plan import resolve
 
 DRAWN = {"tie", "prompt", "chosen", "rejected", "others", "score_chosen", "score_rejected", "score_others"}
 
@@ -141,15 +140,10 @@ def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
 EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}") for i in range(4)]
 
 
-def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
+def ledger_in(run_dir: Path, state: Mapping[str, Any] | None = None) -> Ledger:
     split = SimpleNamespace(columns=())
     data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8), train=split, test=split)
-    ledger = Ledger(
-        RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
-    )
-    ledger.load_state_dict(state)
-    ledger.on_start()
-    return ledger
+    return start(Ledger(context_in(run_dir, data=data, batch_size=4)), state)
 
 
 def table_of(split: str, loss: float = 0.5) -> dict[str, torch.Tensor]:

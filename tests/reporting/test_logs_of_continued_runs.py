@@ -4,14 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.records import context_in, start
 from support.runs import read_rows
 from test_ledger_of_runs import EXAMPLES, ledger_in, rows_of, table_of
 from test_tensorboard import scalars
 
 from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
-from dpo.reporting.events import Evaluation, RunContext, Sample, Update
+from dpo.reporting.events import Evaluation, Sample, Update
 from dpo.reporting.files import FileLogger
-from dpo.settings.plan import make_plan
 
 ON, OFF = ([f"{key}={value}" for key in ("ledger", "tensorboard.enabled")] for value in ("true", "false"))
 
@@ -46,10 +46,7 @@ def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, t
 
 
 def logger_in(run_dir: Path, state: dict) -> FileLogger:
-    logger = FileLogger(RunContext(make_plan({"n_eval_model_samples": 1}), run_dir, 0, None, print))
-    logger.load_state_dict(state)
-    logger.on_start()
-    return logger
+    return start(FileLogger(context_in(run_dir, n_eval_model_samples=1)), state)
 
 
 def log(logger: FileLogger, number: int) -> None:

@@ -2,19 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models import make_weights
+from support.records import context_in, start
 from support.runs import read_rows
 
-from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
+from dpo.reporting.events import Callback, Callbacks, Evaluation, Sample, Update
 from dpo.reporting.files import FileLogger
-from dpo.settings.plan import make_plan
 from dpo.training.objective import reduce_metrics
 
 
@@ -51,19 +49,14 @@ def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_a
     assert peer.scalars == {"stop": 1}
 
 
-def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> FileLogger:
-    logger = FileLogger(RunContext(make_plan({}), run_dir, 0, None, print))
-    logger.load_state_dict(state)
-    logger.on_start()
-    return logger
+def files_in(run_dir: Path, state: dict | None = None) -> FileLogger:
+    return start(FileLogger(context_in(run_dir)), state)
 
 
 def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
     facts = {"packages": {}, "git_commit": None, "started": "2026-11-22T07:00:00+00:00"}
     (tmp_path / "env.json").write_text(json.dumps(facts))
-    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, make_weights(12, 333)))
-    logger.on_start()
-    logger.on_end()
+    start(FileLogger(context_in(tmp_path, policy=make_weights(12, 333)))).on_end()
     record = json.loads((tmp_path / "env.json").read_text())
     assert record["parameters"] == {"trainable": 12, "total": 345}
     assert record["started"] < record["ended"]
@@ -104,7 +97,7 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
 
     rows = read_rows(tmp_path / "samples.jsonl")
     assert rows == [{"examples": 32, **s._asdict()} for s in samples]
-    assert (tmp_path / "samples.txt").read_text(encoding="utf-8").splitlines() == [
+    assert (tmp_path / "samples.txt").read_text().splitlines() == [
         f"{'=' * 30} after 32 examples {'=' * 30}",
         *("Human: Où?", "", "Assistant:", "--- policy ---", "Là,", "sur la table.", "--- reference ---", "Non.", ""),
         f"{'=' * 30} after 32 examples {'=' * 30}",
@@ -117,6 +110,6 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
         def state_dict(self):
             return {"seen": Path("somewhere")}
 
-    callbacks = Callbacks({"odd": Odd}, RunContext(make_plan({}), Path(), 0, None, print))
+    callbacks = Callbacks({"odd": Odd}, context_in(Path()))
     with pytest.raises(TypeError, match=r"state_dict\(\) must have only tensors, numbers, texts"):
         callbacks.state_dict()

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from support import records
 from support.models import make_weights
 from support.pytests import refused, succeeded
+from support.records import context_in
 from support.runs import train
 from support.wandb_server import WandbServer
 
-from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.reporting.events import Evaluation, Update
 from dpo.reporting.trackers import REPORT, WandbLogger
-from dpo.settings.plan import resolve
-
-WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
 
 
 class Stub:
@@ -36,14 +34,10 @@ class Stub:
 def start(tmp_path, monkeypatch):
     """A logger of a run under W&B's stub."""
 
-    def start(loss: str = "dpo", state: dict[str, Any] | None = None, interval: float = 0, **settings: Any):
+    def start(loss: str = "dpo", state: dict[str, Any] | None = None, interval: float = 0) -> WandbLogger:
         monkeypatch.setattr(WandbLogger, "_start", staticmethod(lambda _, given: Stub(tmp_path / "[files]", given)))
-        config = {"exp_name": "n", "minimum_log_interval_secs": interval, "loss": {"name": loss}}
-        plan = resolve(OmegaConf.create({**config, "wandb": WANDB | settings}))
-        logger = WandbLogger(RunContext(plan, tmp_path, 0, None, print, make_weights(12, 333)))
-        logger.load_state_dict(state or {})
-        logger.on_start()
-        return logger
+        values = {"minimum_log_interval_secs": interval, "loss.name": loss}
+        return records.start(WandbLogger(context_in(tmp_path, policy=make_weights(12, 333), **values)), state)
 
     return start
 
@@ -152,9 +146,7 @@ def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(comman
 
 def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "foo")
-    logger = WandbLogger(
-        RunContext(resolve(OmegaConf.create({"exp_name": "n", "wandb": WANDB})), tmp_path, 0, None, print)
-    )
+    logger = WandbLogger(context_in(tmp_path))
     with refused(r"^W&B cannot start: .*; fix this, or set wandb.enabled=false$"):
         logger.on_start()
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
+from support.models import load_tiny
 from support.pytests import refused, succeeded
-from support.runs import GOLDEN, read_metrics, run_card, train
+from support.runs import TINY, read_metrics, run_card, train
 
 from dpo.analysis.rules import find_all
 from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import check_complete
 from dpo.models.loading import load_policy, model_loaders
-from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import resolve
 
 IDS = torch.arange(20).view(2, 10)
@@ -27,9 +27,7 @@ def command(command):
 
 
 def same_as_checkpoint(run_dir, folder) -> bool:
-    ours = load_model(
-        Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, archive=str(run_dir), attn_implementation="sdpa"
-    )
+    ours = load_tiny(archive=str(run_dir))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
@@ -75,7 +73,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
     assert loaded["tokenizer"].get_vocab()
     with torch.no_grad():
         ours, theirs = trained.eval()(IDS).logits, loaded["model"].eval()(IDS).logits
-        base = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.bfloat16)
+        base = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
         trained_difference = (base.eval()(IDS).logits - ours).abs().max()
         # PEFT scales the product after rounding it to bfloat16, and training before that
         assert (theirs - ours).abs().max() < 0.05 * trained_difference

@@ -11,19 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.records import context_in, start
 from support.runs import ROOT, read_metrics, run_python, small_run
 
 from dpo.checkpoint.files import read_state
-from dpo.reporting.events import Callback, RunContext
+from dpo.reporting.events import Callback
 from dpo.reporting.files import Appender
 from dpo.reporting.table import CALLBACKS
 from dpo.reporting.terminal import Progress
-from dpo.settings.plan import make_plan
 
 BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
-FUNCTION, ROW, YAML = (
-    textwrap.dedent(code) for _, code in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-)
+FUNCTION, ROW, YAML = (textwrap.dedent(code) for _, code in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()))
 CSV_CALLBACK = '''\
 """`losses.csv`: the loss of each update, and the norm of the weights after it."""
 
@@ -51,9 +49,9 @@ class CsvWriter(Appender):
 
 def insert(file: Path, before: str, text: str) -> None:
     """Insert a text before another one, which occurs once."""
-    content = file.read_text(encoding="utf-8")
+    content = file.read_text()
     assert content.count(before) == 1
-    file.write_text(content.replace(before, text + before), encoding="utf-8")
+    file.write_text(content.replace(before, text + before))
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def extended_project(tmp_path) -> Path:
     shutil.copytree(ROOT / "dpo", project / "dpo", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "trainers.py", "preference_datasets.py", "utils.py"):
         shutil.copy(ROOT / name, project)
-    with (project / "dpo" / "losses" / "formulas.py").open("a", encoding="utf-8") as formulas:
+    with (project / "dpo" / "losses" / "formulas.py").open("a") as formulas:
         formulas.write("\n\n" + FUNCTION)
     losses = project / "dpo" / "losses" / "__init__.py"
     insert(losses, '    "dpo": Loss(formulas.dpo, takes_offset=True),\n', ROW.removeprefix("LOSSES = {\n"))
@@ -125,8 +123,6 @@ def test_an_appender_of_another_rank_leaves_the_files_to_rank_0(tmp_path):
         files = ("rows.csv",)
 
     (tmp_path / "rows.csv").write_text("1\n2\n")
-    writer = Writer(RunContext(make_plan({}), tmp_path, 1, None, print))
-    writer.load_state_dict({"log_bytes": {"rows.csv": 2}})  # as a run that is resumed
-    writer.on_start()
+    writer = start(Writer(context_in(tmp_path, rank=1)), {"log_bytes": {"rows.csv": 2}})  # as a run that is resumed
     writer.append("rows.csv", ["3"])
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("rows.csv", "1\n2\n")]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.faults import (
+    SHARDED,
+    STATUS,
     fail_to_sample,
     kill_after_update,
     kill_at_step_of_saving,
@@ -28,7 +30,6 @@ from dpo.checkpoint import saver
 from dpo.checkpoint.files import check_complete, find_checkpoints
 
 PRUNED = ("keep_checkpoints=2", "export=true")
-SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 SLOW = pytest.mark.slow
 
 
@@ -112,9 +113,6 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, who
     assert re.search(r"checkpoint \S+step-16 could not be written \(.*\); earlier ones are intact", full.text)
     assert {path.name for path in find_checkpoints(tmp_path / "run")} == {"step-8"}
     assert_continues(start, whole, tmp_path / "run")
-
-
-STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
 @pytest.mark.parametrize("number", [n if n == signal.SIGINT else slow(n) for n in STATUS])

@@ -4,7 +4,7 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 from support.pytests import refused
-from support.runs import GOLDEN, write_rows
+from support.runs import TINY, write_rows
 
 from dpo.checkpoint.files import MANIFEST
 from dpo.commands.export import main as export
@@ -49,12 +49,12 @@ def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tm
 
 
 def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run, tmp_path, capsys):
-    base = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "base")
+    base = shutil.copytree(TINY, tmp_path / "base")
     run("run", f"model.name_or_path={base}", "lora=lora", "n_examples=4", "do_first_eval=false")
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    moved = ["--model", str(GOLDEN / "tiny-llama")]
+    moved = ["--model", str(TINY)]
     command = [str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]
 
     assert (export(command), export([*command, *moved])) == (2, 0)

@@ -13,8 +13,9 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models import load_tiny
 from support.pytests import refused, slow
-from support.runs import GOLDEN, assert_alike, compose, read_metrics
+from support.runs import TINY, assert_alike, compose, read_metrics
 from transformers import AutoModelForCausalLM
 
 from dpo.checkpoint.files import read_state
@@ -27,7 +28,7 @@ from dpo.models.quantization import Linear4bit, quantize
 from dpo.settings.plan import resolve
 from trainers import BasicTrainer, Trainer
 
-BASE = GOLDEN / "tiny-llama"
+BASE = TINY
 IDS = torch.arange(3, 43).reshape(2, 20)
 # SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
 LORA = (
@@ -119,7 +120,7 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     plan = resolve(compose(*command("test", *QLORA)))
     ours, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=directory)
     assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
-    base = quantize(load_model(Source(str(BASE)), dtype=torch.float32, attn_implementation="sdpa"))
+    base = quantize(load_tiny())
     before = base(IDS).logits
     theirs = peft.PeftModel.from_pretrained(base, str(directory))
     assert torch.equal(theirs(IDS).logits, ours(IDS).logits)

@@ -10,7 +10,7 @@ import pytest
 from support.pytests import succeeded
 from support.runs import ROOT, read_metrics, run_python, run_script, small_run, write_rows
 
-[PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+[PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(), re.DOTALL)
 ALL = ("plugins=[my.py]", "loss=cpo", "loss.beta=2.0", "optimizer=Lion", "lr=1e-4")
 
 

@@ -11,7 +11,7 @@ import transformers
 import yaml
 from omegaconf import OmegaConf
 from support.pytests import refused, succeeded
-from support.runs import GOLDEN, ROOT, find_differences, read_metrics, run_script
+from support.runs import ROOT, TINY, find_differences, read_metrics, run_script
 
 import train
 from dpo.settings.keys import KEYS, load_defaults
@@ -20,7 +20,7 @@ from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
 
-PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "porting.md").read_text()
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ REFERENCE = """
 def reference_config(**changes: object) -> dict:
     """The keys of the reference's own config, and no others."""
     config = yaml.safe_load(REFERENCE)
-    config["model"]["name_or_path"] = str(GOLDEN / "tiny-llama")
+    config["model"]["name_or_path"] = str(TINY)
     return {**config, **changes}
 
 
@@ -89,7 +89,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_eos():
-    tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = None
     batch = next(get_batch_iterator(["demo"], tokenizer, batch_size=4, n_epochs=1, max_length=96, silent=True))
     ids, mask = batch["chosen_input_ids"], batch["chosen_attention_mask"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.pytests import refused, slow
-from support.runs import GOLDEN, find_differences, read_log, read_metrics, write_rows
+from support.runs import TINY, find_differences, read_log, read_metrics, write_rows
 
 from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
 
 def test_a_template_writes_the_date_on_which_the_run_began(run, tmp_path, monkeypatch):
     """In a copy of a checkpoint too; an export writes the date on which it is used."""
-    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    model = shutil.copytree(TINY, tmp_path / "model")
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
     rows = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"Not {i}, but more."} for i in range(20)]
@@ -200,7 +200,7 @@ def test_changes_that_would_make_it_another_run_are_named(run, copied):
 
 @pytest.mark.parametrize("loss", ["dpo", slow("sft")])
 def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_replaced_are_not_read(loss, run, tmp_path):
-    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    model = shutil.copytree(TINY, tmp_path / "model")
     settings = (f"loss={loss}", f"model.name_or_path={model}")
     run("run", *settings, "n_examples=8")
     tokenizer, config = ((model / name).read_text() for name in ("tokenizer.json", "config.json"))

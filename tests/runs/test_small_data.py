@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from support.pytests import slow, succeeded
-from support.runs import GOLDEN, read_rows, train, write_rows
+from support.runs import TINY, read_rows, train, write_rows
 
 from dpo.analysis.ledger import read_ledger
 
@@ -35,7 +35,7 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
         for i in range(n_rows)
     ]
     result = succeeded(train(
-        "loss=dpo", "loss.beta=0.1", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=small", "ledger=true",
+        "loss=dpo", "loss.beta=0.1", f"model.name_or_path={TINY}", "exp_name=small", "ledger=true",
         "do_first_sampling=true", "eval_every=1000",
         "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
         "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import call_before, start_interpreter, start_run
+from support.faults import SHARDED, STATUS, call_before, start_interpreter, start_run
 from support.pytests import slow
 from support.runs import ROOT, read_metrics
 
 from dpo.checkpoint.files import find_checkpoints
 
-STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 NAME = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
 STEPS = {
     "directory": "dpo.checkpoint.resume:lock_run_dir",
@@ -79,9 +78,6 @@ def test_a_signal_during_imports_is_one_sentence(module, number, fate, command):
     assert err == f"stopped by {NAME[number]}: nothing to save\n"
     assert "stopping" not in out
     assert process.returncode == STATUS[number]
-
-
-SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 
 
 def ask_both_ranks() -> None:

@@ -2,14 +2,14 @@
 
 import pytest
 from support.pytests import slow, succeeded
-from support.runs import GOLDEN, run_script
+from support.runs import GOLDEN, TINY, run_script
 
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
 from dpo.models.layouts import pad
 from dpo.models.packing import pack
 
-LLAMA = (f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null")
+LLAMA = (f"model.name_or_path={TINY}", "model.block_name=null")
 TINY = (
     *LLAMA, "datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "loss=dpo", "loss.beta=0.1", "max_length=128",
     "max_prompt_length=64",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.runs import GOLDEN, write_rows
+from support.runs import TINY, write_rows
 
 from dpo.analysis.ledger import STREAM, append
 from dpo.commands.ledger import main
@@ -25,7 +25,7 @@ def run_dir(tmp_path) -> Path:
         "datasets": ["mine"],
         "dataset_sources": {"mine": str(tmp_path / "mine")},
         "local_dirs": [str(tmp_path)],
-        "model": {"name_or_path": str(GOLDEN / "tiny-llama"), "tokenizer_name_or_path": None},
+        "model": {"name_or_path": str(TINY), "tokenizer_name_or_path": None},
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     for split, update in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):

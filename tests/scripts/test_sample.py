@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.models import COMMON
+from support.models import COMMON, load_tiny
 from support.pytests import refused
-from support.runs import GOLDEN
+from support.runs import TINY
 
 from dpo.commands.sample import converse, main
 from dpo.models.answers import Sampling
 from dpo.models.export import export
 from dpo.models.panel import Panel, Side, load_panel
-from dpo.models.pretrained import Source, load_model
 
-LLAMA = str(GOLDEN / "tiny-llama")
+LLAMA = str(TINY)
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
 TALK = [
     {"role": "user", "content": "Good morning."},
@@ -32,17 +31,12 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def load(archive: Path | None = None):
-    archive_name = archive and str(archive)
-    return load_model(Source(LLAMA), dtype=torch.float32, archive=archive_name, attn_implementation="sdpa").eval()
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     """A run whose policy has moved away from its reference."""
     run = tmp_path_factory.mktemp("runs") / "run"
     torch.manual_seed(0)
-    state = {key: tensor + 0.02 * torch.randn(tensor.shape) for key, tensor in load().state_dict().items()}
+    state = {key: tensor + 0.02 * torch.randn(tensor.shape) for key, tensor in load_tiny().state_dict().items()}
     (run / "step-8").mkdir(parents=True)
     torch.save({"step_idx": 8, "state": state, "metrics": None}, run / "step-8" / "policy.pt")
     (run / "LATEST").symlink_to("step-8")
@@ -134,7 +128,7 @@ def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir
 
 def test_greedy_answers_are_those_of_generate(run_dir, panel, tokenizer):
     answers = answered(panel, Sampling(12, temperature=0))
-    for name, model in (("policy", load(run_dir)), ("reference", load())):
+    for name, model in (("policy", load_tiny(archive=run_dir)), ("reference", load_tiny())):
         for text, given in zip(ASKED, answers[name], strict=True):
             ids = tokenizer(f"\n\nHuman: {text}\n\nAssistant:", return_tensors="pt")["input_ids"]
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.pytests import slow, succeeded
-from support.runs import GOLDEN, run_script, small_run, train
+from support.runs import TINY, run_script, small_run, train
 
 CODE = """\
 import pathlib
@@ -31,7 +31,7 @@ def change(file: Path, **changes: object) -> None:
 def elsewhere(rows, tmp_path_factory) -> Path:
     """A run, an adapter's run and their model, whose code touches `proof`."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    home = shutil.copytree(GOLDEN / "tiny-llama", folder / "model")
+    home = shutil.copytree(TINY, folder / "model")
     (home / "own.py").write_text(CODE.format(proof=str(folder / "proof")))
     (home / "custom_generate").mkdir()
     (home / "custom_generate" / "generate.py").write_text(

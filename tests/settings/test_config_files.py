@@ -22,7 +22,7 @@ PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrain
 
 
 def read(name: str) -> dict:
-    return yaml.safe_load((CONFIG / name).read_text(encoding="utf-8"))
+    return yaml.safe_load((CONFIG / name).read_text())
 
 
 def test_every_key_is_declared_in_python_and_in_yaml():
@@ -44,7 +44,7 @@ OPTION_FILES = [file for group in ("loss", "lora", "online") for file in sorted(
     "file", [CONFIG / "config.yaml", CONFIG / "model" / "blank_model.yaml", *OPTION_FILES], ids=str
 )
 def test_every_key_has_a_comment_above_it_or_on_its_line(file):
-    lines = file.read_text(encoding="utf-8").split("\ndefaults:")[0].splitlines()
+    lines = file.read_text().split("\ndefaults:")[0].splitlines()
     keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
     # a key that only opens a section leaves it to the keys in it
     sections = {i for i in keys if re.fullmatch(r"\w+:", lines[i]) and re.match(r"  # |  \w", lines[i + 1])}

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 from support.pytests import refused
-from support.runs import GOLDEN, read_metrics
+from support.runs import TINY, read_metrics
 
 import train
 from dpo.data.sources import load_rows
@@ -95,7 +95,7 @@ def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path
         "local_dirs": [str(tmp_path)],
         "local_run_dir": str(tmp_path / "run"),
         "loss": {"name": "sft"},
-        "model": {"name_or_path": str(GOLDEN / "tiny-llama")},
+        "model": {"name_or_path": str(TINY)},
         "wandb": {"enabled": False},
         **{"batch_size": 4, "max_length": 64, "max_prompt_length": 32, "sample_during_eval": False, "export": False},
     }

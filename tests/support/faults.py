@@ -16,6 +16,9 @@ from typing import Any
 from support.runs import ROOT, make_environment
 from support.warm import Python
 
+SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
+STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # of a run that was asked to stop
+
 
 def start_run(overrides: list[str], fault: Callable[[], None] | None = None, **environment: str) -> Python:
     """`python train.py OVERRIDES` in a session of its own, beside the test."""

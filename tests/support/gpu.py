@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.runs import GOLDEN, ROOT, make_environment
+from support.runs import GOLDEN, ROOT, TINY, make_environment
 
 GPU = torch.cuda.device_count() > 0
 DEVICE = "cuda" if GPU else "cpu"
 QUICK = "GPU_CHECK_QUICK" in os.environ
-TINY = GOLDEN / "tiny-llama"
 WORDS = GOLDEN / "words"
 VOCABULARY = 1024  # of the tokenizer in tests/golden/tiny-llama
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN

@@ -12,7 +12,8 @@ import transformers
 
 from dpo.data.examples import Example
 from dpo.models.layouts import Padded
-from dpo.models.pretrained import disable_dropout
+from dpo.models.pretrained import Source, disable_dropout, load_model
+from support.runs import TINY
 
 VOCABULARY = 101  # a prime: no number of processes divides it
 COMMON = {
@@ -90,6 +91,11 @@ def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
     """
     [microbatch] = Padded().split(examples, 1)
     return Padded().forward(model, microbatch.inputs).logps.sum(-1)
+
+
+def load_tiny(**options: Any) -> Any:
+    """The tiny Llama of the golden runs in float32; with an `archive`, as a run has trained it."""
+    return load_model(Source(str(TINY)), dtype=torch.float32, attn_implementation="sdpa", **options)
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from dpo.reporting.events import RunContext
 from dpo.settings.keys import dotted, load_defaults
 from dpo.settings.plan import Plan, make_plan
 from support.runs import write_rows
@@ -83,12 +84,24 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "metrics.jsonl", list(lines))
     write_rows(folder / "samples.jsonl", list(samples))
-    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **(config or {})}), encoding="utf-8")
-    (folder / "env.json").write_text(json.dumps({**ENV, **(env or {})}), encoding="utf-8")
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **(config or {})}))
+    (folder / "env.json").write_text(json.dumps({**ENV, **(env or {})}))
     (folder / "preflight.json").write_text(
         json.dumps({**PREFLIGHT, **(preflight or {}), "updates": total}), encoding="utf-8"
     )
     return folder
+
+
+def context_in(run_dir: Path, *, rank: int = 0, data: Any = None, policy: Any = None, **values: Any) -> RunContext:
+    """The context of a run in a directory, with these values of its config."""
+    return RunContext(make_plan(values), run_dir, rank, data, print, policy)
+
+
+def start(callback: Any, state: Mapping[str, Any] | None = None) -> Any:
+    """Start a callback, as a run does that continues from a state."""
+    callback.load_state_dict(state or {})
+    callback.on_start()
+    return callback
 
 
 def plan_of_data(folder: Path, sources: Mapping[str, str], *, loss: str = "dpo", **values: Any) -> Plan:

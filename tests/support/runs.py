@@ -26,6 +26,7 @@ WALL_CLOCK = (  # metrics that differ between equal runs
     "online/seconds_per_token",
 )  # fmt: skip
 GOLDEN = ROOT / "tests" / "golden"
+TINY = GOLDEN / "tiny-llama"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
 
 
@@ -68,7 +69,7 @@ def read_metrics(run_dir: Path, split: str) -> list[dict]:
 def find_undocumented(run_dir: Path) -> set[str]:
     """The metrics of a run that docs/metrics.md lacks; `/NAME` in a table is another last part of the name before."""
     names, prefix = {"split", "examples", "updates"}, ""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "metrics.md").read_text()
     for name in re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))):
         prefix = prefix if name.startswith("/") else name.rpartition("/")[0]
         names.add(prefix + name if name.startswith("/") else name)
@@ -110,13 +111,13 @@ def assert_gone(pids: list[int], within: float = 10) -> None:
 def write_rows(path: Path, rows: list) -> Path:
     """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def read_rows(path: Path) -> list[Any]:
     """Read one JSON value per line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def change_json(path: Path, **changes: Any) -> None:
@@ -227,7 +228,7 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
         **dict(setting.split("=", 1) for setting in SMALL.split()),
         "local_run_dir": run_dir,
         "local_dirs": f"[{run_dir.parent}]",
-        "model.name_or_path": GOLDEN / "tiny-llama",
+        "model.name_or_path": TINY,
         "dataset_sources.hh": rows / "hh",
         "dataset_sources.more": rows / "more",
     }
@@ -248,7 +249,7 @@ def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
         f"loss={name}",
         *(f"loss.{k}={v}" for k, v in loss.items()),
         *(f"{k}={v}" for k, v in settings.items()),
-        f"model.name_or_path={GOLDEN / 'tiny-llama'}",
+        f"model.name_or_path={TINY}",
         "model.reference_dtype=float32",
         "datasets=[hh]",
         f"dataset_sources.hh={data}",

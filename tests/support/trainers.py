@@ -4,14 +4,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 from support import runs
-from support.runs import GOLDEN
+from support.models import load_tiny
+from support.runs import GOLDEN, TINY
 from trainers import BasicTrainer
 
 
@@ -19,7 +18,7 @@ def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
     """The config of a short run on the data of tests/golden/words."""
     return runs.compose(
         *("exp_name=test", f"local_run_dir={folder / run}", f"local_dirs=[{folder}]"),
-        *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32", "datasets=[hh]"),
+        *(f"model.name_or_path={TINY}", "model.reference_dtype=float32", "datasets=[hh]"),
         *(f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80", "eval_batch_size=4"),
         *("n_eval_examples=4", "n_examples=16", "sample_during_eval=false", "wandb.enabled=false", "optimizer=SGD"),
         *("warmup_steps=0", "lr=1.0", "max_grad_norm=1.0", *overrides),
@@ -29,7 +28,7 @@ def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
 def make(config: DictConfig, **more: Any) -> BasicTrainer:
     """The trainer of a config, with the tiny Llama or another `policy`."""
     Path(config.local_run_dir).mkdir(exist_ok=True)
-    policy = load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32)
+    policy = load_tiny()
     reference = copy.deepcopy(policy) if resolve(config).reference == "model" else None
     return BasicTrainer(more.get("policy", policy), config, config.seed, config.local_run_dir, reference)
 

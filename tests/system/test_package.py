@@ -56,7 +56,7 @@ def test_a_plain_install_trains_the_demo_from_an_empty_directory(wheel, tmp_path
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     command = [python, "-m", "pip", "install", "--quiet", wheel, "-c", ROOT / "requirements.lock"]
-    installed = subprocess.run(command, capture_output=True, text=True, check=False)
+    installed = subprocess.run(command, capture_output=True, text=True)
     if re.search("No matching distribution|ConnectionError|NewConnectionError", installed.stderr):
         pytest.skip(f"packages cannot be downloaded: {installed.stderr[-200:]}")
     assert installed.returncode == 0, installed.stderr
@@ -65,12 +65,12 @@ def test_a_plain_install_trains_the_demo_from_an_empty_directory(wheel, tmp_path
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(python.with_name("dpo")), *arguments]
-        return subprocess.run(command, cwd=empty, env=make_environment(), capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=empty, env=make_environment(), capture_output=True, text=True)
 
     listed = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout.lower()
     assert not re.search("^(wandb|matplotlib|peft|accelerate|bitsandbytes|beautifulsoup4|tensorboard)==", listed, re.M)
     imports = "; ".join(f"import dpo.{name}" for name in PUBLIC.split())
-    assert subprocess.run([python, "-c", imports], cwd=empty, check=False).returncode == 0
+    assert subprocess.run([python, "-c", imports], cwd=empty).returncode == 0
     trained = succeeded(run("train", *TRAIN.split()))
     assert trained.stdout.count("wandb") == 1
     assert "warning: W&B gets nothing, as wandb is not installed" in trained.stdout

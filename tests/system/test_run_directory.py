@@ -45,7 +45,7 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
     assert "not for the record" not in text
     record = json.loads(text)
     assert {"torch", "transformers", "datasets", "numpy"} <= record["packages"].keys()
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     assert record["git_commit"] == (head.stdout.strip() or None)
 
 

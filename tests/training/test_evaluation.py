@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import trainers
-from support.models import plain_logps
-from support.runs import GOLDEN, compose, small_run, write_rows
+from support.models import load_tiny, plain_logps
+from support.runs import compose, small_run, write_rows
 from support.warm import launch
 
 import trainers as own
 from dpo.data.examples import Example
-from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import make_plan
 from dpo.training.evaluation import Interval
 from dpo.training.objective import find_shares_ranked_right
@@ -48,10 +47,7 @@ def make_trainer(folder: Path, n: int, *overrides: str, rank: int = 0, world_siz
     """A trainer with a test split of n rows, whose policy is not its reference any more."""
     options = ("n_eval_examples=256", "datasets=[mine]", f"dataset_sources.mine={folder / f'{n}'}", *overrides)
     config = compose(*small_run(folder, folder / "run", *options))
-    policy, reference = (
-        load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="sdpa")
-        for _ in range(2)
-    )
+    policy, reference = (load_tiny() for _ in range(2))
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.2)
     reference = None if config.loss.name == "sft" else reference

@@ -15,7 +15,7 @@ from support import runs
 from support.faults import run_out_of_memory_at, start_run
 from support.models import save_reward_model
 from support.pytests import refused, slow, succeeded
-from support.runs import GOLDEN, small_run, train
+from support.runs import TINY, small_run, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -214,7 +214,7 @@ def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monk
 
 def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(command, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(GOLDEN / "tiny-llama", model, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    shutil.copytree(TINY, model, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
     before = sorted(os.listdir(tmp_path))
 
     result = succeeded(train(*command("run", f"model.name_or_path={model}", "dry_run=true")))

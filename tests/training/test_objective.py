@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import trainers
-from support.runs import GOLDEN, ask, write_lists, write_splits, write_weighted
+from support.models import load_tiny
+from support.runs import ask, write_lists, write_splits, write_weighted
 from support.warm import launch
 
 from dpo.analysis.ledger import read_ledger
 from dpo.models.layouts import SharedPrefix
-from dpo.models.pretrained import Source, load_model
 from dpo.reporting.ledger import Ledger
 from dpo.training.objective import Reduced, find_shares_ranked_right
 from trainers import BasicTrainer, FSDPTrainer
@@ -113,7 +113,7 @@ def lay_out_under_fsdp(rank: int, world_size: int, folder: Path) -> None:
     sizes = ("trainer=FSDPTrainer", f"world_size={world_size}", "batch_size=4")
     for frozen in ("whole", "sharded"):
         config = trainers.compose(folder, frozen, *DPO, *sizes, f"fsdp_frozen_weights={frozen}")
-        policy, reference = (load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32) for _ in range(2))
+        policy, reference = (load_tiny() for _ in range(2))
         trainer = FSDPTrainer(policy, config, config.seed, config.local_run_dir, reference, rank, world_size)
         assert isinstance(trainer.objective.layout, SharedPrefix), frozen
 
