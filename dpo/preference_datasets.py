@@ -170,7 +170,7 @@ def get_dataset(
     split: str,
     silent: bool = False,
     cache_dir: str | None = None,
-    dataset_sources: Mapping[str, Any] | None = None,
+    dataset_sources: Mapping | None = None,
     tokenizer: Any = None,
     **options: Any,
 ) -> PreferenceData:
@@ -207,7 +207,7 @@ def get_dataset(
     return data
 
 
-def _get_added(name: str, split: str, tokenizer: Any, options: Mapping[str, Any]) -> PreferenceData:
+def _get_added(name: str, split: str, tokenizer: Any, options: Mapping) -> PreferenceData:
     """A plugin's dataset."""
     rows, test_rows = (DATASETS[name](part) for part in ("train", "test"))
     rows = list(rows if split == "train" or test_rows is None else test_rows)
@@ -221,7 +221,7 @@ def _split(data: PreferenceData, split: str, what: str) -> PreferenceData:
     return data if split == "train" else test
 
 
-def _read(rows: Sequence[Any], reader: str | None) -> Sequence[Any]:
+def _read(rows: Sequence, reader: str | None) -> Sequence:
     """Rows as a plugin's reader makes them, with its error in place of a row that it cannot read."""
     if reader is None:
         return rows
@@ -251,7 +251,7 @@ def check_columns(plan: Plan) -> None:
             recognize(_read(load_rows(source, "train"), source.reader), source.columns, **options)
 
 
-def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
+def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping) -> Any:
     """Make a JSON value that changes with a dataset's content; None for a loader of the user."""
     loader = LOADERS.get(name, get_custom)
     source = dataset_sources.get(name) or BUILT_IN.get(name)
@@ -281,7 +281,7 @@ def get_batch_iterator(
     seed: int = 0,
     silent: bool = False,
     cache_dir: str | None = None,
-    dataset_sources: Mapping[str, Any] | None = None,
+    dataset_sources: Mapping | None = None,
 ) -> Iterator[PaddedBatch]:
     """Yield tokenized batches in the order of `iterate_examples`, as the reference code does.
 

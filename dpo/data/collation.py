@@ -19,10 +19,10 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
-PaddedBatch = dict[str, Any]  # texts in lists, and int64 tensors (rows, tokens)
+PaddedBatch = dict  # texts in lists, and int64 tensors (rows, tokens)
 
 
-def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: int) -> list[dict[str, Any]]:
+def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: int) -> list[dict]:
     """Make the rows of a `PaddedBatch`, before padding."""
     rows = []
     for (example_prompt, index), ids in zip(examples, encode_examples(examples, encode, **limits), strict=True):
@@ -46,7 +46,7 @@ def tokenize_batch_element(
     tokenizer: Any,
     max_length: int,
     max_prompt_length: int,
-) -> dict[str, Any]:
+) -> dict:
     """Make a row of a `PaddedBatch`, with lists for tensors; raises InputError for EOS in a text or an unknown mode."""
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
@@ -84,12 +84,12 @@ def collate_prompts(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[st
     return get_collate_fn(tokenizer)(rows)
 
 
-def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
+def get_collate_fn(tokenizer: Any) -> Callable[[list[dict]], PaddedBatch]:
     """Pads with the pad token, or else with EOS."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     pad_values = {"input_ids": pad, "attention_mask": 0, "labels": IGNORE_INDEX}
 
-    def collate(rows: Sequence[dict[str, Any]]) -> PaddedBatch:
+    def collate(rows: Sequence[dict]) -> PaddedBatch:
         batch = {key: [row[key] for row in rows] for key in rows[0]}
         for key, values in batch.items():
             for suffix in filter(key.endswith, pad_values):  # not of texts

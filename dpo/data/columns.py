@@ -59,7 +59,7 @@ class Columns(NamedTuple):
             parts.append(f"not used: {', '.join(self.unused)}")
         return "; ".join(parts)
 
-    def find_fields(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def find_fields(self, row: Mapping) -> dict[str, str]:
         """The column of each field in a row, none for a tie; raises InputError if the better response is not known."""
         if not self.verdict:
             return self.used
@@ -176,9 +176,7 @@ def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | N
     return candidates
 
 
-def _find_verdict(
-    rows: Sequence[Mapping[str, Any]], present: Sequence[str], origin: str
-) -> tuple[str | None, dict[str, str]]:
+def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
     by_name = {}
     for column in sorted(present, key=normalize):

@@ -194,9 +194,9 @@ def _is_empty(response: str | Messages) -> bool:
 # --- forms of records ----------------------------------------------------------------------------------------------
 
 
-def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
+def read_record(row: Mapping, used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
     """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
-    responses: list[Any]
+    responses: list
     scores = []
     noticed = []
     if "messages" in used:  # a chat that ends with its response
@@ -252,12 +252,12 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], tokenizer: Any,
 
 
 def _read_answers(
-    row: Mapping[str, Any],
+    row: Mapping,
     used: Mapping[str, str],
-    answers: Mapping[str, Any],
+    answers: Mapping,
     columns: Sequence[str],
     noticed: list[tuple[str, str]],
-) -> tuple[str | Messages, list[Any]]:
+) -> tuple[str | Messages, list]:
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
     Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
@@ -348,7 +348,7 @@ def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
     return [], response
 
 
-def _say(messages: Messages) -> list[tuple[str, str, list[Any]]]:
+def _say(messages: Messages) -> list[tuple[str, str, list]]:
     """What messages say, without what programs note in them, such as an id."""
     said = []
     for message in messages:
@@ -388,7 +388,7 @@ def _split_shared_messages(dialogues: Sequence[Messages], until: str = "") -> li
 # --- fields --------------------------------------------------------------------------------------------------------
 
 
-def _read_value(row: Mapping[str, Any], column: str) -> str | Messages:
+def _read_value(row: Mapping, column: str) -> str | Messages:
     """Read a text, a list of messages, or one message."""
     value = get_field(row, column, str, list, dict)
     if not isinstance(value, str):
@@ -398,12 +398,12 @@ def _read_value(row: Mapping[str, Any], column: str) -> str | Messages:
     return value
 
 
-def _index_items(row: Mapping[str, Any], column: str) -> dict[str, Any]:
+def _index_items(row: Mapping, column: str) -> dict:
     """Name the items of a list."""
     return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, list))}
 
 
-def _read_label(row: Mapping[str, Any], column: str) -> bool:
+def _read_label(row: Mapping, column: str) -> bool:
     label = str(row.get(column)).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(
@@ -413,7 +413,7 @@ def _read_label(row: Mapping[str, Any], column: str) -> bool:
     return label in DESIRABLE
 
 
-def _read_number(row: Mapping[str, Any], column: str, *, above_zero: bool = False) -> float:
+def _read_number(row: Mapping, column: str, *, above_zero: bool = False) -> float:
     """Read a finite number, which may be text as in CSV."""
     value, number = row.get(column), math.nan
     with suppress(ValueError):

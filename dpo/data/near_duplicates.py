@@ -24,7 +24,7 @@ def find_words(text: str) -> list[str]:
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict[str, Any]:
+def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict:
     control = find_control(tokenizer)
 
     def show(text: str) -> str:

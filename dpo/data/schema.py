@@ -24,8 +24,8 @@ SHOWN = 20  # bad records, or records of a kind, that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
-Messages = list[dict[str, Any]]  # of a chat, with role and content
-Row = Mapping[str, Any] | InputError  # of a source; the error says why a row cannot be parsed
+Messages = list[dict]  # of a chat, with role and content
+Row = Mapping | InputError  # of a source; the error says why a row cannot be parsed
 TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
 TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", float: "a number"}
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
@@ -42,13 +42,13 @@ class Record(NamedTuple):
     """A prompt and its responses, from their row to their examples."""
 
     prompt: Any  # a text, or Messages until a chat template renders them
-    responses: Sequence[Any]  # of the same kind
+    responses: Sequence  # of the same kind
     pairs: Sequence[tuple[int, int]] = ()  # (better, worse), indices into responses
     label: bool | None = None  # whether the one response is desirable
     scores: Sequence[float] = ()  # of a ranked list, higher for better responses
     weight: float | None = None
     margin: float | None = None
-    tools: Sequence[dict[str, Any]] = ()  # that a chat may call
+    tools: Sequence[dict] = ()  # that a chat may call
     messages: Messages | None = None  # from which a chat template rendered the prompt
     cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
     row: int | None = None  # its number in its source, from 1
@@ -152,7 +152,7 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
     return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
 
 
-def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:
+def write_problems(path: Path, problems: Iterable[Mapping]) -> None:
     """Write one line of JSON for each problem; no file without any."""
     if lines := [json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems]:
         with replacing(path) as temporary:
@@ -207,7 +207,7 @@ def read_messages(value: Any) -> Messages:
     return [_read_message(message) for message in (value if isinstance(value, list) else [value])]
 
 
-def _read_message(message: Any) -> dict[str, Any]:
+def _read_message(message: Any) -> dict:
     """Read a chat message of any format as chat templates expect it."""
     given = _drop_nulls(message)
     if is_message(message) and "role" not in message:
@@ -241,12 +241,12 @@ def _read_message(message: Any) -> dict[str, Any]:
     return given
 
 
-def is_scored(message: Mapping[str, Any]) -> bool:
+def is_scored(message: Mapping) -> bool:
     """Whether a message of the assistant is trained on, as `weight` (OpenAI's) and `train` say."""
     return 0 not in (message.get("weight"), message.get("train"))
 
 
-def _read_call(call: Any) -> dict[str, Any]:
+def _read_call(call: Any) -> dict:
     """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
     outer = _drop_nulls(call) if isinstance(call, Mapping) and "function" in call else {"function": call}
     function = _drop_nulls(outer.get("function"))
@@ -257,7 +257,7 @@ def _read_call(call: Any) -> dict[str, Any]:
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
-def read_tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+def read_tools(row: Mapping, column: str) -> list[dict]:
     """Read a list of schemas, of functions too, or JSON of such a list; rows may lack it."""
     tools = _parse_json(row.get(column)) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):

@@ -26,7 +26,7 @@ SUBSETS = re.compile(r"(?:available configs|Available): \[(.*?)\]")  # messages 
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
-class ArrowRows(Sequence[Mapping[str, Any]]):
+class ArrowRows(Sequence[Mapping]):
     """Rows of a `datasets.Dataset`, decoded when read; images and sounds stay as they are."""
 
     def __init__(self, dataset: Any) -> None:
@@ -39,7 +39,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
         [row] = self.select([index])
         return row
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping]:
         for table in self.dataset.iter(ROWS_PER_BATCH):
             for row in table.to_pylist():
                 yield _decode_row(row, self.features)
@@ -48,7 +48,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
         return ArrowRows(self.dataset.select(indices))
 
 
-def _decode_row(row: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+def _decode_row(row: Mapping, features: Mapping) -> dict:
     return {column: _decode(value, features.get(column), column) for column, value in row.items()}
 
 

@@ -22,7 +22,7 @@ from dpo.system.plain_files import check_readable, read_json, remove, write_json
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 TEMPORARY = ".dpo-table-"  # what temporary names begin with
 SPLITS = ("train", "test")
-Facts = Mapping[str, Any]  # counts taken while a table is built
+Facts = Mapping  # counts taken while a table is built
 
 
 class Prompt(NamedTuple):
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
     weights: list[float] | None = None  # of the examples; None: 1
     margins: list[float] | None = None  # of the examples
     rows: list[int] | None = None  # numbers of the examples' records in their source
-    tools: list[Any] | None = None  # that the messages may call
+    tools: list | None = None  # that the messages may call
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text

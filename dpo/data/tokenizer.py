@@ -126,7 +126,7 @@ def _write_date(date: str) -> str:
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
-def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
+def find_media_tokens(tokenizer: Any, config: Mapping) -> list[str]:
     """Find the tokens for images, video and audio that the tokenizer or config.json names."""
     tokens = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
     added = tokenizer.added_tokens_decoder
@@ -136,7 +136,7 @@ def find_media_tokens(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
     return sorted(token for token in tokens if isinstance(token, str) and token)
 
 
-def find_end_tokens(tokenizer: Any, name: str, config: Mapping[str, Any], *, cache_dir: str | None) -> list[str]:
+def find_end_tokens(tokenizer: Any, name: str, config: Mapping, *, cache_dir: str | None) -> list[str]:
     """Find the tokens that end an answer by the generation config, or, without one, by config.json."""
     published = config.get("eos_token_id")
     with contextlib.suppress(OSError):

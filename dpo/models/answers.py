@@ -65,7 +65,7 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own,
 
 
 def choose_sampling(
-    model: Any, tokenizer: Any, wanted: Mapping[str, Any], *, chat: bool = False, max_new_tokens: int = 0, **more: Any
+    model: Any, tokenizer: Any, wanted: Mapping, *, chat: bool = False, max_new_tokens: int = 0, **more: Any
 ) -> Sampling:
     """Each value is the one in `wanted`, else the generation config's, else a default.
 

@@ -577,7 +577,7 @@ def find_prompt_format(origin: Origin) -> str | None:
     return form if form in [*MEANINGS] else None
 
 
-def _read_record(origin: Origin, name: str) -> Mapping[str, Any]:
+def _read_record(origin: Origin, name: str) -> Mapping:
     file = origin.run_dir and origin.run_dir / name
     record = read_json(file) if file and file.exists() else {}
     if not isinstance(record, Mapping):

@@ -50,7 +50,7 @@ class Packed:
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
     # the last masks, by attention layer, and their dtype: policy and reference often need the same, one after the other
-    masks: tuple[torch.dtype | None, dict[str, Any]] = field(default=(None, {}), init=False)
+    masks: tuple[torch.dtype | None, dict] = field(default=(None, {}), init=False)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

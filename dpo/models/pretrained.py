@@ -32,7 +32,7 @@ class Source(NamedTuple):
     scalar_head: bool = False  # read as a reward model
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict:
         """For `from_pretrained` of configs, models and tokenizers."""
         return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
 
@@ -109,7 +109,7 @@ def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None
     )
 
 
-def load_onto(device_map: str | dict | None, load: Callable[..., Any], **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> tuple[Any, dict]:
     """A model and what its loader says; without accelerate, its weights go to a device by way of the CPU.
 
     Raises InputError if it does not fit on the devices.
@@ -200,7 +200,7 @@ def load_generation_config(source: Source) -> transformers.GenerationConfig:
         return load(source.name, "config.json", cache_dir=source.cache_dir, _from_model_config=True)
 
 
-def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
+def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
     """Raise InputError for weights that `from_pretrained` would draw at random."""
     if missing := sorted(loading["missing_keys"]):
         raise InputError(f"{what} has no weights for {', '.join(missing[:5])}: {advice}")

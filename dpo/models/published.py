@@ -109,7 +109,7 @@ def ambiguity(model: Any, place: str) -> InputError:
     )
 
 
-def spell_both_ways(written: dict[str, Any], config: Any) -> None:
+def spell_both_ways(written: dict, config: Any) -> None:
     """Add to a config's entries those by which transformers 4, or 5, finds parameters of rope and Qwen3's experts."""
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
