@@ -19,13 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
 from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast, record_config, record_inputs
-from dpo.checkpoint.saver import Checkpoints
+from dpo.checkpoint.saver import Checkpoints, Part, RunState
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
+from dpo.numbers import percent
 from dpo.parallel.sharding import (
     announce_backward,
     clip_gradient,
@@ -44,9 +45,11 @@ from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE, Objective
-from dpo.training.parts import list_saved, make_parts
-from dpo.training.start import FEW_CHANGED, list_notes, self_test, warn_of_rounding
+from dpo.training.parts import make_parts
+from dpo.training.start import list_notes, self_test
 from dpo.training.stop import StopRequest
+
+FEW_CHANGED = 0.1  # share of 16-bit weights, by a step at the full rate: the others' steps are rounded away
 
 
 @dataclass(eq=False)
@@ -60,18 +63,12 @@ class Trainer:
     evaluator: Evaluator
     checkpoints: Checkpoints
     callbacks: Callbacks
-    base_digest: str | None  # of frozen weights under the policy's adapter, if they are the reference
+    state: RunState
+    parts: list[Part]  # what checkpoints hold
     progress: Progress
     stop: StopRequest
 
     def __post_init__(self) -> None:
-        self.state, self.parts = list_saved(
-            self.plan,
-            *(self.objective, self.optimizer, self.scheduler, self.base_digest),
-            **self.batches.states,
-            checkpoints=self.checkpoints,
-            callbacks=self.callbacks,
-        )
         # for the manifests of checkpoints
         self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
         self.facts["base"] = getattr(self.policy, "base_digest", None)  # under an adapter, for those who merge it
@@ -187,7 +184,10 @@ class Trainer:
             return {}
         share = n_changed / n_weights
         if share < FEW_CHANGED:
-            self.progress.line(warn_of_rounding(self.plan, number, share))
+            self.progress.line(
+                f"warning: update {number}, the first at the full lr, changed {percent(share)} of the weights: "
+                f"{self.plan.model.policy_dtype} rounds small steps away; set {self.plan.precise_settings}"
+            )
         return {"changed_weights": share}
 
     def clip_gradient(self) -> Tensor:

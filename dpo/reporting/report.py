@@ -1,12 +1,9 @@
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 from dpo.reporting.events import Callback, RunContext
+from dpo.system.host import python_command
 from dpo.system.run_directory import REPORT
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_SECS = 120
 
 
@@ -19,11 +16,10 @@ class ReportWriter(Callback):
 
     def on_end(self) -> None:
         page = self.run_dir / REPORT
+        folders = str(self.run_dir), str(page.parent)
         try:
             subprocess.run(
-                [sys.executable, "-m", "dpo.analysis.page", self.run_dir.absolute(), page.parent.absolute()],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                **python_command("-m", "dpo.analysis.page", *folders, OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 start_new_session=True,  # so that Ctrl-C reaches only the run

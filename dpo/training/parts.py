@@ -21,7 +21,7 @@ from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import GPU
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
-from dpo.training.objective import Objective, make_objective
+from dpo.training.objective import make_objective
 from dpo.training.online import make_batches
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
@@ -44,10 +44,19 @@ def make_parts(
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
-    evaluator = Evaluator(objective, batches, progress, stop)
-    saver = make_checkpoints(plan, mesh, evaluator, progress)
-    callbacks = make_callbacks(plan, data, mesh, policy, progress)
-    return plan, data, objective, optimizer, scheduler, batches, evaluator, saver, callbacks, digest, progress, stop
+    evaluator, run_dir = Evaluator(objective, batches, progress, stop), Path(plan.run.local_run_dir)
+    limits = {"keep": evaluator.interval.keep, "n_evaluated": evaluator.n_examples}
+    checkpoints = Checkpoints(run_dir, mesh, log=progress.line, **limits)
+    context = RunContext(plan, run_dir, mesh.rank, data, progress.line, policy)
+    callbacks = Callbacks(list_callbacks(), context, terminal=progress)
+    states = {"objective": objective, "loss_scale": objective.loss_scale, **batches.states}
+    state = RunState(reference, digest, **states, checkpoints=checkpoints, callbacks=callbacks)
+    parts = [policy_part(policy)]  # a checkpoint's, in the order of writing
+    if reference and plan.follow_every:  # the reference is saved only if it changes
+        parts.append(ModelPart(FOLLOWING, reference.model))
+    parts += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
+    trained = (plan, data, objective, optimizer, scheduler, batches, evaluator)
+    return *trained, checkpoints, callbacks, state, parts, progress, stop
 
 
 def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
@@ -77,7 +86,7 @@ def load_models(
 
 
 def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen_whole: bool, resume_from: Path | None = None
+    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen_whole: bool, resume_from: Path | None
 ) -> tuple[Any, str | None]:
     """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
     policy, frozen_digest = load_policy(policy, plan, rank=mesh.rank, resume_from=resume_from)
@@ -137,30 +146,3 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
         # accelerate would move the logits of all tokens back to the first GPU; the model's parts keep their hooks
         remove_hook_from_module(model)
     return model
-
-
-def make_checkpoints(plan: Plan, mesh: Mesh, evaluator: Evaluator, progress: Progress) -> Checkpoints:
-    return Checkpoints(
-        Path(plan.run.local_run_dir),
-        mesh,
-        keep=evaluator.interval.keep,
-        log=progress.line,
-        n_evaluated=evaluator.n_examples,
-    )
-
-
-def make_callbacks(plan: Plan, data: TrainingData, mesh: Mesh, policy: Any, progress: Progress) -> Callbacks:
-    context = RunContext(plan, Path(plan.run.local_run_dir), mesh.rank, data, progress.line, policy)
-    return Callbacks(list_callbacks(), context, terminal=progress)
-
-
-def list_saved(
-    plan: Plan, objective: Objective, optimizer: Any, scheduler: Schedule, base_digest: str | None, **states: Any
-) -> tuple[RunState, list[Part]]:
-    """A run's counters and states, and the parts of its checkpoints in the order of writing."""
-    mesh, reference, policy = objective.mesh, objective.reference, objective.policy
-    state = RunState(reference, base_digest, objective=objective, loss_scale=objective.loss_scale, **states)
-    # the reference is saved only if it changes
-    following = [ModelPart(FOLLOWING, reference.model)] if reference and plan.follow_every else []
-    others = [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
-    return state, [policy_part(policy), *following, *others]

@@ -24,7 +24,7 @@ from dpo.models.attention import find_attention
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, remarks
-from dpo.numbers import count, percent
+from dpo.numbers import count
 from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
@@ -37,7 +37,6 @@ from dpo.training.objective import Objective, make_scores
 from dpo.training.optimization import count_states
 
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
-FEW_CHANGED = 0.1  # of 16-bit weights, by a step at the full rate: the others' steps are rounded away
 MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
 
 
@@ -128,13 +127,6 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
             f"{free / 1e9:.3g} GB are free: {count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
         )
     return notes + ([list_first_tasks(plan)] if is_first else [])
-
-
-def warn_of_rounding(plan: Plan, number: int, share: float) -> str:
-    return (
-        f"warning: update {number}, the first at the full lr, changed {percent(share)} of the weights with a gradient: "
-        f"{plan.model.policy_dtype} rounds small steps away; set {plan.precise_settings}"
-    )
 
 
 def list_first_tasks(plan: Plan) -> str:

@@ -17,7 +17,7 @@ def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program,
     (tmp_path / "dpo" / "analysis" / "page.py").write_text(program)
     for package in ("dpo", "dpo/analysis"):  # else Python takes ours
         (tmp_path / package / "__init__.py").touch()
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
     ReportWriter(RunContext(make_plan({"report": True}), tmp_path / "run", 0, None, logged.append)).on_end()
