@@ -1,7 +1,5 @@
 """Training from Python, such as in a notebook: a run in a process of its own, and its results."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -44,12 +42,12 @@ class Result:
     directory: Path
 
     @property
-    def metrics(self) -> pd.DataFrame:
+    def metrics(self) -> "pd.DataFrame":
         """A row per update and evaluation; docs/metrics.md has the columns."""
         return self._read("metrics.jsonl")
 
     @property
-    def samples(self) -> pd.DataFrame:
+    def samples(self) -> "pd.DataFrame":
         """A row per prompt and evaluation, with the texts of policy and reference."""
         return self._read("samples.jsonl")
 
@@ -63,7 +61,7 @@ class Result:
         """The trained model, which `from_pretrained` of transformers loads."""
         return self.directory / "LATEST" / "hf"
 
-    def _read(self, name: str) -> pd.DataFrame:
+    def _read(self, name: str) -> "pd.DataFrame":
         import pandas as pd
 
         return pd.DataFrame([json.loads(line) for line in _Tail(self.directory / name).read()])
@@ -73,7 +71,7 @@ class Result:
         return f"{self.directory}\n{self.verdict}" if has_run else str(self.directory)
 
 
-def run(keys: Mapping[str, Any] | Sequence[str] | str = (), data: Any = None) -> Result:
+def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     """Train as `dpo train` does, under a progress bar.
 
     `keys` are `{"loss": "dpo", "loss.beta": 0.1}`, or what a command line has, `"loss=dpo loss.beta=0.1"`. `data`, in

@@ -9,10 +9,10 @@ from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss, Losses, list_options, list_parameters
 from dpo.system.users_code import hash_code, load_module
 
-Rows = Iterable[Mapping[str, Any]]
-ADDED_LOSSES: dict[str, dict[str, Any]] = {}  # options with their defaults, REQUIRED for those without
+Rows = Iterable[Mapping]
+ADDED_LOSSES: dict[str, dict] = {}  # options with their defaults, REQUIRED for those without
 DATASETS: dict[str, Callable[[str], Rows | None]] = {}
-READERS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]] = {}
+READERS: dict[str, Callable[[Mapping], Mapping | None]] = {}
 OPTIMIZERS: dict[str, type] = {}
 CALLBACKS: dict[str, type] = {}
 REQUIRED = "???"
@@ -46,7 +46,7 @@ def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
     DATASETS[name] = load
 
 
-def add_reader(name: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> None:
+def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
     """Add `dataset_sources.DATASET.reader=NAME`: makes a row of docs/formats.md from a row of the data, or None to
     leave it out.
     """
@@ -66,7 +66,7 @@ def add_callback(name: str, callback: type) -> None:
     CALLBACKS[name] = callback
 
 
-def _refuse_known(name: str, table: Mapping[str, Any], what: str) -> None:
+def _refuse_known(name: str, table: Mapping, what: str) -> None:
     if name in table or not name.replace("-", "_").isidentifier():
         raise InputError(f"{what} {name!r}: this name is taken, or no name of letters, digits and _: choose another")
 

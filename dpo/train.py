@@ -4,8 +4,6 @@ Exit status: 0 after training; 2 for bad input; 130 after Ctrl-C; 143 after anot
 error. What needs torch is imported inside functions, so that bad input is refused within a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -84,7 +82,9 @@ def run(plan: Plan) -> None:
             launch(
                 work,
                 plan.dims.world_size,
-                *(plan, None, RUN_LOG.hand_over()),
+                plan,
+                None,
+                RUN_LOG.hand_over(),
                 process_group=plan.trainer.multi_process,
                 port=plan.run.fsdp_port,
                 timeout_secs=plan.run.collective_timeout_secs,
@@ -124,7 +124,7 @@ def dry_run(plan: Plan) -> None:
     print_prediction(plan, data)
 
 
-def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None = None, printed: str = "") -> None:
+def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, printed: str = "") -> None:
     """Open the run's directory, then load and train, in one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
@@ -138,7 +138,7 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None 
             work_in_run_dir(run, rank, plan, models)
 
 
-def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
+def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | None) -> None:
     """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
     from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices, keep_template
@@ -188,7 +188,7 @@ def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, A
         print_result(run.directory)
 
 
-def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
+def train(rank: int, plan: Plan, data: "TrainingData", models: tuple | None, resume_from: Path | None) -> None:
     """Make a trainer of its parts, and train; afterwards nothing of it is held."""
     from dpo.trainers import Trainer
     from dpo.training.memory import explain_out_of_memory

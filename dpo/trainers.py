@@ -26,7 +26,6 @@ from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
-from dpo.numbers import percent
 from dpo.parallel.sharding import (
     announce_backward,
     clip_gradient,
@@ -92,7 +91,7 @@ class Trainer:
         return self.state.batch_counter
 
     @cached_property
-    def train_iterator(self) -> Iterator[Any]:
+    def train_iterator(self) -> Iterator:
         """The batches on which the run has not trained, once the state is restored."""
         return self.batches.train(skip=self.batch_counter)
 
@@ -155,8 +154,9 @@ class Trainer:
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
         if objective.loss_scale.is_adapted:
             means["loss_scale"] = objective.loss_scale.value
-        counters = (state.batch_counter, state.example_counter)
-        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
+        update = Update(
+            state.batch_counter, state.example_counter, batch.examples, reduced.examples, means, batch.drawn
+        )
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
         is_allowed = self.callbacks.allow(update)
         if is_allowed and not objective.loss_scale.adapt(means["grad_norm"]):
@@ -185,7 +185,7 @@ class Trainer:
         share = n_changed / n_weights
         if share < FEW_CHANGED:
             self.progress.line(
-                f"warning: update {number}, the first at the full lr, changed {percent(share)} of the weights: "
+                f"warning: update {number}, the first at the full lr, changed {100 * share:.2g} % of the weights: "
                 f"{self.plan.model.policy_dtype} rounds small steps away; set {self.plan.precise_settings}"
             )
         return {"changed_weights": share}
@@ -375,7 +375,7 @@ class BasicTrainer(Trainer):
     def write_state_dict(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping,
         metrics: Mapping[str, float] | None,
         filename: str,
         dir_name: str | Path | None = None,

@@ -40,7 +40,7 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
     return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
 
 
-def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
+def formatted_dict(d: Mapping) -> dict:
     """Format floats to five significant digits, for printing."""
     return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in d.items()}
 

@@ -1,5 +1,11 @@
-"""`python -m scripts.NAME` runs `dpo NAME`, as before there was this command."""
+"""`python -m scripts.NAME` is `dpo NAME`, as before there was this command."""
+
+import sys
 
 from dpo import commands
 
 __path__ += commands.__path__
+if sys.argv[0] == "-m":  # Python imports this package to find one of its modules, whose name only `orig_argv` has
+    name = sys.orig_argv[-len(sys.argv)].removeprefix("scripts.")
+    if name in commands.COMMANDS:
+        sys.exit(commands.main([name, *sys.argv[1:]]))

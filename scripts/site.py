@@ -51,7 +51,7 @@ COMMON = (
 LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # kinds of data with which dpo cannot do
 
 
-def read_overrides(typed: str) -> dict[str, Any]:
+def read_overrides(typed: str) -> dict:
     """Read keys and values from overrides without spaces of their own."""
     values = {}
     for override in typed.split():

@@ -17,9 +17,14 @@ STYLE = [
     "tableau-colorblind10",
     {
         "text.parse_math": False,  # a $ in a name begins no formula
-        **{"font.size": 9, "figure.titleweight": "bold", "figure.titlesize": 10.5},
-        **{"axes.grid": True, "grid.color": "#e6e8eb", "axes.axisbelow": True},
-        **{"axes.spines.top": False, "axes.spines.right": False},
+        "font.size": 9,
+        "figure.titleweight": "bold",
+        "figure.titlesize": 10.5,
+        "axes.grid": True,
+        "grid.color": "#e6e8eb",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
     },
 ]
 
@@ -97,9 +102,17 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
                 axis.plot(examples, running_mean(values), color=color, label=label)
             elif len(values):
                 axis.plot(examples, values, color=color, marker=".", label=label)
-            circles = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "zorder": 3}
-            label = None if len(values) else label  # once in the legend
-            axis.plot(*line.evaluations, color=color, label=label, linestyle=":", linewidth=1.1, **circles)
+            axis.plot(
+                *line.evaluations,
+                color=color,
+                label=None if len(values) else label,  # once in the legend
+                linestyle=":",
+                linewidth=1.1,
+                marker="o",
+                markersize=4,
+                markerfacecolor="white",
+                zorder=3,
+            )
         values = np.concatenate([line.updates[1] for line in lines])
         if chart.baseline is not None:
             axis.axhline(chart.baseline, color="gray", linewidth=0.8)

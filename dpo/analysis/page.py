@@ -21,7 +21,7 @@ from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import dotted, load_defaults
-from dpo.system.plain_files import replacing
+from dpo.system.plain_files import write_file
 from dpo.system.run_directory import REPORT
 
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
@@ -54,8 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
         for name in PICTURES.values():  # those of an earlier report, which this one may lack
             (out / name).unlink(missing_ok=True)
         for name, content in files.items():
-            with replacing(out / name) as unfinished:
-                unfinished.write_bytes(content)
+            write_file(out / name, content)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return out / REPORT.name

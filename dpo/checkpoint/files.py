@@ -29,8 +29,13 @@ ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the 
 
 
 MANIFEST_FORM = {  # the types of facts that are read, and not only compared
-    **{"files": dict, "config": dict, "model": dict, "updates": int, "best_at": (int, NoneType)},
-    **{"run": (str, NoneType), "chat_template": (str, dict, NoneType)},
+    "files": dict,
+    "config": dict,
+    "model": dict,
+    "updates": int,
+    "best_at": (int, NoneType),
+    "run": (str, NoneType),
+    "chat_template": (str, dict, NoneType),
 }
 
 
@@ -86,7 +91,7 @@ def _explaining(directory: Path) -> AbstractContextManager:
     return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
 
 
-def write_state(path: Path, content: Mapping[str, Any]) -> None:
+def write_state(path: Path, content: Mapping) -> None:
     """Write a file like those of a checkpoint; InputError if that would damage a run's own checkpoint."""
     if (path.parent / MANIFEST).exists():
         raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: give another dir_name")

@@ -164,8 +164,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     if plan.run.resume == "auto" and not candidates:
         return None
     raise InputError(
-        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
-        f"step-N, or start a new run from weights with model.archive"
+        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give another run or step-N, or "
+        "start a new run with model.archive"
     )
 
 
@@ -193,7 +193,7 @@ def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     return decide_autocast(plan, recorded if resume_point else None)
 
 
-def decide_autocast(plan: Plan, recorded: Mapping[str, Any] | None = None) -> Plan:
+def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
     """The plan with a dtype in place of model.autocast=auto: of the run that is resumed, or what this GPU computes in.
 
     Several processes compute in it by FSDP, as autocast would keep copies of weights that FSDP could not free. This
@@ -240,8 +240,8 @@ def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:
         raise InputError(
-            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values, or "
-            f"start a new run from its weights with model.archive={where}"
+            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same, or start "
+            f"a new run with model.archive={where}"
         )
     if changed[Resume.CHANGE]:
         print(f"continuing with {', '.join(changed[Resume.CHANGE])}")

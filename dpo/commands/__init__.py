@@ -62,6 +62,13 @@ def run_command(work: Callable[[], object], *, when_interrupted: str = "") -> in
     return 0
 
 
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A command's, whose help begins with its module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"dpo {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text} must be an integer above 0")

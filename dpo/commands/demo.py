@@ -1,6 +1,5 @@
 """SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); an interrupted demo goes on."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.analysis.page import write_report
+from dpo.commands import make_parser
 from dpo.data.demo import COURTEOUS
 from dpo.system.host import is_installed, python_command
 
@@ -24,8 +24,8 @@ STAGES = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="dpo demo", description=__doc__).parse_args(arguments)
+def main(arguments: Sequence[str]) -> int:
+    make_parser("demo", __doc__).parse_args(arguments)
     for name, stage in STAGES.items():
         start = [f"model.archive={DEMO / 'sft' / 'LATEST'}"] if name == "dpo" else []
         command = [*stage.split(), *COMMON.split(), *start, f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
@@ -45,7 +45,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = write_report([DEMO / "dpo"], DEMO / "report")
     print(f"\nNow open {os.path.relpath(page)} in a browser: it also shows answers before and after DPO.")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

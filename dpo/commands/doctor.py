@@ -5,13 +5,11 @@
 What may hang or crash (devices, an all-reduce) runs in a child process with a time limit.
 """
 
-import argparse
 import os
 import platform
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections import Counter
@@ -24,6 +22,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from dpo import __version__
+from dpo.commands import make_parser
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.system.host import has_bfloat16, host_memory, is_installed, python_command
@@ -41,8 +40,8 @@ def read_requirements() -> list[Requirement]:
         lines = requires("dpo-train") or []
     except PackageNotFoundError:
         lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    found = [Requirement(line) for line in lines if 'extra == "dev"' not in line]
-    return [requirement for requirement in found if requirement.name != "dpo-train"]  # an extra that names others
+    # without extras that name others
+    return [Requirement(line) for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
 
 
 def list_problems() -> list[str]:
@@ -137,8 +136,8 @@ def recommend(gpus: Sequence[Gpu], links: Mapping[str, int], memory: int) -> lis
     ]
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
-            "  not all pairs are known to have NVLink; else sending weights and gradients may take most of an update: "
-            "prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true fsdp_reduce_dtype=bfloat16"
+            "  unless all pairs have NVLink, prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true "
+            "fsdp_reduce_dtype=bfloat16"
         )
     return lines
 
@@ -174,12 +173,8 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="dpo doctor", description=__doc__.split("\n")[0]).parse_args(arguments)
+def main(arguments: Sequence[str]) -> int:
+    make_parser("doctor", __doc__).parse_args(arguments)
     found = list_problems()
     print("\n".join([f"problem: {problem}" for problem in found] or ["no problems"]))
     return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,11 +8,9 @@ JUDGE_API_KEY or OPENAI_API_KEY. An interrupted evaluation goes on where it was.
 status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
-import argparse
 import json
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import transformers
 
 from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
-from dpo.commands import add_model_options, parse_count, run_command
+from dpo.commands import add_model_options, make_parser, parse_count, run_command
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
@@ -37,16 +35,14 @@ from dpo.numbers import count, percent
 from dpo.redaction import redact
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import is_installed, python_command
-from dpo.system.plain_files import replacing
+from dpo.system.plain_files import write_file
 from dpo.system.run_directory import now
 
 SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="dpo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("evaluate", __doc__)
     option = parser.add_argument
     option("model", metavar="RUN_OR_MODEL")
     option("other", metavar="OTHER", nargs="?", help="default: what training began from")
@@ -75,9 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_model_options(parser)
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
-    options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in given)])
+    options = parser.parse_args(arguments)
+    options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in arguments)])
     if not (options.judge or options.lm_eval):
         parser.error("give --judge, --lm-eval or both")
     set_up_torch(deterministic=False, compiles=False)
@@ -87,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: evaluate(options), when_interrupted=kept)
 
 
-def evaluate(options: argparse.Namespace) -> None:
+def evaluate(options: Any) -> None:
     if options.lm_eval:
         run_lm_eval(options)
     if options.judge:
         judge_answers(options)
 
 
-def judge_answers(options: argparse.Namespace) -> None:
+def judge_answers(options: Any) -> None:
     contestants, origin = load_contestants(options)
     folder = find_folder(options, origin)
     with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; give another --out")):
@@ -111,12 +106,11 @@ def judge_answers(options: argparse.Namespace) -> None:
         print(f"then: {redact(options.next_command)}")
         return
     verdicts = judge(pairs)
-    is_recorded = options.judge.startswith("verdicts:")
-    labelled = [] if is_recorded else list_labelled(prompts, tokenizer)[: options.labelled]
+    labelled = [] if kind == "verdicts" else list_labelled(prompts, tokenizer)[: options.labelled]
     settings = {
         "model": str(origin.policy or options.model),
         "judge": options.judge,
-        "template": options.template if options.judge.startswith("http") else None,
+        "template": options.template if kind == "server" else None,
         "prompts": options.prompts or f"held out by {options.model}",
         "answers": str(sampling),
         "longest answer": f"{options.max_new_tokens} tokens",
@@ -128,11 +122,11 @@ def judge_answers(options: argparse.Namespace) -> None:
     report(folder, kind, names, pairs, verdicts, tested, known)
 
 
-def find_folder(options: argparse.Namespace, origin: Origin) -> Path:
+def find_folder(options: Any, origin: Origin) -> Path:
     return options.out or (origin.run_dir / "evaluation" if origin.run_dir else Path("evaluation"))
 
 
-def load_contestants(options: argparse.Namespace) -> tuple[list[Contestant], Origin]:
+def load_contestants(options: Any) -> tuple[list[Contestant], Origin]:
     """The two models, and where the first is from."""
     trust = {"trust_remote_code": options.trust_remote_code}
     if options.other is not None:
@@ -142,8 +136,9 @@ def load_contestants(options: argparse.Namespace) -> tuple[list[Contestant], Ori
     panel = load_panel(options.model, template=options.chat_template, **trust)
     if len(panel.sides) < 2:
         raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
-    names = (name_model(panel.origin), "its start")
-    return [Contestant(n, panel, s) for n, s in zip(names, panel.sides, strict=True)], panel.origin
+    policy, start = panel.sides
+    first = Contestant(name_model(panel.origin), panel, policy)
+    return [first, Contestant("its start", panel, start)], panel.origin
 
 
 def name_model(origin: Origin) -> str:
@@ -154,7 +149,7 @@ def name_model(origin: Origin) -> str:
     return Path(origin.weights.adapter or file or origin.plan.model.name_or_path).name
 
 
-def make_judge(options: argparse.Namespace, folder: Path) -> judges.Judge | None:
+def make_judge(options: Any, folder: Path) -> judges.Judge | None:
     """None for people, who judge later."""
     if options.judge == "human":
         return None
@@ -163,21 +158,22 @@ def make_judge(options: argparse.Namespace, folder: Path) -> judges.Judge | None
         return judges.make_file_judge(place)
     if kind in ("http", "https"):
         template = judges.read_template(options.template)
-        limits = {"parallel": options.parallel, "timeout": options.timeout}
-        server = Server(options.judge, options.judge_model, folder / "replies.jsonl", **limits)
+        replies = folder / "replies.jsonl"
+        server = Server(options.judge, options.judge_model, replies, parallel=options.parallel, timeout=options.timeout)
         return judges.make_server_judge(server, template)
     if kind in ("reward_model", "function") and place:
         return judges.make_scoring_judge(scorer=kind, **{kind: place})
     raise InputError(f"--judge {options.judge} is none: see dpo evaluate --help")
 
 
-def answer_both(contestants: Sequence[Contestant], prompts: Sequence[Any], file: Path, options: Any) -> tuple[Any, Any]:
+def answer_both(contestants: Sequence[Contestant], prompts: Sequence, file: Path, options: Any) -> tuple:
     """The pairs of answers to all prompts that both models have positions for, and how they were drawn."""
     panel = contestants[0].panel
     tokenizer = panel.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
     n_new, model = options.max_new_tokens, contestants[0].side.model
-    limits = {"max_new_tokens": n_new, "seed": (options.seed,)}
-    sampling = choose_sampling(model, panel.tokenizer, vars(options), chat=panel.form == CHAT, **limits)
+    sampling = choose_sampling(
+        model, panel.tokenizer, vars(options), chat=panel.form == CHAT, max_new_tokens=n_new, seed=(options.seed,)
+    )
     encoded = [[contestant.encode(prompt, tokenizer, n_new=n_new) for prompt in prompts] for contestant in contestants]
     fitting = [i for i in range(len(prompts)) if None not in (encoded[0][i], encoded[1][i])]
     if len(fitting) < len(prompts):
@@ -202,7 +198,7 @@ def report(
     pairs: Sequence[Pair],
     verdicts: Sequence[judges.Verdict],
     tested: Sequence[judges.Verdict],
-    settings: dict[str, Any],
+    settings: dict,
 ) -> None:
     """Print the result, and write it as a page and as files."""
     valid = [(verdict, pair) for verdict, pair in zip(verdicts, pairs, strict=True) if verdict.score is not None]
@@ -232,17 +228,17 @@ def report(
         (f"judged-{kind}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
         (f"evaluation-{kind}.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
     ):
-        with replacing(folder / name) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
+        write_file(folder / name, text.encode())
     print(*sentences, f"page: {page}", sep="\n")
 
 
-def run_lm_eval(options: argparse.Namespace) -> None:
+def run_lm_eval(options: Any) -> None:
     """Run lm-eval's own command on the model of transformers that a run exported."""
     if not is_installed("lm_eval"):
         raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
-    trust = {"trust_remote_code": options.trust_remote_code}
-    origin = find_origin(options.model, hub=True, template=options.chat_template, **trust)
+    origin = find_origin(
+        options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
+    )
     model = origin.policy.parent / EXPORTED if origin.policy else Path(options.model)
     if (origin.policy and not model.exists()) or "," in str(model):
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
@@ -255,7 +251,3 @@ def run_lm_eval(options: argparse.Namespace) -> None:
     command += ["--include_path", options.include_path] if options.include_path else []
     if subprocess.run(**python_command(*command), check=False).returncode:
         raise RunError("lm-eval failed: its output above says why")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,13 +6,13 @@ Without `--merge` an adapter is exported in PEFT's format, with it CHECKPOINT ma
 may be left out. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import transformers
 from huggingface_hub import HfApi, ModelCard, get_token, hf_hub_download, metadata_load
@@ -21,7 +21,7 @@ from dpo import __version__
 from dpo.analysis.curves import draw, plan_charts
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
-from dpo.commands import add_model_options, run_command
+from dpo.commands import add_model_options, make_parser, run_command
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.models.export import Origin, describe_export, escape_markdown, export, find_origin
 from dpo.models.pretrained import DTYPES
@@ -39,8 +39,8 @@ PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.jso
     *.model *.tiktoken configuration_*.py modeling_*.py tokenization_*.py"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dpo export", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("export", __doc__)
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
     option("out", metavar="OUT", nargs="?", type=Path, help="the directory to make")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(lambda: write(options, options.out or Path(scratch, "model")))
 
 
-def write(options: argparse.Namespace, out: Path) -> None:
+def write(options: Any, out: Path) -> None:
     if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
         raise InputError(f"--push {options.push} must be USER/NAME")
     if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
@@ -144,7 +144,3 @@ def _find_run(api: HfApi, name: str) -> str | None:
     if not api.file_exists(name, "README.md"):
         return None
     return (metadata_load(hf_hub_download(name, "README.md", force_download=True)) or {}).get(RUN_KEY)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,14 +5,12 @@
 docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
 
-import argparse
 import itertools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.ledger import Pair, read_ledger, summarize
-from dpo.commands import run_command
+from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
 from dpo.redaction import redact
@@ -50,8 +48,8 @@ def list_pairs(pairs: Sequence[Pair], texts: Mapping[str, Mapping[str, str]]) ->
             yield f"    {name:<9} {line[-LONGEST_TEXT:] if name == 'prompt' else line[:LONGEST_TEXT]}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dpo ledger", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("ledger", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)
@@ -82,7 +80,3 @@ def print_summary(run_dir: Path, top: int) -> None:
     ]
     for line in lines:
         print("".join(c if c.isprintable() else " " for c in line))  # other characters could change the terminal
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,24 +7,23 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import argparse
-import sys
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from dpo.analysis.page import render_page, write_report
-from dpo.commands import run_command
+from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT, RUN_LOG, is_locked
 
 FOLLOW_SECS = 5  # between two looks at a run that trains
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dpo report", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or one of several runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: serve(options.runs, options.port) if options.serve else write_page(options))
 
 
-def write_page(options: argparse.Namespace) -> None:
+def write_page(options: Any) -> None:
     runs = list_runs(options.runs)
     default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     print(f"report: {write_report(runs, options.out or default_out)}")
@@ -102,7 +101,3 @@ def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
 def _draw(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], states: object) -> bytes:
     html, _ = render_page(runs, links=links)
     return html
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,14 +8,14 @@ which is printed. Typed or piped lines make a conversation with each model; /res
 explains the options. Exit status: 0, 2 bad input, 130 Ctrl-C.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import transformers
 
-from dpo.commands import add_model_options, run_command
+from dpo.commands import add_model_options, make_parser, run_command
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
@@ -54,10 +54,8 @@ def converse(panel: Panel, sampling: Sampling) -> None:
             print(f"--- {side.name} ---\n{shown}\n", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="dpo sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("sample", __doc__)
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from; or none")
@@ -76,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: load_and_converse(options))
 
 
-def load_and_converse(options: argparse.Namespace) -> None:
+def load_and_converse(options: Any) -> None:
     panel = load_panel(
         options.path,
         reference=options.reference,
@@ -96,7 +94,3 @@ def load_and_converse(options: argparse.Namespace) -> None:
     print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
     converse(panel, sampling)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

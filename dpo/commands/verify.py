@@ -5,17 +5,16 @@
 Exit status: 0 if all are intact, 1 if one is damaged or no checkpoint.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints
+from dpo.commands import make_parser
 from dpo.redaction import redact
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dpo verify", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("verify", __doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0
     for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):
@@ -27,7 +26,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = 1
                 print(f"damaged  {redact(str(error))}", flush=True)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

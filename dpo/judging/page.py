@@ -11,7 +11,7 @@ from dpo.analysis import page
 from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.numbers import percent
-from dpo.system.plain_files import check_own, replacing
+from dpo.system.plain_files import check_own, write_file
 
 # files of an evaluation, by the kind of its judge, and how each begins
 FORM = {"judge.html": ".*<title>Which answer is better\\?</title>", "pairs.jsonl": r'\{"id": "\w{16}", "prompt": '}
@@ -29,7 +29,7 @@ def check_files(folder: Path, kind: str) -> None:
         check_own(folder / name.format(kind), mark)
 
 
-def write_result(file: Path, facts: Mapping[str, Any], pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
+def write_result(file: Path, facts: Mapping, pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
     """Losses first, as they say most."""
     order = sorted(range(len(pairs)), key=lambda i: (verdicts[i].score is None, verdicts[i].score or 0))
     words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
@@ -46,8 +46,7 @@ def write_form(file: Path, pairs: Sequence[Pair]) -> None:
     for pair in pairs:
         left, right = (pair.second, pair.first) if is_shown_swapped(pair) else (pair.first, pair.second)
         shown.append({"id": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
-    with replacing(file.with_name("pairs.jsonl")) as unfinished:
-        unfinished.write_text("".join(f"{json.dumps(pair)}\n" for pair in shown), encoding="utf-8")
+    write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(pair)}\n" for pair in shown).encode())
     # in a script, where `<` could end it
     _write(file, "form.html.jinja", pairs=json.dumps(shown).replace("<", "\\u003c"), n_pairs=len(pairs))
 
@@ -55,5 +54,4 @@ def write_form(file: Path, pairs: Sequence[Pair]) -> None:
 def _write(file: Path, template: str, **values: Any) -> None:
     folders = [Path(__file__).parent, Path(page.__file__).parent]
     jinja = Environment(loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    with replacing(file) as unfinished:
-        unfinished.write_bytes(jinja.get_template(template).render(values).encode("utf-8", "replace"))
+    write_file(file, jinja.get_template(template).render(values).encode("utf-8", "replace"))

@@ -1,6 +1,5 @@
 """A server with the chat completions protocol: OpenAI's, vLLM's, llama.cpp's, `transformers serve` and others."""
 
-import http.client
 import ipaddress
 import json
 import os
@@ -8,12 +7,13 @@ import re
 import socket
 import threading
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import HTTPErrorProcessor, HTTPHandler, ProxyHandler, Request, build_opener
 
 import tqdm
 
@@ -27,10 +27,10 @@ N_TRIES, WAIT_SECS = 4, 1.0  # the wait doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 LONGEST_REPLY = 512  # tokens
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
-ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
+ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError)
 
 
-class _AsTheyCome(urllib.request.HTTPErrorProcessor):
+class _AsTheyCome(HTTPErrorProcessor):
     def http_response(self, request: Any, response: Any) -> Any:
         """Follow no redirect, which could send the key to another host."""
         return response
@@ -38,7 +38,7 @@ class _AsTheyCome(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-class _ConnectionHere(http.client.HTTPConnection):
+class _ConnectionHere(HTTPConnection):
     """Checks where it leads, as a name may lead elsewhere than when it was looked up."""
 
     def connect(self) -> None:
@@ -48,8 +48,8 @@ class _ConnectionHere(http.client.HTTPConnection):
             raise OSError(f"{self.host} led to this machine before, and now to {peer}")
 
 
-class _HandlerHere(urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+class _HandlerHere(HTTPHandler):
+    def http_open(self, request: Request) -> HTTPResponse:
         return self.do_open(_ConnectionHere, request)
 
 
@@ -61,7 +61,7 @@ def _is_loopback(address: str) -> bool:
 def _is_here(url: str) -> bool:
     """Whether a host has addresses of this machine alone; not if its name is not known here, as behind a proxy."""
     try:
-        parts = urllib.parse.urlsplit(url)
+        parts = urlsplit(url)
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except (OSError, ValueError):  # a host, or port, that is none
         return False
@@ -86,10 +86,10 @@ class Server:
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: give the key in JUDGE_API_KEY instead")
         if _is_here(self.url):  # a proxy would be sent key and questions, and would answer
-            handlers += [urllib.request.ProxyHandler({}), _HandlerHere()]
+            handlers += [ProxyHandler({}), _HandlerHere()]
         elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {' or '.join(KEYS)} unencrypted: give an https URL")
-        self._opener = urllib.request.build_opener(*handlers)
+        self._opener = build_opener(*handlers)
         self.model = model or self._find_model()
 
     def ask_all(self, questions: Sequence[str]) -> list[str | Exception]:
@@ -135,7 +135,7 @@ class Server:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = Request(self.url + path, data, headers)
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
@@ -150,7 +150,7 @@ class Server:
                 failure = OSError(f"status {response.status}: {content.decode(errors='replace')}")
                 if response.status not in BUSY:
                     break
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, HTTPException) as error:
                 failure = error
             if number + 1 < N_TRIES:
                 time.sleep(WAIT_SECS * 2**number)

@@ -1,7 +1,5 @@
 """The table of losses, and what each of them needs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -51,7 +49,7 @@ class Loss:
     # whether it depends only on the difference of the log-ratios, as the derivation of f_divergence assumes
     margin_only: bool = True
     # for a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k)
-    batch_statistic: Callable[..., Any] | None = None
+    batch_statistic: Callable | None = None
     # whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
@@ -64,9 +62,9 @@ class Loss:
     scalar_head: bool = False
     # the following are set by `find_loss`
     name: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping = field(default_factory=dict)
     shared: PairOptions = PairOptions()
-    parts: Sequence[tuple[float, Loss]] = ()  # weights and losses of a weighted sum
+    parts: Sequence[tuple[float, "Loss"]] = ()  # weights and losses of a weighted sum
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -113,7 +111,7 @@ class Loss:
             losses = losses - self.shared.sft_weight * scores.chosen / scores.chosen_lengths
         return output._replace(losses=losses)
 
-    def _find_rewards(self, scores: Scores) -> dict[str, Any]:
+    def _find_rewards(self, scores: Scores) -> dict:
         """Detached rewards, (B,): beta times log-ratios, or log-probabilities without a reference."""
         if self.trains_on == "targets":
             return {}
@@ -137,7 +135,7 @@ class Loss:
         return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 
-def find_loss(loss_config: Mapping[str, Any]) -> Loss:
+def find_loss(loss_config: Mapping) -> Loss:
     options = {key: value for key, value in loss_config.items() if key not in ("name", *SHARED)}
     shared = {key: loss_config[key] for key in SHARED if key in loss_config}
     name = loss_config["name"]
@@ -161,14 +159,14 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
     )
 
 
-def list_parameters(loss: Loss) -> dict[str, Any]:
+def list_parameters(loss: Loss) -> dict:
     if loss.fn is None:
         return {}
     parameters = inspect.signature(loss.fn, eval_str=True).parameters.values()
     return {option.name: option.annotation for option in parameters if option.kind is option.KEYWORD_ONLY}
 
 
-def list_options() -> dict[str, Any]:
+def list_options() -> dict:
     """Every option that a loss may have, with its type and bounds."""
     types = get_type_hints(PairOptions, include_extras=True)
     for loss in LOSSES.values():

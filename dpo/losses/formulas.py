@@ -60,10 +60,7 @@ def preference_loss(
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
         h = h - (reference_chosen_logps - reference_rejected_logps)
-    if ipo:
-        losses = (h - 1 / (2 * beta)) ** 2
-    else:
-        losses = -_log_sigmoid(beta * h) * (1 - label_smoothing) - _log_sigmoid(-beta * h) * label_smoothing
+    losses = (h - 1 / (2 * beta)) ** 2 if ipo else _smoothed(beta * h, label_smoothing)
     chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
     rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
     return losses, chosen_rewards, rejected_rewards
@@ -132,6 +129,10 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     from torch.nn.functional import logsigmoid
 
     return logsigmoid(x)
+
+
+def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
 
 
 def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
@@ -288,10 +289,6 @@ def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction
     return Losses(-_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
 
 
-def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
-
-
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
     """For each value, the entry of `others` of the same rank, detached; all are (B,)."""
     ranks = values.detach().argsort(stable=True).argsort()
@@ -369,8 +366,9 @@ def apo_zero_unpaired(
     scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
-    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    return kto(scores._replace(batch_statistic=None), beta=beta, **weights)._replace(metrics={})
+    without_kl = scores._replace(batch_statistic=None)
+    losses = kto(without_kl, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    return losses._replace(metrics={})
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------

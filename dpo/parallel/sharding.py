@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
@@ -113,7 +114,7 @@ def describe_structure(model: nn.Module) -> dict[str, str]:
 
 
 @torch.compiler.disable
-def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does."""
 
     def cast(value: Any) -> Any:
@@ -203,7 +204,7 @@ def release_gathered(model: Any) -> None:
         model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
-def _list_units(model: Any) -> list[Any]:
+def _list_units(model: Any) -> list:
     return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -316,7 +317,7 @@ def whole_parameter(tensor: Tensor) -> Tensor:
     return getattr(tensor, "whole", tensor)
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def step_optimizer(optimizer: Optimizer) -> None:
     """Step with the gradients of sharded parameters."""
     for tensor in _list_optimized(optimizer):
         if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
@@ -326,7 +327,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def step_and_count_changes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     """Step; return how many weights changed, and of how many: a sample of those that this process has gradients of."""
     tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
     every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
@@ -344,11 +345,11 @@ def step_and_count_changes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     return n_changed, n_weights
 
 
-def _list_optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def whole_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_states(optimizer: Optimizer) -> dict:
     """An optimizer's state dict, with DTensors for the states of shards."""
     saved = optimizer.state_dict()
     states = dict(saved["state"])  # by the index of the parameter
@@ -366,7 +367,7 @@ def whole_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**saved, "state": states}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
+def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None:
     """Load rank 0's whole state dict; each process keeps its shards."""
     tensors = _list_optimized(optimizer)
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks

@@ -209,7 +209,7 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
     return styles
 
 
-def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
+def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Shard the modules' own parameters, and make forwards compute with slices.
 
     Modules that share a tied parameter must be in one call.

@@ -3,8 +3,6 @@
 Its rules for GPT-2, GPT-NeoX and Llama are corrected for transformers 5 and for training. No other file uses it.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from dpo.system.host import is_gpu
 FAMILIES = ("gpt2", "gpt_neox", "llama")
 
 
-def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
+def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "SplitModel":
     """Shard a copy of a model, which should be on the CPU; InputError if the package cannot shard it."""
     config = model.config
     is_known = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa")
@@ -96,7 +94,7 @@ class SplitModel(torch.nn.Module):
         self.sliced.sharding_manager._last_versions = None
 
 
-def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
     """The package's rules, corrected, and the rule for biases of summed outputs."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS

@@ -195,7 +195,7 @@ def _compose(overrides: list[str]) -> DictConfig:
 def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     """Refuse keys that the user's config files set and that can name code."""
 
-    def find_code(config: DictConfig) -> dict[str, Any]:
+    def find_code(config: DictConfig) -> dict:
         return {
             key: value
             for key, value in dotted(OmegaConf.to_container(config))

@@ -168,14 +168,14 @@ class OnlinePlan:
 @dataclass(frozen=True)
 class ChatPlan:
     template: Text | None  # in place of the tokenizer's
-    template_args: Mapping[str, Any]
+    template_args: Mapping
     template_date: Name | None  # None: that of rendering
 
 
 @dataclass(frozen=True)
 class DataPlan:
     datasets: str | list[str]
-    dataset_sources: Mapping[str, Any]  # no key of KEYS: `places.py` checks it
+    dataset_sources: Mapping  # no key of KEYS: `places.py` checks it
     bad_records: Literal["refuse", "skip"]
     unpair: bool
     list_pairs: Literal["all", "best_worst"]
@@ -196,7 +196,7 @@ class DataPlan:
 @dataclass(frozen=True)
 class TrainingPlan:
     optimizer: Optimizer
-    optimizer_args: Mapping[str, Any]
+    optimizer_args: Mapping
     lr: Positive
     lr_scaling: Literal["none", "linear", "sqrt"]
     warmup_steps: Annotated[int, ">= 0"] | None
@@ -273,7 +273,7 @@ TYPES = {
     str: (is_text, "a text"),
     list[str]: (are_names, "a list of distinct texts, such as [a,b]"),
     str | list[str]: (lambda v: is_text(v) or (are_names(v) and v), "a text, or a list of distinct ones"),
-    Mapping[str, Any]: (
+    Mapping: (
         lambda v: isinstance(v, dict) and all(map(is_text, v)),
         "a mapping of names to values, such as {weight_decay: 0.01}",
     ),
@@ -312,7 +312,7 @@ def is_within(value: float, bounds: str) -> bool:
 
 def _list_keys() -> dict[str, Key]:
     """All keys, those of plugins too."""
-    annotations: dict[str, Any] = {
+    annotations: dict = {
         "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
         "tensorboard.enabled": Annotated[bool, CHANGE],
         "loss.name": Literal[tuple(LOSSES)],
@@ -365,7 +365,7 @@ OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cach
 OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace=True)
 
 
-def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(node: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; a mapping that is empty or one of OPEN_MAPPINGS is a value."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value and f"{prefix}{key}" not in OPEN_MAPPINGS:
@@ -374,12 +374,12 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def find_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def find_defaults(values: Mapping) -> dict:
     """Find the defaults by dotted key, with the options of GROUPS that these values choose."""
     return dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
 
 
-def load_defaults(**options: Any) -> dict[str, Any]:
+def load_defaults(**options: Any) -> dict:
     """Load the defaults; an option of GROUPS that is None or unknown counts as `none`, an unknown loss as MISSING."""
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group in GROUPS:
@@ -391,7 +391,7 @@ def load_defaults(**options: Any) -> dict[str, Any]:
     return defaults
 
 
-def find_added_loss(name: str) -> dict[str, Any]:
+def find_added_loss(name: str) -> dict:
     """The options of a plugin's loss, with those that it shares with ours."""
     loss, folder = LOSSES[name], CONFIG_DIR / "loss" / "options"
     of_pairs = loss.trains_on == "pairs" and not loss.scalar_head
@@ -403,7 +403,7 @@ def find_added_loss(name: str) -> dict[str, Any]:
 
 
 @cache  # the files do not change while a process runs
-def load_file(file: Path) -> dict[str, Any]:
+def load_file(file: Path) -> dict:
     """Load the keys that a file and its defaults list set; later entries of the list override earlier ones."""
     content = OmegaConf.to_container(OmegaConf.load(file))
     own_keys = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}

@@ -1,7 +1,5 @@
 """Where the records of datasets are; rows in memory become files, so that processes and resumed runs find them too."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -19,7 +17,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.plugins import DATASETS, READERS
 from dpo.redaction import redact
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
-from dpo.system.plain_files import replacing
+from dpo.system.plain_files import write_file
 from dpo.system.run_directory import get_local_dir
 
 # Hub ids of the datasets that preference_datasets.py loads, all in HH's format; the demo has none
@@ -81,7 +79,7 @@ class Source:
     subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
 
     @classmethod
-    def parse(cls, name: str, value: Any) -> Source:
+    def parse(cls, name: str, value: Any) -> "Source":
         """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
         key, source = f"dataset_sources.{name}", value if isinstance(value, Mapping) else {"path": value}
         for option, given in source.items():
@@ -121,7 +119,7 @@ class Source:
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
 
 
-def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
+def place_datasets(values: Mapping) -> dict:
     """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
     placed = dict(values)
     template, datasets, given = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
@@ -144,7 +142,7 @@ def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     return placed | {"datasets": names, "dataset_sources": sources}
 
 
-def has_source(name: str, sources: Mapping[str, Any]) -> bool:
+def has_source(name: str, sources: Mapping) -> bool:
     source = sources.get(name)
     return name in BUILT_IN or name in DATASETS or ("path" in source if isinstance(source, Mapping) else bool(source))
 
@@ -173,7 +171,7 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
 # --- rows in memory ---------------------------------------------------------------------------------------------------
 
 
-def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
+def store_rows(config: DictConfig | Mapping) -> DictConfig | Mapping:
     """Replace rows (a list of mappings or a `datasets.Dataset`) in `datasets` or `dataset_sources` by paths of files.
 
     Raises InputError for rows that cannot be written.
@@ -228,8 +226,7 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
     if not file.exists():
-        with replacing(file) as temporary:
-            temporary.write_bytes(content)
+        write_file(file, content)
     elif file.read_bytes() != content:
         raise InputError(f"dataset_sources.{name}: {file} does not hold the rows that were written: move it away")
     return str(file)

@@ -1,7 +1,5 @@
 """The plan of a run: its config as typed values, under the names of its keys. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -53,7 +51,7 @@ class Plan:
     gpus: int  # number of this machine's GPUs
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
-    values: Mapping[str, Any]  # of all keys, by dotted key
+    values: Mapping  # of all keys, by dotted key
     # --- the keys by section
     run: keys.RunPlan
     data: keys.DataPlan
@@ -119,19 +117,17 @@ class Plan:
     def caches_reference_first(self) -> bool:
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
-    def nested_values(self) -> dict[str, Any]:
+    def nested_values(self) -> dict:
         """`{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
         return _nest(self.values)
 
-    def change(self, key: str, value: Any) -> Plan:
+    def change(self, key: str, value: Any) -> "Plan":
         """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
         given = {**self.values, key: value}
         return _derive(given, self.gpus, self.dims.world_size, self.has_new_run_dir)
 
 
-def resolve(
-    config: DictConfig | Mapping[str, Any], *, world_size: int | None = None, with_plugins: bool = False
-) -> Plan:
+def resolve(config: DictConfig | Mapping, *, world_size: int | None = None, with_plugins: bool = False) -> Plan:
     """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
     `world_size` follows from config and machine, unless it is given. `with_plugins` runs the plugins that the config
@@ -149,7 +145,7 @@ def resolve(
     return make_plan(values, world_size=world_size, has_new_run_dir=has_new_run_dir)
 
 
-def flatten(config: DictConfig) -> dict[str, Any]:
+def flatten(config: DictConfig) -> dict:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
     nested: Any = OmegaConf.to_container(config)
     known = {*KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
@@ -162,14 +158,14 @@ def flatten(config: DictConfig) -> dict[str, Any]:
     return values
 
 
-def make_plan(given: Mapping[str, Any], *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
+def make_plan(given: Mapping, *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
     """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
     rank_env = find_rank_env()
     world_size = world_size or (rank_env and rank_env.world_size)
     return _derive(given, count_gpus(), world_size, has_new_run_dir)
 
 
-def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
+def _derive(given: Mapping, gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
     right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
     values = find_defaults(given) | right
     trainer = keys.TRAINERS[values["trainer"]]
@@ -211,7 +207,7 @@ def _derive(given: Mapping[str, Any], gpus: int, world_size: int | None, has_new
     )
 
 
-def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nest(values: Mapping) -> dict:
     nested = {}
     for dotted_key, value in values.items():
         *groups, name = dotted_key.split(".")

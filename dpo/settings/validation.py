@@ -21,7 +21,7 @@ from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
 
-def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
+def list_conflicts(p: Plan) -> list[tuple]:
     """The conditions under which a plan is refused, and what is then said."""
     run, data, training, loss, several = p.run, p.data, p.training, p.loss, p.trainer.multi_process
     processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
@@ -76,7 +76,7 @@ def list_conflicts(p: Plan) -> list[tuple[Any, str]]:
         (p.lora and p.lora.reference == "adapter" and p.model.archive is None,
          "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
         (loss.trains_on == "labels" and not any(loss.options.get(f"{name}desirable_weight", 1) for name in ("", "un")),
-         "loss.desirable_weight=0 and loss.undesirable_weight=0 leave nothing to train on: set one of them above 0"),
+         "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
         (computed - {"sft"} == {"mix"},
          "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
         (loss.options.get("reference_free") and loss.shared.f_divergence != "reverse_kl",
@@ -162,8 +162,7 @@ def find_warnings(p: Plan) -> list[str]:
          f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
          f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
         (p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
-         "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null, unless "
-         "you repeat a run of the reference code"),
+         "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null"),
         (p.dims.world_size > 1 and p.model.autocast not in (None, "auto"),
          f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: set "
          f"model.autocast=null model.fsdp_policy_mp={p.model.autocast}"),
@@ -220,7 +219,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def find_value_problems(values: Mapping[str, Any]) -> list[Problem]:
+def find_value_problems(values: Mapping) -> list[Problem]:
     """List unknown keys, and missing or wrong values; interpolations come last, those of the loss before them."""
     own_keys, problems = find_defaults(values), []
     for key in sorted(values, key=lambda key: ("${" in str(values[key]), key.startswith("loss."))):
@@ -298,7 +297,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     return plan
 
 
-def _leave_removed_out(config: dict[str, Any], path: Path, prefix: str = "") -> None:
+def _leave_removed_out(config: dict, path: Path, prefix: str = "") -> None:
     for name, value in [*config.items()]:
         if isinstance(value, dict):
             _leave_removed_out(value, path, f"{prefix}{name}.")

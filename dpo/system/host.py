@@ -93,7 +93,7 @@ def importing(*, freeze: bool = False) -> Iterator[None]:
             gc.freeze()
 
 
-def python_command(*arguments: str, **environment: str) -> dict[str, Any]:
+def python_command(*arguments: str, **environment: str) -> dict:
     """The `args` and `env` of a Python process that imports from where this one does.
 
     By itself it would also, and first, import from the current directory, where others' files may lie.

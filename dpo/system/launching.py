@@ -262,7 +262,7 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
             process.join()
 
 
-def _wait(processes: list[Any], pipes: list[Any], stop_signals: list[int], timeout_secs: float) -> None:
+def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: float) -> None:
     """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ends = []  # status and message, in the order of their exits

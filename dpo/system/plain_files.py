@@ -54,7 +54,7 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair as JSON spells it
 
 
-def list_wrong(values: Mapping[str, Any], form: Mapping[str, Any]) -> list[str]:
+def list_wrong(values: Mapping, form: Mapping) -> list[str]:
     """The names of the values that are not of the types in `form`."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
@@ -91,7 +91,12 @@ def replacing(path: Path) -> Iterator[Path]:
             remove(temporary)
 
 
-def read_lines(path: Path, mark: str) -> Iterator[Any]:
+def write_file(path: Path, content: bytes) -> None:
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+def read_lines(path: Path, mark: str) -> Iterator:
     """Yield the values of JSON lines to which `append_line` adds, if there is such a file.
 
     A last line that was cut off, as by a kill, is removed. InputError for a file that does not begin as `mark` says.

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     dist.broadcast_object_list(box)
     host_0, facts_0 = box[0]
     different = sorted(name for name in {*facts_0, *facts} if facts_0.get(name) != facts.get(name))
-    gathered: list[Any] = [None] * dist.get_world_size()  # by rank
+    gathered: list = [None] * dist.get_world_size()  # by rank
     dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))  # facts of all weights would be long
     for rank, (host, names) in enumerate(gathered):
         if names:

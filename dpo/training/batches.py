@@ -1,7 +1,5 @@
 """Global batches of a run, prepared ahead of time in background threads."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +33,14 @@ class Batch(NamedTuple):
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
     cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
-    mismatched: Batch | None = None  # each prompt with a response to another prompt, if the loss needs it
+    mismatched: "Batch | None" = None  # each prompt with a response to another prompt, if the loss needs it
     # the next three are for online pairs
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
-def prefetch(items: Iterable[Any], prepare: Callable[[Any], Any], *, workers: int, ahead: int = 2) -> Iterator[Any]:
+def prefetch(items: Iterable, prepare: Callable[[Any], Any], *, workers: int, ahead: int = 2) -> Iterator:
     """Yield `prepare(item)` in order, made early in threads; an error is raised where its result is due."""
     if not workers:
         yield from map(prepare, items)
@@ -80,7 +78,7 @@ class Batches:
         }
         self._first_mismatched_row = int(n_examples.sum())
 
-    def train(self, *, skip: int = 0) -> Iterator[Any]:
+    def train(self, *, skip: int = 0) -> Iterator:
         """Training batches in the reference code's order, but for the first `skip`."""
         return self._iterate_train(partial(self._prepare, "train"), self.data.train.counts.tolist(), skip=skip)
 
@@ -96,11 +94,17 @@ class Batches:
         """Held-out prompts with placeholder answers, in groups."""
         return []
 
-    def _iterate_train(self, prepare: Callable[..., Any], counts: Sequence[int], *, skip: int) -> Iterator[Any]:
+    def _iterate_train(self, prepare: Callable, counts: Sequence[int], *, skip: int) -> Iterator:
         """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
         plan = self.plan.data
-        limits = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
-        batches = iterate_examples(counts, shuffle=True, seed=self.seed, **limits)
+        batches = iterate_examples(
+            counts,
+            shuffle=True,
+            seed=self.seed,
+            batch_size=plan.batch_size,
+            n_epochs=plan.n_epochs,
+            n_examples=plan.n_examples,
+        )
         return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.num_workers)
 
     def test(self) -> Iterator[Batch]:

@@ -1,7 +1,5 @@
 """Evaluation of a policy, and samples from it and the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -30,7 +28,7 @@ class Interval(NamedTuple):
     sampled: Collection[int] | None  # numbers of examples after which samples are drawn; None: at each evaluation
 
     @classmethod
-    def of(cls, plan: Plan, updates: int) -> Interval:
+    def of(cls, plan: Plan, updates: int) -> "Interval":
         batch_size, keep, eval_every = plan.data.batch_size, plan.run.keep_checkpoints, plan.evaluation.eval_every
         if eval_every is not None or updates * batch_size >= FEWEST * EVAL_EVERY:
             wanted = EVAL_EVERY if eval_every is None else eval_every

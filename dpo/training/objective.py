@@ -155,11 +155,11 @@ class Objective:
     def __post_init__(self) -> None:
         self.device = next(self.policy.parameters()).device
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         # a resumed run could not tell: rounded to the reference's dtype, models that differ may be equal
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         self.models_are_equal, self.average = state["models_are_equal"], state["average"]
 
     # --- scores ------------------------------------------------------------------------------------------------------
@@ -423,9 +423,17 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
-    options = {"layout_note": layout_note, "autocast": autocast, "follow_every": plan.follow_every}
-    options["loss_scale"] = LossScale(is_adapted=plan.scales_loss)
-    objective = Objective(policy, reference, layout, mesh, plan.loss, **options)
+    objective = Objective(
+        policy,
+        reference,
+        layout,
+        mesh,
+        plan.loss,
+        layout_note,
+        autocast,
+        plan.follow_every,
+        loss_scale=LossScale(is_adapted=plan.scales_loss),
+    )
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)

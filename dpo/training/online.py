@@ -347,5 +347,5 @@ def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, flo
     return {f"online/{name}": value for name, value in metrics.items()}
 
 
-def group(items: Sequence[Any], size: int) -> list[list[Any]]:
+def group(items: Sequence, size: int) -> list[list]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -77,10 +77,10 @@ class LossScale:
             self.n_good = 0
         return not has_overflowed
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"value": self.value, "n_good": self.n_good}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         self.value, self.n_good = state["value"], state["n_good"]
 
 
@@ -108,7 +108,7 @@ class Schedule(LambdaLR):
 
         super().__init__(optimizer, factor)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         # unknown keys are dropped: torch would make attributes of them
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]

@@ -29,8 +29,8 @@ from dpo.training.stop import StopRequest
 
 
 def make_parts(
-    plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, *, rank: int, resume_from: Path | None = None
-) -> tuple[Any, ...]:
+    plan: Plan, data: TrainingData, models: tuple | None, *, rank: int, resume_from: Path | None = None
+) -> tuple:
     """What a `Trainer` uses, in the order of its fields; of the `models` given, or of those that the plan names."""
     set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
     progress = Progress(plan, silent=rank != 0)
@@ -45,12 +45,20 @@ def make_parts(
     stop = StopRequest(mesh)
     batches = make_batches(plan, data, objective, stop, progress)
     evaluator, run_dir = Evaluator(objective, batches, progress, stop), Path(plan.run.local_run_dir)
-    limits = {"keep": evaluator.interval.keep, "n_evaluated": evaluator.n_examples}
-    checkpoints = Checkpoints(run_dir, mesh, log=progress.line, **limits)
+    checkpoints = Checkpoints(
+        run_dir, mesh, keep=evaluator.interval.keep, log=progress.line, n_evaluated=evaluator.n_examples
+    )
     context = RunContext(plan, run_dir, mesh.rank, data, progress.line, policy)
     callbacks = Callbacks(list_callbacks(), context, terminal=progress)
-    states = {"objective": objective, "loss_scale": objective.loss_scale, **batches.states}
-    state = RunState(reference, digest, **states, checkpoints=checkpoints, callbacks=callbacks)
+    state = RunState(
+        reference,
+        digest,
+        objective=objective,
+        loss_scale=objective.loss_scale,
+        **batches.states,
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+    )
     parts = [policy_part(policy)]  # a checkpoint's, in the order of writing
     if reference and plan.follow_every:  # the reference is saved only if it changes
         parts.append(ModelPart(FOLLOWING, reference.model))
@@ -69,9 +77,7 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     return frozen == "whole"
 
 
-def load_models(
-    plan: Plan, given: tuple[Any, Any] | None, progress: Progress, rank: int, resume_from: Path | None
-) -> tuple[Any, Any]:
+def load_models(plan: Plan, given: tuple | None, progress: Progress, rank: int, resume_from: Path | None) -> tuple:
     """Policy and separate reference: those given, with a checkpoint's weights, or functions that load them."""
     if given is None:
         stored = resume_from or plan.model.archive or (not plan.model.random_init and plan.model.name_or_path)

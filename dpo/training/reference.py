@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +47,10 @@ class ReferenceLogps:
         values = self.table[rows] if len(rows) else np.array(np.nan)
         return None if np.isnan(values).any() else torch.from_numpy(values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         """Restore, unless data or lengths differ, as with another test split."""
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self.table.shape:

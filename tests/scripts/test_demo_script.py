@@ -11,7 +11,7 @@ from dpo.data.demo import COURTEOUS
 @pytest.mark.timeout(900)  # two minutes on 2 idle cores
 def test_dpo_makes_the_demo_courteous(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DEMO", tmp_path)
-    demo.main()
+    demo.main([])
     samples = read_rows(tmp_path / "dpo" / "samples.jsonl")
     last = [sample["policy"].strip() for sample in samples if sample["examples"] == samples[-1]["examples"]]
     share = sum(answer.startswith(COURTEOUS) for answer in last) / 256
