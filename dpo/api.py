@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -35,8 +34,7 @@ POLL_SECS = 0.3
 START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a run left in its directory; also of a run that still trains, or that a command line started."""
 
     directory: Path

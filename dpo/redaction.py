@@ -26,7 +26,7 @@ URL_SECRETS = re.compile(
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
-REMEMBERED: set[str] = set()  # what `remember` was told
+REMEMBERED: set[str] = set()  # secrets that were read at other places than `_list_secrets` knows
 SHORTEST = 8  # characters; a shorter value may be an ordinary word
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
@@ -37,11 +37,6 @@ def is_secret(name: Any) -> bool:
     last_part = str(name).rpartition(".")[2]
     words = CAMEL_CASE_BOUNDARY.sub("_", last_part)
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
-
-
-def remember(secret: str) -> None:
-    """Hide a secret from now on, of whatever place it was read."""
-    REMEMBERED.add(secret)
 
 
 def _list_secrets() -> Iterator[str]:

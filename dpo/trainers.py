@@ -68,9 +68,11 @@ class Trainer:
     stop: StopRequest
 
     def __post_init__(self) -> None:
-        # for the manifests of checkpoints
-        self.facts = {"config": record_config(self.plan), **record_inputs(self.data, self.policy.config)}
-        self.facts["base"] = getattr(self.policy, "base_digest", None)  # under an adapter, for those who merge it
+        self.facts = {  # for the manifests of checkpoints
+            "config": record_config(self.plan),
+            **record_inputs(self.data, self.policy.config),
+            "base": getattr(self.policy, "base_digest", None),  # under an adapter, for those who merge it
+        }
 
     @property
     def policy(self) -> nn.Module:
@@ -122,7 +124,7 @@ class Trainer:
         start = time.perf_counter()
         objective, state, mesh = self.objective, self.state, self.objective.mesh
         self.policy.train()
-        if self.plan.lora is not None and self.plan.lora.dropout:
+        if self.plan.lora and self.plan.lora.dropout:
             # not by rank: the slices of a layer draw the same masks
             seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)
         context = objective.prepare(batch)
@@ -265,8 +267,9 @@ class Trainer:
             if state.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)
         except SamplingFailed as error:
-            why = f"as they could not be drawn: {error}"
-            self.progress.line(f"warning: no samples after {n_examples:,} examples, {why}")
+            self.progress.line(
+                f"warning: no samples after {n_examples:,} examples, as they could not be drawn: {error}"
+            )
         if state.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False

@@ -78,8 +78,10 @@ def main(arguments: Sequence[str]) -> int:
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    kept = "what was answered and judged so far is kept: the same command goes on"
-    return run_command(lambda: evaluate(options), when_interrupted=kept)
+    return run_command(
+        lambda: evaluate(options),
+        when_interrupted="what was answered and judged so far is kept: the same command goes on",
+    )
 
 
 def evaluate(options: Any) -> None:
@@ -224,11 +226,9 @@ def report(
     write_result(page, facts, pairs, verdicts)
     rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]
     numbers = {**summary._asdict(), "agreement": agreement, "invalid": len(pairs) - len(valid), "flipped": n_flipped}
-    for name, text in (
-        (f"judged-{kind}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
-        (f"evaluation-{kind}.json", json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)),
-    ):
-        write_file(folder / name, text.encode())
+    write_file(folder / f"judged-{kind}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    result = json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)
+    write_file(folder / f"evaluation-{kind}.json", result.encode())
     print(*sentences, f"page: {page}", sep="\n")
 
 

@@ -25,7 +25,7 @@ from dpo.commands import add_model_options, make_parser, run_command
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.models.export import Origin, describe_export, escape_markdown, export, find_origin
 from dpo.models.pretrained import DTYPES
-from dpo.redaction import redact, remember
+from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import read_json
 from dpo.system.run_directory import read_record
@@ -89,7 +89,7 @@ def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} is an adapter, and llama.cpp's converter takes a whole model: give --merge")
     file = folder / f"model-{kind}.gguf"
-    command = [sys.executable, str(llama_cpp / CONVERTER), str(folder), "--outfile", str(file), "--outtype", kind]
+    command = [sys.executable, llama_cpp / CONVERTER, folder, "--outfile", file, "--outtype", kind]
     if subprocess.run(command, check=False).returncode or not file.exists():
         raise RunError(f"{file} was not written: the output of {CONVERTER} above says why; {folder} is complete")
     print(f"converted {file}")
@@ -128,14 +128,13 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
         print(f"  {file.relative_to(folder)} ({file.stat().st_size / 1e6:,.2f} MB)", flush=True)
     api = HfApi(library_name="dpo-train", library_version=__version__)
     with explaining_library(lambda error: RunError(f"{name} was not pushed: {one_sentence(error)}")):
-        remember(get_token() or "")
+        REMEMBERED.add(get_token() or "")
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
             raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
-        patterns = [*PUSHED.split()]
         message = f"Trained by dpo {__version__}"
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=patterns)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=PUSHED.split())
     print(f"pushed to {api.endpoint}/{name}")
 
 

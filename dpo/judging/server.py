@@ -19,7 +19,7 @@ import tqdm
 
 from dpo.errors import InputError, one_sentence
 from dpo.judging.answers import hash_texts
-from dpo.redaction import redact, remember
+from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import append_line, read_lines
 
 KEYS = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # environment variables, of which the first that is set is sent
@@ -82,7 +82,7 @@ class Server:
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
         if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
             raise InputError(f"the key in {' or '.join(KEYS)} has a space, line break or the like: set it without")
-        remember(self._key or "")
+        REMEMBERED.add(self._key or "")
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: give the key in JUDGE_API_KEY instead")
         if _is_here(self.url):  # a proxy would be sent key and questions, and would answer
@@ -127,8 +127,10 @@ class Server:
         try:
             return self._request("/models")["data"][0]["id"]
         except ERRORS as error:
-            why = f"{self.url}/models cannot be read: {one_sentence(error)}"
-            raise InputError(f"--judge {why}; is it running? Or name its model with --judge-model") from error
+            raise InputError(
+                f"--judge {self.url}/models cannot be read: {one_sentence(error)}; is it running? Or name its model "
+                "with --judge-model"
+            ) from error
 
     def _request(self, path: str, body: Any = None) -> Any:
         headers = {"Content-Type": "application/json"}

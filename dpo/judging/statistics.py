@@ -43,8 +43,10 @@ class Summary(NamedTuple):
             return f"{text} So few say little: give {FEWEST} or more."
         text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %."
         if self.controlled is None:
-            needs = f"{FEWEST_FOR_LENGTH} prompts, where now the one and now the other answer is longer"
-            return f"{text} No length-controlled rate, which needs {needs}."
+            return (
+                f"{text} No length-controlled rate, which needs {FEWEST_FOR_LENGTH} prompts, where now the one and now "
+                "the other answer is longer."
+            )
         return f"{text} At equal lengths of the answers: {self.controlled}."
 
 

@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
@@ -19,8 +19,7 @@ TRAINS_ON = {
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 
 
-@dataclass(frozen=True)
-class PairOptions:
+class PairOptions(NamedTuple):
     """Options that losses of pairs share (`config/loss/options/`); all but the first and last need a reference."""
 
     sft_weight: formulas.Weight = 0.0
@@ -31,7 +30,7 @@ class PairOptions:
     offset_by_margin: bool = False  # a formula subtracts the margin itself, which is `Scores.offset`
 
 
-SHARED = tuple(option.name for option in fields(PairOptions))
+SHARED = PairOptions._fields
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Loss:
     # the following are set by `find_loss`
     name: str = ""
     options: Mapping = field(default_factory=dict)
-    shared: PairOptions = PairOptions()
+    shared: PairOptions = field(default_factory=PairOptions)
     parts: Sequence[tuple[float, "Loss"]] = ()  # weights and losses of a weighted sum
 
     @property

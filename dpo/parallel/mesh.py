@@ -34,8 +34,9 @@ class Mesh:
             # silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
-            names = ("replicate", "shard", "tensor")
-            self.device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            self.device_mesh = init_device_mesh(
+                self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
+            )
             # subgroups do not inherit the timeout of the default group
             for group in self.device_mesh.get_all_groups():
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)

@@ -33,7 +33,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return _sum(grad, ctx.mesh), None, None
 
 
@@ -45,7 +45,7 @@ class _Add(torch.autograd.Function):
         return _sum(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return grad, None, None
 
 
@@ -63,7 +63,7 @@ class _Join(torch.autograd.Function):
         return torch.cat(slices, dim=-1)[..., :width].contiguous()  # padding is at the end
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return grad[..., ctx.own_slice], None, None
 
 

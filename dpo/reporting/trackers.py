@@ -154,8 +154,11 @@ class WandbLogger(Callback):
             call(*arguments)
         except self._errors as error:
             self._is_disabled = True
-            cause = f"{type(error).__name__}: {error}"
-            print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
+            print(
+                f"warning: W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is "
+                "still written",
+                flush=True,
+            )
 
     def state_dict(self) -> dict:
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}

@@ -6,7 +6,6 @@ Imports no torch.
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from functools import cache
@@ -72,8 +71,7 @@ TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunPlan:
+class RunPlan(NamedTuple):
     plugins: Annotated[list[str], PER_RUN]
     seed: Annotated[int, "[0, 4294967295]"]
     exp_name: Name
@@ -107,16 +105,14 @@ class RunPlan:
         return None if {"XDG_CACHE_HOME", "HF_HOME"} & os.environ.keys() else self.local_dir
 
 
-@dataclass(frozen=True)
-class FSDPPlan:
+class FSDPPlan(NamedTuple):
     frozen_weights: Annotated[Literal["whole", "sharded"], CHANGE] | None
     reshard_after_forward: Switch
     reduce_once: Switch
     reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
 
 
-@dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(NamedTuple):
     name_or_path: str
     tokenizer_name_or_path: str | None
     archive: Text | None
@@ -135,8 +131,7 @@ class ModelPlan:
         return self.tokenizer_name_or_path or self.name_or_path
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
+class AdapterPlan(NamedTuple):
     name: Literal["none", "lora", "qlora"]
     r: Annotated[int, "[1, 65536]"]
     alpha: Positive
@@ -145,8 +140,7 @@ class AdapterPlan:
     reference: Literal["base", "adapter", "model"]
 
 
-@dataclass(frozen=True)
-class OnlinePlan:
+class OnlinePlan(NamedTuple):
     name: Literal["none", "online"]
     n_samples: Annotated[int, "[2, 1024]"]
     scorer: Literal["reward_model", "function", "keyword", "shorter"]
@@ -165,15 +159,13 @@ class OnlinePlan:
     batch_size: Count | None
 
 
-@dataclass(frozen=True)
-class ChatPlan:
+class ChatPlan(NamedTuple):
     template: Text | None  # in place of the tokenizer's
     template_args: Mapping
     template_date: Name | None  # None: that of rendering
 
 
-@dataclass(frozen=True)
-class DataPlan:
+class DataPlan(NamedTuple):
     datasets: str | list[str]
     dataset_sources: Mapping  # no key of KEYS: `places.py` checks it
     bad_records: Literal["refuse", "skip"]
@@ -193,8 +185,7 @@ class DataPlan:
     layout: Annotated[Layout, CHANGE]
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(NamedTuple):
     optimizer: Optimizer
     optimizer_args: Mapping
     lr: Positive
@@ -211,8 +202,7 @@ class TrainingPlan:
     nan_policy: Annotated[Literal["raise", "skip"], CHANGE]
 
 
-@dataclass(frozen=True)
-class EvaluationPlan:
+class EvaluationPlan(NamedTuple):
     eval_every: Count | None
     do_first_eval: Switch
     do_first_sampling: Switch
@@ -224,8 +214,7 @@ class EvaluationPlan:
     sample_top_k: Annotated[int, ">= 0", CHANGE] | None
 
 
-@dataclass(frozen=True)
-class WandbPlan:
+class WandbPlan(NamedTuple):
     enabled: Switch
     entity: Text | None
     project: Text

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,11 +69,10 @@ def find_suffix(name: str) -> str:
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     path: str  # local, or a Hub id
     revision: str | None = None  # of a Hub id: a branch, tag or commit
-    columns: Mapping[str, str | None] = field(default_factory=dict)  # by fields of FIELDS; None: it has no column
+    columns: Mapping[str, str | None] = {}  # by fields of FIELDS; None: it has no column
     reader: str | None = None  # of a plugin: it makes rows of the source's
     subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -181,7 +181,7 @@ def _derive(given: Mapping, gpus: int, world_size: int | None, has_new_run_dir: 
         if values["loss.name"] == "sft" and values["sft_loss"] == "mean":
             loss = replace(loss, fn=mean_sft)
     sections = {
-        name: section(**{field.name: values[prefix + field.name] for field in fields(section)})
+        name: section(**{field: values[prefix + field] for field in section._fields})
         for name, (section, prefix) in keys.SECTIONS.items()
         if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
     }

@@ -123,9 +123,9 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
         seconds_before = record.get("seconds_before")
         if seconds_before is not None:
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(record["started"]).timestamp())
-    options = ["--porcelain=v2", "--branch", "--untracked-files=no", "."]  # runs of the user are untracked files
     checkout = Path(__file__).parents[2]
-    command = ["git", "-C", str(checkout), "status", *options]
+    # without untracked files, as runs of the user are
+    command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "."]
     if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
         with suppress(OSError):  # there is no git
             git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()

@@ -280,15 +280,6 @@ class OnlineBatches(Batches):
         ]
 
 
-def make_batches(
-    plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
-) -> Batches:
-    if plan.online:
-        return OnlineBatches(plan, data, objective, stop, progress)
-    mesh = objective.mesh
-    return Batches(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
-
-
 def some_prompts(data: TrainingData) -> list[Prompt]:
     """About 400 evenly spaced training prompts, or all if fewer."""
     return data.train[:: max(1, len(data.train) // 400)]

@@ -19,10 +19,11 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import GPU
+from dpo.training.batches import Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import make_objective
-from dpo.training.online import make_batches
+from dpo.training.online import OnlineBatches
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.stop import StopRequest
@@ -43,7 +44,10 @@ def make_parts(
     optimizer = make_optimizer(plan.training, policy)
     scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
     stop = StopRequest(mesh)
-    batches = make_batches(plan, data, objective, stop, progress)
+    if plan.online:
+        batches = OnlineBatches(plan, data, objective, stop, progress)
+    else:
+        batches = Batches(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
     evaluator, run_dir = Evaluator(objective, batches, progress, stop), Path(plan.run.local_run_dir)
     checkpoints = Checkpoints(
         run_dir, mesh, keep=evaluator.interval.keep, log=progress.line, n_evaluated=evaluator.n_examples

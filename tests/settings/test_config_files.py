@@ -2,7 +2,7 @@
 
 import copy
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -76,7 +76,7 @@ def test_defaults_are_the_references():
 
 
 def test_an_option_of_pairs_that_a_loss_lacks_counts_as_its_default():
-    assert asdict(PairOptions()).items() <= load_defaults(loss="dpo")["loss"].items()
+    assert PairOptions()._asdict().items() <= load_defaults(loss="dpo")["loss"].items()
 
 
 def test_files_are_read_as_hydra_reads_them():

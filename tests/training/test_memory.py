@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +155,7 @@ def test_what_a_process_holds_is_arithmetic(settings, expected, predict_for):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of):
-    training = replace(plan_of().training, optimizer=name, optimizer_args={})
+    training = plan_of().training._replace(optimizer=name, optimizer_args={})
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make_optimizer(training, torch.nn.ParameterList([parameter]))

@@ -1,7 +1,6 @@
 """The learning rate of every update: formulas worked by hand, and what a run that continues makes of them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
     ],
 )
 def test_the_optimizers_arguments_reach_it_or_are_refused_with_those_it_takes(optimizer, arguments, complaint):
-    training = replace(make_plan({}).training, optimizer=optimizer, optimizer_args=arguments, lr=1e-3)
+    training = make_plan({}).training._replace(optimizer=optimizer, optimizer_args=arguments, lr=1e-3)
     if complaint:
         with refused(f"optimizer={optimizer}, which takes .*weight_decay.*{complaint}"):
             check_optimizer(training)
