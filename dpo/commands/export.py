@@ -134,7 +134,7 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
             raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
         message = f"Trained by dpo {__version__}"
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=PUSHED.split())
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=[*PUSHED.split()])
     print(f"pushed to {api.endpoint}/{name}")
 
 

@@ -156,7 +156,8 @@ def find_warnings(p: Plan) -> list[str]:
          f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
          "trainer=FSDPTrainer uses them all at once"),
         (p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR,
-         f"lr={lr} is a learning rate for training all weights; for an adapter, try 5e-6 to 2e-4"),
+         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
+         "2e-4"),
         (p.trains_half_precision and 0 < lost_decay < keys.LOST_CHANGE[p.model.policy_dtype],
          f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
          f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
