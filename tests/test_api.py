@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pytests import refused
-from support.runs import ROOT, make_environment, read_metrics, small_run
+from support.runs import ROOT, make_environment, read_code, read_metrics, small_run
 
 import dpo
 from dpo.api import _write
@@ -55,7 +55,7 @@ def test_rows_are_trained_on_and_the_result_has_metrics_samples_a_verdict_and_a_
 
 @pytest.mark.slow
 def test_the_lines_of_the_readme_train(keys, monkeypatch, capsys):
-    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = read_code(ROOT / "README.md")
     assert len([line for line in lines.splitlines() if line]) == 5
     train = dpo.run
     small = "model=demo wandb.enabled=false n_epochs=1 max_length=48 max_prompt_length=32"  # the model is on the Hub

@@ -69,63 +69,64 @@ HEALTHY_ONLINE = changed(HEALTHY, config={"online": ONLINE}, **drawn())
 LABELS = {"desirable": 100, "undesirable": 300}
 KTO = {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
-FAULTS = (  # title of the rule, a run that has this fault alone, and the numbers that are told
-    ("Loss or gradient was not a number", changed(HEALTHY, **train(grad_norm=lambda k: None if k in (3, 5) else 1.0)),
+FAULTS = (  # beginning of the rule's title, a run that has this fault alone, and the numbers that are told
+    ("Loss or gradient", changed(HEALTHY, **train(grad_norm=lambda k: None if k in (3, 5) else 1.0)),
      "2 of 100 updates, the first 3"),
-    ("Loss or gradient was not a number",  # the second is an overflow that a smaller loss_scale avoids
+    ("Loss or gradient",  # the second is an overflow that a smaller loss_scale avoids
      changed(HEALTHY, **train(grad_norm=lambda k: None if k in (3, 5) else 1.0, loss_scale=lambda k: 1.0 + (k > 4))),
      "1 of 100 updates, the first 3"),
     ("The run has collapsed", changed(HEALTHY, **train(**{"loss/train": lambda k: 4.0 if k > 50 else 0.6})),
      "loss/train 4 now, 0.69 at the start"),
-    ("Chosen responses become much less likely", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
+    ("Chosen responses become", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
      f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),  # of 20 tokens
-    ("Held-out pairs are ranked no better than by chance", changed(HEALTHY, **held_out(evaluate(0.69, 0.45))),
+    ("Held-out pairs are ranked", changed(HEALTHY, **held_out(evaluate(0.69, 0.45))),
      "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511"),
-    ("The held-out loss rises while the training loss falls",
+    ("The held-out loss rises",
      changed(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
      "loss/eval 0.55 at 200 examples, 0.8 at last; loss/train 0.679 at first, 0.499 now"),
-    ("The learning rate had little effect", changed(HEALTHY, **train(lr=lambda k: 1e-8 * k / 10)),
+    ("The learning rate", changed(HEALTHY, **train(lr=lambda k: 1e-8 * k / 10)),
      "lr 1e-07 at most, of 1e-06, in 100 updates"),
-    ("The learning rate had little effect", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -49.9, -50.1))),
+    ("The learning rate", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -49.9, -50.1))),
      f"change of held-out log-probabilities per token: chosen +0.005, rejected {MINUS}0.005"),
-    ("Samples are empty or repeat themselves", changed(HEALTHY, **sampled(["", " \n"] * 4 + ANSWERS[8:])),
+    ("Samples are empty", changed(HEALTHY, **sampled(["", " \n"] * 4 + ANSWERS[8:])),
      "8 of 16 samples; of the reference or at first 0"),
-    ("Samples are empty or repeat themselves", changed(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
-    ("Samples have changed in length", changed(HEALTHY, **sampled([answer * 2 for answer in ANSWERS])),
+    ("Samples are empty", changed(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
+    ("Samples have changed", changed(HEALTHY, **sampled([answer * 2 for answer in ANSWERS])),
      "21 words on average, of the reference or at first 11"),
-    ("The answers are worse than the reference's",
+    ("The answers are worse",
      changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": 0.4}])),
      "online_eval/win_rate 0.4 on 256 held-out prompts"),
     ("Scores and lengths grow together", changed(HEALTHY_ONLINE, **drawn(length=lambda k: 20.0 if k <= 50 else 40.0)),
      "20 tokens, score 0.055 at first; 40 tokens, score 0.955 now"),
     ("Most prompts give a tie", changed(HEALTHY_ONLINE, **drawn(ties=0.8)), "online/ties 0.8"),
-    ("An earlier checkpoint is better",
+    ("An earlier checkpoint",
      changed(HEALTHY, best=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200 examples, 0.75 at last"),
-    ("Nearly all gradients are clipped", changed(HEALTHY, **train(grad_norm=lambda k: 99.0 if k > 5 else 1.0)),
+    ("Nearly all gradients", changed(HEALTHY, **train(grad_norm=lambda k: 99.0 if k > 5 else 1.0)),
      "grad_norm above 10 in 95 % of the updates"),
-    ("Length predicts the preference in the data", changed(HEALTHY, **counts("train", chosen_longer=0.85)),
+    ("Length predicts", changed(HEALTHY, **counts("train", chosen_longer=0.85)),
      "chosen is longer in 85 % of the training pairs"),
-    ("Some examples contradict each other or are faulty",
+    ("Some examples contradict",
      changed(HEALTHY, **counts("train", contradictory_pairs=5, empty_responses=400)),
      "contradictory_pairs 5 (1 %), empty_responses 400 (100 %)"),
     ("One label has most of the weight",
      changed(HEALTHY, config={"loss": KTO}, **counts("train", **LABELS)),
      "desirable responses weigh 0.333 times as much as undesirable ones"),
     ("Drawn answers are cut off", changed(HEALTHY_ONLINE, **drawn(eos=0.5)), "online/eos 0.5"),
-    ("The policy has gone far from the reference", changed(HEALTHY_ONLINE, **drawn(kl=20.0)), "online/kl 20"),
+    ("The policy has gone far", changed(HEALTHY_ONLINE, **drawn(kl=20.0)), "online/kl 20"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("title", "run", "value"), FAULTS)
 def test_a_rule_alone_finds_its_fault(title, run, value):
     [(rule, found)] = find_all(run)
-    assert rule.title == title
+    assert rule.title.startswith(title)
     assert found.startswith(value)
 
 
 def test_every_rule_has_such_a_run_and_warnings_come_before_notes():
-    assert {rule.title for rule in RULES} == {title for title, _, _ in FAULTS}
+    titles = tuple(title for title, _, _ in FAULTS)
+    assert [rule.title for rule in RULES if not rule.title.startswith(titles)] == []
     levels = [rule.level for rule in RULES]
     assert levels == sorted(levels, reverse=True)
 
@@ -180,14 +181,14 @@ def with_win_rate(rng: np.random.Generator, rate: float) -> Run:
 @pytest.mark.parametrize(
     ("title", "draw", "without", "fault"),
     [
-        ("Held-out pairs are ranked no better than by chance", with_accuracy, 0.56, 0.47),
-        ("Samples have changed in length", with_lengths, 1, 3),
-        ("The answers are worse than the reference's", with_win_rate, 0.5, 0.25),
+        ("Held-out pairs are ranked", with_accuracy, 0.56, 0.47),
+        ("Samples have changed", with_lengths, 1, 3),
+        ("The answers are worse", with_win_rate, 0.5, 0.25),
     ],
 )
 def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(title, draw, without, fault):
     """At most 5 % false alarms, and a power of half; the seeds are fixed."""
-    [condition] = [rule.condition for rule in RULES if rule.title == title]
+    [condition] = [rule.condition for rule in RULES if rule.title.startswith(title)]
 
     def rate(value: float) -> float:
         return np.mean([bool(condition(draw(np.random.default_rng(seed), value))) for seed in range(100)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.gpu import COMMON, GPU, TINY, WITHOUT_TF32, WORDS, Run, few_words, limit, needs_gpu, pick
-from support.runs import GOLDEN, distance, find_differences, golden_command, run_python
+from support.runs import GOLDEN, change_json, distance, find_differences, golden_command, run_python
 
 import utils
 
@@ -130,8 +130,7 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
     """With `top_p` in the generation config."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
-    file = model / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, "top_p": 0.9, "temperature": 1.0}))
+    change_json(model / "generation_config.json", do_sample=True, top_p=0.9, temperature=1.0)
     own = ("batch_size=8", "eval_batch_size=2", "n_eval_examples=2", "n_eval_model_samples=2", "max_length=80",
            "eval_every=24", "lr=1e-4", "deterministic=true", "sample_during_eval=true", "do_first_eval=true",
            "do_first_sampling=true", f"dataset_sources.hh={few_words(tmp_path, 40)}")  # fmt: skip

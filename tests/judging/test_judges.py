@@ -27,17 +27,17 @@ def make_pair(first: str, second: str, question: str = "Why?") -> Pair:
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
-        ("Comparison: A is clearer.\nMore helpful: A", 1),
-        ('Comparison: both are fine.\nPreferred: "B"', 0),
-        ("Comparison: equal.\n**Better: tie**", 0.5),
+        ("A is clearer.\nMore helpful: A", 1),
+        ('Both.\nPreferred: "B"', 0),
+        ("Equal.\n**Better: tie**", 0.5),
         ("A says more.\n\nAnswer B.", 0),
-        ("Better: A\n\nI hope that this helps you to compare the two.", 1),
+        ("Better: A\n\nI hope that this helps.", 1),
         ("Better: A\nNo, on reflection:\nBetter: B", 0),
         ("Final choice: [[A]]", 1),
-        ("Both answers are good, and A and B say the same.", None),
+        ("A and B say the same.", None),
         ("Response A:\nHello\nResponse B:\nHi", None),
         ("Better: neither", 0.5),
-        ("Comparison: A is longer. More helpful response: B (slightly)", 0),
+        ("A is longer. More helpful response: B (slightly)", 0),
         ("", None),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch
 from support.records import context_in, start
 from support.runs import read_metrics, run_here, small_run
 
-from dpo.analysis.ledger import PARQUET, STREAM, read_ledger
+from dpo.analysis.ledger import PARQUET, read_ledger
 from dpo.data.examples import Example
 from dpo.reporting.events import Update
 from dpo.reporting.ledger import Ledger
@@ -111,28 +110,6 @@ def test_a_labelled_response_is_chosen_or_rejected(run, tmp_path):
         assert absent == {f"policy_{other}", f"reference_{other}", f"{other}_tokens", "margin", "offset"} | DRAWN
         by_role.setdefault(role, []).append(row[f"{role}_tokens"])
     assert by_role.keys() == {"chosen", "rejected"}
-
-
-@pytest.mark.slow
-def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
-    """As if killed after its checkpoint, while rows were appended."""
-    run("whole", "ledger=true")
-    run("other", "ledger=true")
-    folder = tmp_path / "other"
-    shutil.rmtree(folder / "step-24")
-    (folder / PARQUET).unlink()
-    content = (folder / STREAM).read_bytes()
-    (folder / STREAM).write_bytes(content[:-100])
-    left, rows = read_ledger(folder), rows_of(tmp_path / "whole")
-    assert left.to_pylist() == rows[: len(left)]
-    assert len(left) == len(rows) - 4 > 4 * (4 + 3)  # more than there were at step-16
-
-    run("other", "ledger=true", "resume=auto")
-    run("elsewhere", "ledger=true", f"resume={folder / 'step-16'}")
-
-    whole = (tmp_path / "whole" / PARQUET).read_bytes()
-    assert (folder / PARQUET).read_bytes() == whole
-    assert (tmp_path / "elsewhere" / PARQUET).read_bytes() == whole
 
 
 # --- the callback --------------------------------------------------------------------------------------------------

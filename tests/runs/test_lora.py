@@ -37,7 +37,6 @@ LORA = (
 )  # fmt: skip
 QLORA = (*LORA, "lora=qlora")
 SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4")
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.pytests import succeeded
-from support.runs import ROOT, read_metrics, run_python, run_script, small_run, write_rows
+from support.runs import ROOT, read_code, read_metrics, run_python, run_script, small_run, write_rows
 
-[PLUGIN] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(), re.DOTALL)
+PLUGIN = read_code(ROOT / "docs" / "plugins.md")
 ALL = ("plugins=[my.py]", "loss=cpo", "loss.beta=2.0", "optimizer=Lion", "lr=1e-4")
 
 

@@ -11,7 +11,7 @@ import transformers
 import yaml
 from omegaconf import OmegaConf
 from support.pytests import refused, succeeded
-from support.runs import ROOT, TINY, find_differences, read_metrics, run_script
+from support.runs import ROOT, TINY, read_code, read_metrics, run_script
 
 import train
 from dpo.settings.keys import KEYS, load_defaults
@@ -20,12 +20,12 @@ from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
 
-PAGE = (ROOT / "docs" / "porting.md").read_text()
+PAGE = ROOT / "docs" / "porting.md"
 
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path):
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = read_code(PAGE)
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     (tmp_path / "dpo").mkdir()
     (tmp_path / "dpo" / "demo_model").symlink_to(ROOT / "dpo" / "demo_model")
@@ -39,7 +39,7 @@ def test_the_example_of_the_page_runs(tmp_path):
 
 
 def test_every_name_of_the_page_is_there():
-    [table] = re.findall(r"\| module \| names \|\n.*?\n(.*?)\n\n", PAGE, re.DOTALL)
+    [table] = re.findall(r"\| module \| names \|\n.*?\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
     names: dict[str, list[str]] = {}
     for row in table.splitlines():
         where, *called = re.findall(r"`(\w+)`", row) if "a trainer" not in row else ["", *re.findall(r"`(\w+)`", row)]
@@ -132,12 +132,6 @@ def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypa
     saved = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
     assert torch.equal(saved["lm_head.weight"], policy.lm_head.weight)
     assert {"config.yaml", "preflight.json", "metrics.jsonl"} <= set(os.listdir(run_dir))
-
-    longer = OmegaConf.create(reference_config(local_run_dir=str(run_dir), n_examples=16, resume="auto"))
-    train.worker_main(0, 1, longer, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
-    whole = OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "whole"), n_examples=16))
-    train.worker_main(0, 1, whole, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
-    assert find_differences(run_dir, tmp_path / "whole") == []
 
 
 def test_worker_main_refuses_what_cannot_run(tiny_llama):

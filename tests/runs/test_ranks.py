@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from support.models import build, save_reward_model
 from support.pytests import refused, slow, succeeded
-from support.runs import TINY, assert_alike, compose, small_run, train
+from support.runs import TINY, assert_alike, change_json, compose, small_run, train
 from support.warm import launch
 
 import train as main
@@ -31,8 +31,7 @@ SLOW = pytest.mark.slow
 def tied(tmp_path) -> Path:
     """The tiny Llama, whose head and embeddings differ, with a config that ties them."""
     folder = shutil.copytree(TINY, tmp_path / "tied")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    change_json(folder / "config.json", tie_word_embeddings=True)
     return folder
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.pytests import refused, slow
-from support.runs import TINY, find_differences, read_log, read_metrics, write_rows
+from support.runs import TINY, change_json, find_differences, read_log, read_metrics, write_rows
 
 from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
@@ -213,9 +213,7 @@ def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_rep
         run("run", *settings, "n_examples=12", "resume=auto")
     (model / "tokenizer.json").write_text(tokenizer)
 
-    (model / "config.json").write_text(
-        json.dumps({**json.loads(config), "rms_norm_eps": 0.5, "attention_dropout": 0.1})
-    )
+    change_json(model / "config.json", rms_norm_eps=0.5, attention_dropout=0.1)
     with refused(r"rms_norm_eps=0.5 \(was 1e-06\) in the .*config.json has changed since .*step-8;"):
         run("run", *settings, "n_examples=12", "resume=auto")
     (model / "config.json").write_text(config)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from support.models import COMMON, load_tiny
 from support.pytests import refused
-from support.runs import TINY
+from support.runs import TINY, change_json
 
 from dpo.commands.sample import converse, main
 from dpo.models.answers import Sampling
@@ -104,8 +104,7 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(rope, tokenizer)
 
 def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
     home, run = shutil.copytree(LLAMA, tmp_path / "base"), tmp_path / "run"
-    settings = json.loads((home / "tokenizer_config.json").read_text())
-    (home / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    change_json(home / "tokenizer_config.json", chat_template=TEMPLATE)
     (run / "step-8").mkdir(parents=True)
     os.link(run_dir / "step-8" / "policy.pt", run / "step-8" / "policy.pt")
     (run / "config.yaml").write_text(

@@ -1,12 +1,11 @@
 """A directory runs its code only if the command line says so."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from support.pytests import slow, succeeded
-from support.runs import TINY, run_script, small_run, train
+from support.runs import TINY, change_json, run_script, small_run, train
 
 CODE = """\
 import pathlib
@@ -23,10 +22,6 @@ PLACES = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCaus
 ASKED = "contains Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
 
 
-def change(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 @pytest.fixture(scope="module")
 def elsewhere(rows, tmp_path_factory) -> Path:
     """A run, an adapter's run and their model, whose code touches `proof`."""
@@ -38,8 +33,8 @@ def elsewhere(rows, tmp_path_factory) -> Path:
         f"import pathlib\npathlib.Path({str(folder / 'proof')!r}).touch()\n"
         "def generate(inputs, model, **options):\n    return type(model).generate(model, inputs, **options)\n"
     )
-    change(home / "config.json", model_type="own", auto_map=PLACES)
-    change(
+    change_json(home / "config.json", model_type="own", auto_map=PLACES)
+    change_json(
         home / "tokenizer_config.json",
         tokenizer_class="OwnTokenizer",
         auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]},

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.runs import GOLDEN, ROOT, TINY, make_environment
+from support.runs import GOLDEN, ROOT, TINY, change_json, make_environment
 
 GPU = torch.cuda.device_count() > 0
 DEVICE = "cuda" if GPU else "cpu"
@@ -82,9 +82,8 @@ def write_model(directory: Path, settings: dict[str, Any]) -> Path:
     """Write `config.json` and the golden runs' tokenizer, without weights."""
     directory.mkdir(exist_ok=True)
     as_config(settings).save_pretrained(directory)
-    config = json.loads((directory / "config.json").read_text())
     kind = {"llama": "LlamaForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[settings["model_type"]]
-    (directory / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+    change_json(directory / "config.json", architectures=[kind])
     for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(TINY / file, directory)
     return directory

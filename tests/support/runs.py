@@ -313,9 +313,14 @@ def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
     return [unequal for name in names for unequal in _find_unequal_keys(a[name], b[name], f"{key}.{name}")]
 
 
+def read_code(page: Path) -> str:
+    """The one block of Python in a document."""
+    [code] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return code
+
+
 def run_card(folder: Path) -> dict[str, Any]:
     """The names that the code in an export's model card defines."""
-    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code.replace("PATH_OR_HUB_ID", str(folder)), names)
+    exec(read_code(folder / "README.md").replace("PATH_OR_HUB_ID", str(folder)), names)
     return names

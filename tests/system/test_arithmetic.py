@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
+from test_trainers import DPO, make_trainer  # noqa: F401  (fixtures)
 
 from dpo import commands
 from dpo.system.arithmetic import set_up_torch, without_compilation

@@ -34,7 +34,6 @@ BLOCK = (PARAMETERS - ROOT_UNIT) // 3
 # of its adapter of rank 4: 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176
 ADAPTER = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 176))
 FSDP = "trainer=FSDPTrainer eval_batch_size=8 batch_size=8 gradient_accumulation_steps=2 model.fsdp_policy_mp=bfloat16"
-SLOW = pytest.mark.slow
 ONLINE = "online=online max_length=48 max_prompt_length=8 online.max_new_tokens=40 online.scorer=shorter"
 
 
