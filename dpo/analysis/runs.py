@@ -173,7 +173,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return runs
 
 
-def _read_mapping(run: Run, name: str, read: Callable[[Path], Any]) -> dict:
+def _read_mapping(run: Run, name: str, read: Callable) -> dict:
     """If it cannot be read, note why among the run's problems."""
     try:
         value = read(run.path / name)

@@ -44,7 +44,7 @@ class DamagedCheckpoint(InputError):
 
 
 def write_checkpoint(
-    directory: Path, states: Iterable[tuple[str, Any]], *, step_idx: int, metrics: Mapping | None, facts: Mapping
+    directory: Path, states: Iterable[tuple], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
     """A checkpoint is complete or not there; an earlier one at the same step is kept until the end. A state is a file
     `NAME.pt`, or NAME if it is bytes. Raises RunError if writing fails.

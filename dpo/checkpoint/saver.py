@@ -166,7 +166,7 @@ class Checkpoints:
             prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
-    def _gather(self, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
+    def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
         """Each state is whole on rank 0 alone."""
         for part in parts:
             meet_rank_0("a checkpoint's part")  # it may still write the previous part

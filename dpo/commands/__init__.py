@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def run_command(work: Callable[[], object], *, when_interrupted: str = "") -> int:
+def run_command(work: Callable, *, when_interrupted: str = "") -> int:
     """Do the work of a command; its exit status, after one sentence about a failure that is no bug."""
     try:
         work()

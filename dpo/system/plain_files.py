@@ -36,7 +36,7 @@ def check_own(path: Path, mark: str) -> None:
     raise InputError(f"{path} is none of the files that this command writes: move it away, or give another directory")
 
 
-def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
+def read_json(path: Path, parse: Callable = json.loads) -> Any:
     """Raises InputError for an invalid file."""
     check_readable(path)
     try:

@@ -22,7 +22,7 @@ WORKER = {}  # in a worker: its function
 
 
 def map_chunks(
-    function: Callable[[list], Any],
+    function: Callable,
     items: Iterable,
     n_items: int,
     description: str,

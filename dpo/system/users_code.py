@@ -34,7 +34,7 @@ def load_module(file: Path, problem: str) -> ModuleType:
     return module
 
 
-def run_users_code(code: Callable[[], Any], error_class: type[Exception], problem: str, file: Path | None) -> Any:
+def run_users_code(code: Callable, error_class: type[Exception], problem: str, file: Path | None) -> Any:
     """Any error becomes an `error_class`, which names the `problem` and the line of `file`."""
     try:
         return code()

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
-def prefetch(items: Iterable, prepare: Callable[[Any], Any], *, workers: int, ahead: int = 2) -> Iterator:
+def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2) -> Iterator:
     """Yield `prepare(item)` in order, made early in threads; an error is raised where its result is due."""
     if not workers:
         yield from map(prepare, items)

@@ -78,7 +78,7 @@ class Reference:
     model: nn.Module | None
     digest: str | None  # see `model_digest`; on rank 0 only
     logps: ReferenceLogps
-    in_use: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_use: Callable[[], AbstractContextManager] = nullcontext
 
     @torch.no_grad()
     def follow(self, policy: nn.Module) -> None:
