@@ -71,8 +71,8 @@ def test_the_verdict_says_how_much_the_model_changed(tmp_path, differ, of, chang
 
 def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
     evaluations = [evaluation(k, 0.7, **{"logps_eval/chosen": -50.0 + 0.01 * k}) for k in (0, 1)]
-    hidden = "Whether the model changed cannot be told: the log-probability per token"
-    assert judge(tmp_path, *evaluations, config={"model": {"policy_dtype": "bfloat16"}}).startswith(hidden)
+    verdict = judge(tmp_path, *evaluations, config={"model": {"policy_dtype": "bfloat16"}})
+    assert verdict.startswith("Whether the model changed cannot be told")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.gpu import COMMON, GPU, TINY, WITHOUT_TF32, WORDS, Run, few_words, limit, needs_gpu, pick
-from support.runs import GOLDEN, change_json, distance, find_differences, golden_command, run_python
+from support.runs import BAND, GOLDEN, change_json, distance, find_differences, golden_command, run_python
 
 import utils
 
@@ -56,8 +56,6 @@ def test_golden_runs_without_tf32(name, tmp_path, record):
 
 
 # --- FSDP with one process, resumed, in bfloat16 ---------------------------------------------------------------------
-
-BAND = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # as in tests/runs/test_golden.py
 
 
 @pytest.mark.gpu

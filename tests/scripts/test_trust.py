@@ -19,7 +19,6 @@ class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
 PLACES = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-ASKED = "contains Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_
 
     assert not proof.exists()
     assert refused.returncode == 2
-    assert f"{ASKED}--trust-remote-code for a script" in refused.stderr
+    assert "set model.trust_remote_code=true, or --trust-remote-code for a script" in refused.stderr
     assert refused.stderr.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "out").exists()
 

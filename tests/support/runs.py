@@ -26,6 +26,7 @@ WALL_CLOCK = (  # metrics that differ between equal runs
     "online/seconds_per_token",
 )  # fmt: skip
 GOLDEN = ROOT / "tests" / "golden"
+BAND = {"logps": 5e-3, "loss": 0.1, "grad_norm": 0.1, "rewards": 0.2}  # in bfloat16; rewards absolute, others relative
 TINY = GOLDEN / "tiny-llama"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
 
