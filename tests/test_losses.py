@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,18 @@ from dpo.losses.formulas import bradley_terry, mean_sft, sft
 from dpo.settings.keys import load_defaults
 from dpo.training.objective import make_scores
 
+nearly = partial(pytest.approx, rel=1e-12)
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 DEFAULTS = {name: load_defaults(loss=name)["loss"] for name in LOSSES}
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
-PAIR = tuple(torch.tensor([x], dtype=torch.float64) for x in (-10.0, -13.0, -11.0, -12.0))
+PAIR = tuple(column(x) for x in (-10, -13, -11, -12))
 
 
 def compute(config: dict, scores: Scores) -> tuple[torch.Tensor, ...]:
@@ -40,7 +48,7 @@ def minus_log_sigmoid(x: float) -> float:
 )
 def test_dpo_is_equation_7_and_its_options_change_no_reward(options, expected):
     losses, chosen, rejected = preference_loss(*PAIR, beta=0.5, **options)
-    assert losses.item() == pytest.approx(expected, rel=1e-12)
+    assert losses.item() == nearly(expected)
     assert (chosen.item(), rejected.item()) == (0.5 * (-10 + 11), 0.5 * (-13 + 12))
     lengths, config = torch.ones(1), {"label_smoothing": 0, "reference_free": False, **options}
     scores = Scores(PAIR[0], lengths, PAIR[1], lengths, *PAIR[2:])
@@ -60,9 +68,9 @@ def test_log_probabilities_are_sums_over_the_labelled_tokens_of_the_next_positio
                 counts[b] += 1
     assert counts == [3, 1, 2]
 
-    assert _get_batch_logps(logits, labels).tolist() == pytest.approx(sums, rel=1e-12)
+    assert _get_batch_logps(logits, labels).tolist() == nearly(sums)
     means = [s / n for s, n in zip(sums, counts, strict=True)]
-    assert _get_batch_logps(logits, labels, average_log_prob=True).tolist() == pytest.approx(means, rel=1e-12)
+    assert _get_batch_logps(logits, labels, average_log_prob=True).tolist() == nearly(means)
 
 
 def test_every_loss_takes_exactly_the_keys_of_its_config_file():
@@ -86,7 +94,7 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
 
 # --- the others: the same pair, of 2 and 4 tokens: u_w = 1, u_l = -1, h = 2 ------------------------------------------
 
-LENGTHS = torch.tensor([2.0], dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64)
+LENGTHS = column(2), column(4)
 SCORES = Scores(PAIR[0], LENGTHS[0], PAIR[1], LENGTHS[1], *PAIR[2:])
 HALF = 0.5  # beta
 
@@ -169,28 +177,43 @@ def test_sft_sums_over_tokens_or_takes_their_mean():
     assert mean_sft(scores).losses.tolist() == [2, 4]
 
 
-def test_dpop_penalises_a_chosen_response_that_became_less_likely():
-    scores = SCORES._replace(chosen=PAIR[0] - 1.5)  # u_w = -0.5, h = 0.5
-    losses, *_ = compute({"name": "dpop", "beta": HALF, "penalty": 3.0}, scores)
-    assert losses.item() == pytest.approx(minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5)), rel=1e-12)
+MIX = {"name": "mix", "label_smoothing": 0, "reference_free": False}
+USUAL = 0.9 * 0.2 + 0.1 * 2  # the gap that beta-DPO compares with; the batch's is 2 nats
 
 
-def test_the_shift_of_bco_and_the_usual_gap_of_beta_dpo_are_running_averages():
-    scores = SCORES._replace(average=0.2)
-    bco = find_loss({"name": "bco", "beta": HALF, "momentum": 0.9})(scores).losses
-    assert bco.item() == pytest.approx(minus_log_sigmoid(0.5 - 0.2) + minus_log_sigmoid(-(-0.5 - 0.2)), rel=1e-12)
-    beta_dpo = find_loss({"name": "beta_dpo", "beta": HALF, "alpha": 0.6, "momentum": 0.9})(scores).losses
-    usual = 0.9 * 0.2 + 0.1 * 2  # the batch's gap is 2 nats
-    assert beta_dpo.item() == pytest.approx(minus_log_sigmoid(0.5 * (1 + 0.6 * (2 - usual)) * 2), rel=1e-12)
-
-
-MIX = {"name": "mix", "beta": HALF, "label_smoothing": 0, "reference_free": False, "weights": {"ipo": 0}}
-
-
-def test_a_mix_is_a_weighted_sum():
-    config = {**MIX, "weights": {"dpo": 0.8, "apo_zero": 0.2, "sft": 0.1, "ipo": 0}}
-    losses = find_loss(config)(SCORES).losses
-    assert losses.item() == pytest.approx(0.8 * minus_log_sigmoid(1) + 0.2 * 2 * sigmoid(-0.5) + 0.1 * 10, rel=1e-12)
+@pytest.mark.parametrize(
+    ("config", "change", "expected"),
+    [
+        # DPOP penalises a chosen response that became less likely: u_w = -0.5, h = 0.5
+        ({"name": "dpop", "penalty": 3.0}, {"chosen": PAIR[0] - 1.5}, minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5))),
+        # the shift of BCO and the usual gap of beta-DPO are running averages
+        (
+            {"name": "bco", "momentum": 0.9},
+            {"average": 0.2},
+            minus_log_sigmoid(0.5 - 0.2) + minus_log_sigmoid(-(-0.5 - 0.2)),
+        ),
+        (
+            {"name": "beta_dpo", "alpha": 0.6, "momentum": 0.9},
+            {"average": 0.2},
+            minus_log_sigmoid(0.5 * (1 + 0.6 * (2 - USUAL)) * 2),
+        ),
+        # WPO weighs by the likelihood of both responses, and not the SFT term
+        (
+            {"name": "hinge", "beta": 0.1, "wpo": True, "sft_weight": 0.3},
+            {"chosen_squares": PAIR[0] + 0.5, "rejected_squares": PAIR[1] - 1.0},
+            math.exp(-0.5 / 2 + 1 / 4) * (1 - 0.1 * 2) + 0.3 * 10 / 2,
+        ),
+        # a mix is a weighted sum
+        (
+            {**MIX, "weights": {"dpo": 0.8, "apo_zero": 0.2, "sft": 0.1, "ipo": 0}},
+            {},
+            0.8 * minus_log_sigmoid(1) + 0.2 * 2 * sigmoid(-0.5) + 0.1 * 10,
+        ),
+    ],
+)
+def test_what_else_a_loss_takes_into_account(config, change, expected):
+    losses, *_ = compute({"beta": HALF, **config}, SCORES._replace(**change))
+    assert losses.item() == nearly(expected)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +225,7 @@ def test_a_mix_is_a_weighted_sum():
     ],
 )
 def test_a_mix_needs_what_its_parts_need_and_without_a_reference_rewards_are_per_token(weights, needs, rewards):
-    config = {**MIX, "gamma": 0.3, "weights": weights}
+    config = {**MIX, "beta": HALF, "gamma": 0.3, "weights": weights}
     _, chosen, rejected = compute(config, SCORES)
     assert (chosen.item(), rejected.item()) == rewards
     assert (find_loss(config).reference, find_loss(config).margin_only) == needs
@@ -250,18 +273,18 @@ def unpair(scores: Scores) -> Scores:
 def test_losses_of_labels_worked_by_hand(mismatched, z):
     config = {"beta": HALF, "desirable_weight": 2, "undesirable_weight": 3}
     kto, apo = (find_loss({"name": name, **config}) for name in ("kto", "apo_zero_unpaired"))
-    logps, none = torch.tensor(mismatched, dtype=torch.float64), torch.zeros(2)
-    statistic = kto.find_batch_statistic(Scores(logps, torch.ones(2), none, none, none, none))
+    none = torch.zeros(2)
+    statistic = kto.find_batch_statistic(Scores(column(*mismatched), torch.ones(2), none, none, none, none))
     scores = unpair(SCORES)._replace(batch_statistic=statistic)  # log-ratios of 1 and -1
 
     losses, rewards, metrics, *_ = kto(scores)
     by_hand = [2 * (1 - sigmoid(0.5 * (1 - z))), 3 * (1 - sigmoid(0.5 * (z - -1)))]
-    assert losses.tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert losses.tolist() == nearly(by_hand)
     assert metrics["kto/kl"].tolist() == pytest.approx([z, z])
     assert [rewards[role].tolist() for role in ("chosen", "rejected")] == [[0.5, 0], [0, -0.5]]
     bco = find_loss({"name": "bco_unpaired", "beta": HALF, "momentum": 0.9})(scores._replace(average=0.2))
-    assert bco.losses.tolist() == pytest.approx([minus_log_sigmoid(0.5 - 0.2), minus_log_sigmoid(0.2 + 0.5)], rel=1e-12)
-    assert apo(scores).losses.tolist() == pytest.approx([2 * (1 - sigmoid(0.5)), 3 * sigmoid(-0.5)], rel=1e-12)
+    assert bco.losses.tolist() == nearly([minus_log_sigmoid(0.5 - 0.2), minus_log_sigmoid(0.2 + 0.5)])
+    assert apo(scores).losses.tolist() == nearly([2 * (1 - sigmoid(0.5)), 3 * sigmoid(-0.5)])
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
@@ -276,7 +299,7 @@ def rank(*log_ratios: list[float]) -> tuple[Scores, torch.Tensor]:
     columns = dict.fromkeys(TRAINS_ON["lists"], torch.zeros(len(log_ratios), dtype=torch.float64))
     reference, lengths = dict(columns), {role: values * 0 for role, values in columns.items()}
     for i, values in enumerate(log_ratios):
-        policy[i, : len(values)] = torch.tensor(values, dtype=torch.float64) - 20
+        policy[i, : len(values)] = column(*values) - 20
     policy.requires_grad_()
     for i, values in enumerate(log_ratios):
         for k, role in enumerate([*TRAINS_ON["lists"][: len(values) - 1], "rejected"]):
@@ -296,7 +319,7 @@ def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length()
     for loss, log_ratios in zip(losses.tolist(), lists, strict=True):
         strengths = [math.exp(HALF * u) for u in log_ratios]
         probability = math.prod(strengths[k] / sum(strengths[k:]) for k in range(len(strengths)))
-        assert loss == pytest.approx(-math.log(probability), rel=1e-12)
+        assert loss == nearly(-math.log(probability))
     assert accuracies.tolist() == pytest.approx([4 / 6, 0, (15 + 14) / 120])  # a tie is not right
     assert rewards["rejected"].tolist() == pytest.approx([0.25, 1, 0])
     losses.sum().backward()
@@ -316,21 +339,14 @@ def test_the_sft_term_is_per_token_beside_every_loss_of_pairs(name):
     assert beside - alone == pytest.approx(0.3 * 10 / 2, rel=1e-9)
 
 
-def test_wpo_weighs_by_the_likelihood_of_both_responses_and_not_the_sft_term():
-    scores = SCORES._replace(chosen_squares=PAIR[0] + 0.5, rejected_squares=PAIR[1] - 1.0)
-    config = {"name": "hinge", "beta": 0.1, "wpo": True, "sft_weight": 0.3}
-    expected = math.exp(-0.5 / 2 + 1 / 4) * (1 - 0.1 * 2) + 0.3 * 10 / 2
-    assert find_loss(config)(scores).losses.item() == pytest.approx(expected, rel=1e-12)
-
-
 def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
     tails = {"chosen_tail": PAIR[0] * 0, "rejected_tail": PAIR[1] * 0 - 6, "reference_chosen_tail": PAIR[0] * 0}
     scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[1] * 0 - 8)
     config = {"name": "hinge", "beta": 0.1, "ld_alpha": 0.25}
     u_l = (-13 + 0.75 * 6) - (-12 + 0.75 * 8)
     losses, chosen, rejected = compute(config, scores)
-    assert losses.item() == pytest.approx(1 - 0.1 * (1 - u_l), rel=1e-12)
-    assert (chosen.item(), rejected.item()) == pytest.approx((0.1, 0.1 * u_l), rel=1e-12)
+    assert losses.item() == nearly(1 - 0.1 * (1 - u_l))
+    assert (chosen.item(), rejected.item()) == nearly((0.1, 0.1 * u_l))
 
 
 @pytest.mark.parametrize(
@@ -347,8 +363,8 @@ def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(diverg
     losses, chosen, rejected = compute({**config, "f_divergence": divergence, "f_alpha": 0.3}, SCORES)
 
     u_w, u_l = derivative(math.e), derivative(1 / math.e)
-    assert losses.item() == pytest.approx(minus_log_sigmoid(HALF * (u_w - u_l)), rel=1e-12)
-    assert (chosen.item(), rejected.item()) == pytest.approx((HALF * u_w, HALF * u_l), rel=1e-12)
+    assert losses.item() == nearly(minus_log_sigmoid(HALF * (u_w - u_l)))
+    assert (chosen.item(), rejected.item()) == nearly((HALF * u_w, HALF * u_l))
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "alpha", "js"])
@@ -370,7 +386,7 @@ def list_scores(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:
     """And the first tokens' log-probabilities of all chosen and of all rejected, which have gradients."""
     named, first = {}, []
     for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
-        tokens = {kind: [torch.tensor(p[side][kind], dtype=torch.float64) for p in pairs] for kind in pairs[0][side]}
+        tokens = {kind: [column(*p[side][kind]) for p in pairs] for kind in pairs[0][side]}
         shorter = [min(len(p[side]["policy"]), len(p[other]["policy"])) for p in pairs]
         first.append(torch.stack([t[0] for t in tokens["policy"]]).requires_grad_())
         rest = torch.stack([t[1:].sum() for t in tokens["policy"]])

@@ -199,12 +199,7 @@ def test_e_policy_optimizer_and_scheduler_are_saved_for_each_step(finished):
 
 @pytest.mark.parametrize(
     ("overrides", "reference"),
-    [
-        ("", "model"),
-        ("lora=lora", "base"),
-        ("lora=lora lora.reference=adapter", "adapter"),
-        ("lora=qlora", "base"),
-    ],
+    [("", "model"), ("lora=lora", "base"), ("lora=lora lora.reference=adapter", "adapter"), ("lora=qlora", "base")],
 )
 def test_t_policy_and_reference_are_two_models_or_adapters_of_one_also_quantized_on_several_gpus(overrides, reference):
     command = f"{RUNS} loss=dpo loss.beta=0.1 trainer=FSDPTrainer world_size=2 {overrides}"
@@ -215,11 +210,12 @@ def test_t_policy_and_reference_are_two_models_or_adapters_of_one_also_quantized
 
 
 def test_t_reference_scores_are_kept_texts_are_tokenized_once_and_memory_is_estimated(run, tmp_path, capsys):
-    run("first", "cache_reference_logps=all", "dry_run=true")
+    settings = ("cache_reference_logps=all", "n_examples=8")
+    run("first", *settings, "dry_run=true")
     assert "GB" in capsys.readouterr().out
     tables, scored = [], []
     for name in ("first", "second"):
-        run(name, "cache_reference_logps=all")
+        run(name, *settings)
         scored.append(int(re.findall(r"(\d+) examples? scored by the reference", capsys.readouterr().out)[0]))
         tables.append({path: path.stat().st_mtime_ns for path in tmp_path.glob("*/dpo-examples/*")})
     assert tables[0] == tables[1] != {}
@@ -276,10 +272,11 @@ def test_g_the_doctor_finds_the_links_between_gpus(tmp_path, monkeypatch):
 
 def test_g_mixed_precision_in_fp16_too(run, run_and_stop, finished, monkeypatch, tmp_path, capsys):
     """An overflow is an update without a step; norms are those of float32, and a resume is exact."""
-    in_float32 = read_metrics(finished("lr=1e-6"), "train")
+    settings = ("lr=1e-6", "do_first_eval=false", "eval_every=24")
+    in_float32 = read_metrics(finished(*settings), "train")
     monkeypatch.setattr(optimization, "INITIAL_SCALE", 2.0**19)
     monkeypatch.setattr(optimization, "GOOD_UPDATES", 2)
-    settings = ("lr=1e-6", "model.autocast=float16", "model.reference_dtype=null")
+    settings += ("model.autocast=float16", "model.reference_dtype=null")
     run("whole", *settings)
     updates = read_metrics(tmp_path / "whole", "train")
     scale, n_good, n_applied = 2.0**19, 0, 0
@@ -294,7 +291,7 @@ def test_g_mixed_precision_in_fp16_too(run, run_and_stop, finished, monkeypatch,
         if n_good == 2:
             scale, n_good = scale * 2, 0
     assert 2 <= n_applied < len(updates)
-    assert "update 1 was not applied: its gradient overflows float16 at loss_scale=524288" in capsys.readouterr().out
+    assert "update 1 was not applied: its gradient overflows float16" in capsys.readouterr().out
     run_and_stop("stopped", *settings, after=4)
     run("stopped", *settings, "resume=auto")
     assert find_differences(tmp_path / "whole", tmp_path / "stopped") == []
@@ -360,15 +357,15 @@ def test_g_pictures_of_loss_and_rewards_texts_of_samples_and_the_model(run, tmp_
     run("run", "report=true", "sample_during_eval=true", "n_eval_model_samples=2", "export=true", "n_examples=8")
     files = [tmp_path / "run" / "report" / name for name in ("report.html", "loss.png", "rewards.png")]
     assert f"report: {files[0]}" in capsys.readouterr().out.splitlines()
-    assert "Complete after 2 of 2 updates" in files[0].read_text(encoding="utf-8")
+    assert "Complete after 2 of 2 updates" in files[0].read_text()
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
     assert "--- policy ---" in (tmp_path / "run" / "samples.txt").read_text()
     assert (tmp_path / "run" / "LATEST" / "hf" / "model.safetensors").exists()
 
 
 def test_g_dpo_report_writes_the_pictures_and_says_what_to_install(tmp_path, capsys, monkeypatch):
-    lines = [evaluation(0, 0.69), evaluation(1, 0.6, **rewards("eval", 0.2, -0.1))]
-    path, mine = str(write_run(tmp_path / "run", lines)), tmp_path / "mine" / "loss.png"
+    path = str(write_run(tmp_path / "run", [evaluation(1, 0.6, **rewards("eval", 0.2, -0.1))]))
+    mine = tmp_path / "mine" / "loss.png"
     assert report.main([path]) == 0
     written = {file.name for file in (tmp_path / "run" / "report").iterdir()}
     assert written == {"report.html", "loss.png", "rewards.png"}
@@ -400,8 +397,7 @@ ONLINE = ("online=online", "online.scorer=shorter", "online.max_new_tokens=4", "
 def test_o_online_dpo(processes, command, tmp_path):
     several = ("trainer=FSDPTrainer", f"world_size={processes}") if processes > 1 else ()
     train_here(command("run", *ONLINE, *several))
-    [line] = read_metrics(tmp_path / "run", "train")
-    assert line["online/length"] > 0
+    assert read_metrics(tmp_path / "run", "train")[0]["online/length"] > 0
 
 
 def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
@@ -411,7 +407,7 @@ def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("wrap", [torch.nn.DataParallel, wrap_for_processes, slow(torch.compile)])
 def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llama, tmp_path, capsys):
-    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=4")
+    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=4", "do_first_eval=false")
     wrapped, reference = wrap(tiny_llama), wrap(copy.deepcopy(tiny_llama))
     assert BasicTrainer(wrapped, config, 0, config.local_run_dir, reference).policy is tiny_llama
     assert f"{type(wrapped).__name__} is taken off the model given" in capsys.readouterr().out
@@ -422,10 +418,11 @@ def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llam
 def test_o_what_is_no_model_of_transformers_is_refused_in_a_sentence(tiny_llama, tmp_path):
     config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1")
     adapted = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["q_proj"]))
-    by_trainer = (BasicTrainer, adapted, config, 0, config.local_run_dir, tiny_llama)
-    for start, *arguments in (by_trainer, (train.worker_main, 0, 1, config, adapted)):
-        with refused(r"the model given is a PeftModel.*: give the model of transformers"):
-            start(*arguments)
+    sentence = "the model given is a PeftModel.*: give the model of transformers"
+    with refused(sentence):
+        BasicTrainer(adapted, config, 0, config.local_run_dir, tiny_llama)
+    with refused(sentence):
+        train.worker_main(0, 1, config, adapted)
 
 
 def test_m_the_log_and_env_json_say_what_trains_over_what_on_which_devices(finished, command, tmp_path):

@@ -10,6 +10,7 @@ from itertools import chain
 import pytest
 import torch
 import transformers
+from support.formats import assistant, system, user
 from support.models import SMALL, plain_logps
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -59,24 +60,19 @@ BEFORE_ANSWER = {"newline": "<A>\n", "space": "[/I] ", "nothing": "</s>"}
 
 
 def make_template(before_answer: str) -> str:
-    system = "{% if m['role'] == 'system' %}<S>\n{{ m['content'] }}\n{% elif m['role'] == 'user' %}"
     return (
-        "<s>{% for m in messages %}"
-        + system
-        + "[I] {{ m['content'] }}{% else %}{{ before + m['content'] + eos_token }}{% endif %}{% endfor %}"
-        + "{% if add_generation_prompt %}{{ before.rstrip(' ') }}{% endif %}"
-    ).replace("<s>{%", "<s>{% set before = " + json.dumps(before_answer) + " %}{%", 1)
+        "<s>{% set before = " + json.dumps(before_answer) + " %}{% for m in messages %}"
+        "{% if m.role == 'system' %}<S>\n{{ m.content }}\n{% elif m.role == 'user' %}[I] {{ m.content }}"
+        "{% else %}{{ before + m.content + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ before.rstrip(' ') }}{% endif %}"
+    )
 
 
-def turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def make_records(kind: str, system: bool) -> tuple[str, list[dict]]:
+def make_records(kind: str, with_system: bool) -> tuple[str, list[dict]]:
     """What a loss of this kind trains on, and records."""
-    prompt = [turn("system", "You are kind")] * system + [turn("user", "What is number 1?")]
-    good, bad = [turn("assistant", "It is 漢")], [turn("assistant", "the cat")]
-    longer = [*good, turn("user", "Hé?"), turn("assistant", "is it"), turn("user", "the"), turn("assistant", "It is")]
+    prompt = [system("You are kind")] * with_system + [user("What is number 1?")]
+    good, bad = [assistant("It is 漢")], [assistant("the cat")]
+    longer = [*good, user("Hé?"), assistant("is it"), user("the"), assistant("It is")]
     records = {
         "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
         "several turns": {"prompt": prompt, "chosen": longer, "rejected": bad},
@@ -90,21 +86,21 @@ def make_records(kind: str, system: bool) -> tuple[str, list[dict]]:
     return trains_on.get(kind, "pairs"), [records[kind]]
 
 
-def read(tokenizer, kind: str, system: bool = False):
-    trains_on, records = make_records(kind, system)
+def read(tokenizer, kind: str, with_system: bool = False):
+    trains_on, records = make_records(kind, with_system)
     data = get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on, chat="never")
     [prompt] = iterate_prompts([("mine", data)], trains_on)
     return prompt
 
 
-@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("with_system", [False, True])
 @pytest.mark.parametrize("before_answer", list(BEFORE_ANSWER))
 @pytest.mark.parametrize("tokenizer_kind", KINDS)
-def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, before_answer, system):
+def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, before_answer, with_system):
     tokenizer = TOKENIZERS[tokenizer_kind]
     tokenizer.chat_template = make_template(BEFORE_ANSWER[before_answer])
     for kind in ("pairs", "several turns", "targets", "lists", "labels", "texts"):
-        prompt = read(tokenizer, kind, system)
+        prompt = read(tokenizer, kind, with_system)
         examples = list_examples(prompt)
         all_encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
         for (_, index), encoded in zip(examples, all_encoded, strict=True):

@@ -5,15 +5,12 @@ import re
 from typing import Any
 
 import pytest
-from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, system, user
+from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, encode, show_scored, system, user
 from support.pytests import refused
 
 from dpo.data.custom import get_custom
-from dpo.data.examples import encode_examples, list_examples, make_labels
 from dpo.data.schema import Record
-from dpo.data.table import iterate_prompts
 from dpo.data.templates import ChatTemplate
-from dpo.data.tokenization import TextEncoder
 
 EOS = "<|endoftext|>"
 BEGIN, CLOSE = "<{{ m.role }}>", "{{ eos_token }}\n"
@@ -272,12 +269,8 @@ def test_a_templates_own_refusal_is_said(chat):
 
 
 def score(chosen: Any, tokenizer: Any) -> str:
-    """The chosen response's tokens as text, with | for what is not scored."""
-    data = read(chosen, tokenizer)
-    [prompt] = iterate_prompts([("mine", data)], "pairs")
-    [example] = encode_examples(list_examples(prompt), TextEncoder(tokenizer), max_length=512, max_prompt_length=128)
-    labels = make_labels(*example.cut_responses[0])
-    return re.sub(r"\|+", "|", "".join("|" if token < 0 else tokenizer.decode([token]) for token in labels))
+    [example] = encode(read(chosen, tokenizer), tokenizer)
+    return show_scored(example, tokenizer)
 
 
 AGAIN = [assistant("Hm?"), user("Sky?"), *SKY]

@@ -1,11 +1,24 @@
 """Chat templates: tools, responses of several turns, and what a template changes."""
 
 import json
-import re
 from typing import Any
 
 import pytest
-from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, WITH_TOOLS, assistant, call, system, user
+from support.formats import (
+    ASK,
+    CALL,
+    END,
+    RESULT,
+    SKY,
+    TOOLS,
+    WITH_TOOLS,
+    assistant,
+    call,
+    encode,
+    show_scored,
+    system,
+    user,
+)
 from support.pytests import refused
 from support.runs import GOLDEN
 from transformers import AutoTokenizer
@@ -13,7 +26,7 @@ from transformers import AutoTokenizer
 from dpo.data import preflight
 from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
-from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.examples import make_labels
 from dpo.data.preflight import SplitCounter
 from dpo.data.schema import Record, read_messages
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
@@ -36,24 +49,9 @@ LOOKED_UP = {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assista
 EOS = "<|endoftext|>"
 
 
-def encode(data, tokenizer, **limits):
-    """The examples of custom data as token ids."""
-    prompts = iterate_prompts([("mine", data)], "pairs")
-    texts = [example for prompt in prompts for example in list_examples(prompt)]
-    return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
-
-
 def asked(messages, tokenizer, tools=()) -> str:
     """A prompt as `scripts.sample` asks it."""
     return ChatTemplate(tokenizer).render(Record(read_messages(messages), [], tools=tools)).prompt
-
-
-def scored(example, tokenizer) -> list[str]:
-    """The scored tokens of each response, as text with | for what is left out."""
-    marked = [[t if t != -100 else None for t in make_labels(*response)] for response in example.cut_responses]
-    return [
-        re.sub(r"\|+", "|", "".join("|" if t is None else tokenizer.decode([t]) for t in labels)) for labels in marked
-    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     [entry] = data.values()
     assert text is None or entry["responses"][0] == text
     [example] = encode(data, tokenizer)
-    assert scored(example, tokenizer)[0] == seen
+    assert show_scored(example, tokenizer) == seen
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
 
 
@@ -192,7 +190,7 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
     warnings = [note for note in data.notes if "only the last answer is scored" in note]
     assert ["differently once others follow, so only" in warning for warning in warnings] == [True]
     assert warnings[0].endswith("; in records: 2 of 2, as in 'Blue.'")
-    assert scored(encode(data, tokenizer)[0], tokenizer)[0] == seen
+    assert show_scored(encode(data, tokenizer)[0], tokenizer) == seen
 
 
 @pytest.mark.parametrize(

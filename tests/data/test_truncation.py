@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.formats import assistant, system, user
 from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import write_rows
@@ -22,10 +23,10 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 TURNS = [
-    {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "What was the first question of all?" * 3},
-    {"role": "assistant", "content": "That one." * 3},
-    {"role": "user", "content": "And the second?"},
+    system("Be kind."),
+    user("What was the first question of all?" * 3),
+    assistant("That one." * 3),
+    user("And the second?"),
 ]
 LIMITS = {"max_length": 60, "max_prompt_length": 40}
 
@@ -48,7 +49,7 @@ def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **values: Any) -> Bu
 
 
 def chat_row(turns: list[dict], n_words: int = 9) -> dict:
-    chosen, rejected = ([{"role": "assistant", "content": word * n_words}] for word in ("good ", "bad "))
+    chosen, rejected = ([assistant(word * n_words)] for word in ("good ", "bad "))
     return {"prompt": turns, "chosen": chosen, "rejected": rejected}
 
 
@@ -80,8 +81,8 @@ def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(
     [
         (TURNS, "[system] Be kind.\n[user] And the second?\n[assistant] "),  # the newest turn
         # of a question that is too long alone, the end
-        ([TURNS[0], {"role": "user", "content": "Read this. " * 40 + "Why?"}], "Why?\n[assistant] "),
-        ([*TURNS[:2], TURNS[2], {"role": "user", "content": "No " * 60 + "Yes?"}], "Yes?\n[assistant] "),
+        ([TURNS[0], user("Read this. " * 40 + "Why?")], "Why?\n[assistant] "),
+        ([*TURNS[:3], user("No " * 60 + "Yes?")], "Yes?\n[assistant] "),
     ],
 )
 def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, chat, turns, kept):
@@ -106,7 +107,7 @@ def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, 
 def test_a_key_chooses_the_side_of_every_kind_of_prompt(tmp_path, chat, kind, truncation, begins, ends):
     middle = "word " * 60
     if kind == "chat":
-        row = chat_row([{"role": "user", "content": f"first {middle}last"}], n_words=20)
+        row = chat_row([user(f"first {middle}last")], n_words=20)
         start, end = "[user] first", "last\n[assistant] "
     elif kind == "text":
         row = {"prompt": f"first {middle}last", "chosen": " good" * 20, "rejected": " bad"}
@@ -132,9 +133,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     _, warning = SplitReport(**report).describe("train")
-    assert warning.startswith(
-        "warning: in 2 of 3 examples (train) the example is longer than max_length and is left out: raise"
-    )
+    assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length")
     with refused("has nothing to train on: 2 are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **values)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import GROUPED, build, list_examples
+from support.models import GROUPED, IDS, assert_near, build, list_examples, save_adapter
 from support.pytests import refused
 from support.runs import change_json
 
@@ -33,22 +33,10 @@ from dpo.models.adapters import (
 from dpo.models.layouts import SharedPrefix
 from dpo.models.pretrained import checkpoint_activations, remarks
 
-IDS = torch.arange(20).view(2, 10)
-
-
-def save_with_peft(folder: Path, family: str = "llama", **settings) -> torch.Tensor:
-    """Save an adapter with PEFT; returns the logits with it."""
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
-    torch.manual_seed(1)
-    model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
-    model.save_pretrained(folder)
-    with torch.no_grad():
-        return model(IDS).logits
-
 
 @pytest.fixture
 def made_by_peft(tmp_path) -> Path:
-    save_with_peft(tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    save_adapter(tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
     return tmp_path / "adapter"
 
 
@@ -66,9 +54,10 @@ def build_adapted(family: str | Callable[[], Any] = "llama", targets: str | list
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt2, tied", "phi3, fused projections"])
 def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(family, tmp_path):
-    expected, model, plain = save_with_peft(tmp_path, family), build(family).eval(), build(family).eval()
+    expected, _ = save_adapter(tmp_path, family)
+    model, plain = build(family).eval(), build(family).eval()
     add_stored_adapter(model, read_adapter(tmp_path))
-    torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=3e-6)
+    assert_near(model(IDS).logits, expected)
     with switch(model, None)():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
@@ -81,8 +70,8 @@ def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     for name, content in part.convert(part.gather()).items():
         (tmp_path / name).write_bytes(content)
     theirs = peft.PeftModel.from_pretrained(build(family), tmp_path).eval()
-    torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-6)
-    torch.testing.assert_close(theirs.merge_and_unload()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    assert_near(theirs(IDS).logits, model(IDS).logits)
+    assert_near(theirs.merge_and_unload()(IDS).logits, model(IDS).logits)
     assert (model(IDS).logits - build(family).eval()(IDS).logits).abs().max() > 0.1
 
 
@@ -101,11 +90,11 @@ def test_auto_adapts_linear_layers_alone_beside_experts_and_routers():
 
 @torch.no_grad()
 def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain_base(tmp_path):
-    expected = save_with_peft(tmp_path, target_modules=["v_proj"], r=2)
+    expected, _ = save_adapter(tmp_path, target_modules=["v_proj"], r=2)
     model, alone = build_adapted(targets=["q_proj"]), build("llama").state_dict()
     before = model(IDS).logits
     add_stored_adapter(model, read_adapter(tmp_path), REFERENCE)
-    torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-6)
+    assert_near(model(IDS).logits, expected)
     with switch(model, "policy")():
         assert torch.equal(model(IDS).logits, before)
     weights = base_weights(model)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from support.formats import user
 from support.models import FAMILIES, GROUPED, build
 
 from dpo.data.collation import tokenize_batch_element
@@ -114,8 +115,8 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     ("messages", "fed", "turns"),
     [
         (None, "<|endoftext|>[I] Why?<|endoftext|>", "[I] Why?"),  # a user's own text
-        ([{"role": "user", "content": "Why </s>?"}], "<|endoftext|>[I] Why?<|endoftext|>", "user: Why </s>?"),
-        ([{"role": "user", "content": "Why?"}], "[...] y?<|endoftext|>", "[...] y?"),  # truncated
+        ([user("Why </s>?")], "<|endoftext|>[I] Why?<|endoftext|>", "user: Why </s>?"),
+        ([user("Why?")], "[...] y?<|endoftext|>", "[...] y?"),  # truncated
     ],
 )
 def test_readers_see_turns_and_no_control_tokens(messages, fed, turns, tokenizer):

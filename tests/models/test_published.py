@@ -12,14 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, GROUPED, build
+from support.models import FAMILIES, GROUPED, IDS, assert_near, build
 from support.runs import GOLDEN, change_json, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
 from dpo.settings.plan import resolve
 
-IDS = torch.arange(20).view(2, 10)
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -299,5 +298,5 @@ def test_transformers_4_reads_the_same_model_and_tokens(tmp_path):
     subprocess.run([sys.executable, "-c", READER, OLD, *map(str, exports)], env=environment, check=True)
     for out in exports:
         logits, tokens = torch.load(out / "read.pt")
-        torch.testing.assert_close(logits, logits_of(out), rtol=0, atol=1e-5)
+        assert_near(logits, logits_of(out))
         assert tokens == transformers.AutoTokenizer.from_pretrained(out)("Where is the umbrella?")["input_ids"]

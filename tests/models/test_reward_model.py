@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from omegaconf import OmegaConf
+from support.formats import assistant, system, user
 from support.models import REWARD_MODELS, save_reward_model
 from support.pytests import refused
 from support.runs import GOLDEN, change_json
@@ -15,29 +15,25 @@ from support.runs import GOLDEN, change_json
 from dpo.data.table import Prompt
 from dpo.models.answers import Answer
 from dpo.models.scoring import load_scorer
-from dpo.settings.plan import resolve
+from dpo.settings.keys import dotted
+from dpo.settings.plan import make_plan
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
 RAW = Prompt("Once", [], [], "keep_start", False)
-MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+MESSAGES = [system("Be kind."), user("Hello")]
 CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], "keep_start", True, messages=MESSAGES)
 TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
 
-def config_of(reward_model: str, *, most: int = 8, reward_format: str | None = None) -> Any:
+def plan_of(reward_model: str, *, most: int = 8, reward_format: str | None = None) -> Any:
     scorer = {"scorer": "reward_model", "reward_model": reward_model, "reward_format": reward_format}
-    config = {
-        "online": {"name": "online", **scorer, "max_new_tokens": most},
-        "model": {"trust_remote_code": False},
-        "local_dirs": [".cache"],
-        "max_length": 8 + most,
-    }
-    return OmegaConf.create(config)
+    online = {"name": "online", **scorer, "max_new_tokens": most}
+    return make_plan({**dict(dotted({"online": online})), "max_length": 8 + most})
 
 
-def scorer_of(reward_model: str, *, rows: int = 3, **options: Any):
-    return load_scorer(resolve(config_of(reward_model, **options)), torch.device("cpu"), rows=rows)
+def scorer_of(reward_model: str, **options: Any):
+    return load_scorer(plan_of(reward_model, **options), torch.device("cpu"), rows=3)
 
 
 def score_alone(folder: str, text: str, **options) -> float:
@@ -160,7 +156,7 @@ def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
         ("text_eos", MESSAGES[1:], ["\n\nHuman: Hello\n\nAssistant: Hi![EOS]"]),
         ("pair", MESSAGES[1:], ["Hello", "Hi!"]),
         ("pair", MESSAGES, ["Be kind.\n\nHuman: Hello\n\nAssistant:", "Hi!"]),
-        ("text", [*MESSAGES[1:], {"role": "assistant", "content": "H"}], ["\n\nHuman: Hello\n\nAssistant: HHi!"]),
+        ("text", [*MESSAGES[1:], assistant("H")], ["\n\nHuman: Hello\n\nAssistant: HHi!"]),
         ("pair", None, ["[BOS]Hello", "Hi!"]),
     ],
 )
@@ -217,12 +213,12 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     change_json(Path(headless, "config.json"), **labels)
     odd = save_reward_model(tmp_path / "odd", "llama", tokenizer, template="{{ raise_exception('no, never') }}")
     said_of = {
-        two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence classification model",
+        two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence",
         str(GOLDEN / "tiny-llama"): r"is a LlamaForCausalLM with 2 outputs",
-        headless: r"has no weights for score\.weight: give a sequence classification model with one output",
+        headless: r"has no weights for score\.weight: give a sequence",
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
     }
-    for load in (scorer_of, lambda folder: load_scorer(resolve(config_of(folder)), "meta", rows=1)):
+    for load in (scorer_of, lambda folder: load_scorer(plan_of(folder), "meta", rows=1)):
         for folder, said in said_of.items():
             with refused(rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)

@@ -5,13 +5,13 @@ import os
 import pytest
 import torch
 from support import models
+from support.models import IDS
 from support.pytests import refused
 
 from dpo.checkpoint.files import point, write_checkpoint
 from dpo.models.weights import find_archive, load_archive
 
 FAMILIES = ("gpt-neox", "gpt2, tied", "llama")
-IDS = torch.arange(20).view(2, 10)
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
-from support.pytests import slow, succeeded
-from support.runs import GOLDEN, ROOT, assert_alike, compose, train
+from support.pytests import slow
+from support.runs import GOLDEN, ROOT, assert_alike, make_environment, run_here
+from support.trainers import compose
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -48,11 +49,12 @@ from dpo.system.launching import get_open_port
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.reference import Reference, ReferenceLogps
 
-GRIDS = {  # processes, and what the command line says
-    "sharded": (2, {}, ("trainer=FSDPTrainer",)),
-    "cut": (2, {"tensor_size": 2}, ("trainer=TensorParallelTrainer",)),
-    "cut and sharded": (4, {"tensor_size": 2}, ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
-    "hybrid": (4, {"shard_size": 2}, ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
+SHARDED, CUT = ParallelDims(2, shard_size=2), ParallelDims(2, tensor_size=2)
+GRIDS = {  # and what the command line says
+    "sharded": (SHARDED, ("trainer=FSDPTrainer",)),
+    "cut": (CUT, ("trainer=TensorParallelTrainer",)),
+    "cut and sharded": (ParallelDims(4, 2, 2), ("trainer=TensorParallelTrainer", "tensor_parallel_size=2")),
+    "hybrid": (ParallelDims(4, shard_size=2), ("trainer=FSDPTrainer", "fsdp_shard_size=2")),
 }
 SLOW = pytest.mark.slow
 ALIKE = {  # families that FSDP shards as it shards another: only their tensor parallel plans differ
@@ -64,24 +66,6 @@ ALIKE = {  # families that FSDP shards as it shards another: only their tensor p
     "olmo2, norms over all heads",
     "gpt-neox, sequential residual",
 }
-TINY = (
-    f"model.name_or_path={GOLDEN / 'tiny-llama'}",
-    "datasets=[hh]",
-    f"dataset_sources.hh={GOLDEN / 'words'}",
-    "max_length=160",
-    "max_prompt_length=80",
-    "n_eval_examples=16",
-    "warmup_steps=0",
-    "lr=1e-3",
-    "exp_name=test",
-)
-
-
-def make_mesh(
-    rank: int, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1, **options: float
-) -> Mesh:
-    """Without `shard_size`, all processes share one copy of the weights."""
-    return Mesh(rank, ParallelDims(world_size, shard_size or world_size // tensor_size, tensor_size), **options)
 
 
 # --- the numbers of one process ------------------------------------------------------------------------------------
@@ -152,8 +136,8 @@ def compare_with_one_process(
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
 
 
-def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
-    mesh = make_mesh(rank, world_size, **sizes)
+def compare_families(rank: int, world_size: int, dims: ParallelDims, families: list[str]) -> None:
+    mesh = Mesh(rank, dims)
     for family in families:
         compare_with_one_process(family, mesh)
     compare_with_one_process("llama", mesh, recomputes=True)
@@ -168,12 +152,12 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process_to_1e5(mesh, families):
-    processes, sizes, _ = GRIDS[mesh]
-    launch(compare_families, processes, sizes, families, process_group=True)
+    dims, _ = GRIDS[mesh]
+    launch(compare_families, dims.world_size, dims, families, process_group=True)
 
 
-def compare_adapted(rank: int, world_size: int, sizes: dict, families: list[str], frozen_whole: bool) -> None:
-    mesh = make_mesh(rank, world_size, **sizes)
+def compare_adapted(rank: int, world_size: int, dims: ParallelDims, families: list[str], frozen_whole: bool) -> None:
+    mesh = Mesh(rank, dims)
     for family in families:
         compare_with_one_process(family, mesh, adapted, frozen_whole=frozen_whole, recomputes=family == families[0])
         if mesh.data_size == 1:  # other processes' examples have other masks, and other layouts too
@@ -189,8 +173,8 @@ def compare_adapted(rank: int, world_size: int, sizes: dict, families: list[str]
     ],
 )
 def test_gradients_of_adapters_are_those_of_one_process_to_1e5(mesh, frozen_whole, families):
-    processes, sizes, _ = GRIDS[mesh]
-    launch(compare_adapted, processes, sizes, families, frozen_whole, process_group=True)
+    dims, _ = GRIDS[mesh]
+    launch(compare_adapted, dims.world_size, dims, families, frozen_whole, process_group=True)
 
 
 def loss_of(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
@@ -198,8 +182,8 @@ def loss_of(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
     return (chosen - 0.5 * rejected).mean()
 
 
-def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None:
-    mesh, examples = make_mesh(rank, world_size, **sizes), list_examples(rows=4)
+def update_with_every_optimizer(rank: int, world_size: int, dims: ParallelDims) -> None:
+    mesh, examples = Mesh(rank, dims), list_examples(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
         whole = build("llama", dtype=torch.float64)
@@ -226,13 +210,13 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
 
 
 @SLOW
-@pytest.mark.parametrize("mesh", ["sharded", "cut"])
-def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
-    launch(update_with_every_optimizer, 2, GRIDS[mesh][1], process_group=True)
+@pytest.mark.parametrize("dims", [SHARDED, CUT])
+def test_every_optimizer_that_the_config_allows_updates_shards(dims):
+    launch(update_with_every_optimizer, 2, dims, process_group=True)
 
 
-def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
-    mesh, examples = make_mesh(rank, world_size, **sizes), list_examples(rows=4)
+def hold_the_reference_whole(rank: int, world_size: int, dims: ParallelDims, families: list[str]) -> None:
+    mesh, examples = Mesh(rank, dims), list_examples(rows=4)
     for family in families:
         policy, whole, sharded = (
             distribute(
@@ -259,18 +243,18 @@ def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: 
         assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
+@SLOW
+@pytest.mark.parametrize("mesh", GRIDS)
 def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_policy(mesh):
-    processes, sizes, _ = GRIDS[mesh]
+    dims, _ = GRIDS[mesh]
     casts_inputs = "olmo2, norms over all heads"  # its blocks are given rotary tables in float32
     families = [family for family in FAMILIES if family not in ALIKE or family == casts_inputs]
     families = families if mesh == "sharded" else [*FAMILIES]
-    launch(hold_the_reference_whole, processes, sizes, families, process_group=True)
+    launch(hold_the_reference_whole, dims.world_size, dims, families, process_group=True)
 
 
-def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
-    mesh = make_mesh(rank, world_size, timeout_secs=77, **sizes)
+def hold_shards_alone(rank: int, world_size: int, dims: ParallelDims) -> None:
+    mesh = Mesh(rank, dims, timeout_secs=77)
     groups = [dist.group.WORLD, *mesh.device_mesh.get_all_groups()]
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     assert timeouts == {77}  # of collectives in any group
@@ -281,13 +265,13 @@ def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
         held, whole = local.untyped_storage().nbytes(), parameter.numel() * 4
         assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
     # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
-    gathered = sum((p.to_local() if "tensor_size" in sizes else p).numel() for p in model.parameters())
+    gathered = sum((p.to_local() if dims == CUT else p).numel() for p in model.parameters())
     assert model.gathered_bytes == pytest.approx(2 * gathered, rel=0.03)
 
 
-@pytest.mark.parametrize("mesh", ["sharded", "cut"])
-def test_a_process_keeps_its_shards_alone_and_counts_what_sampling_gathers(mesh):
-    launch(hold_shards_alone, 2, GRIDS[mesh][1], process_group=True, timeout_secs=77)
+@pytest.mark.parametrize("dims", [SHARDED, CUT])
+def test_a_process_keeps_its_shards_alone_and_counts_what_sampling_gathers(dims):
+    launch(hold_shards_alone, 2, dims, process_group=True, timeout_secs=77)
 
 
 def resident_memory(field: str) -> int:
@@ -303,7 +287,7 @@ def distribute_a_larger_model(rank: int, world_size: int) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())  # 172 MB
     before = resident_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    distribute(model, make_mesh(rank, world_size), block_name=None, compute_dtype=torch.float32)
+    distribute(model, Mesh(rank, SHARDED), block_name=None, compute_dtype=torch.float32)
     peak, after = resident_memory("VmHWM") - before, resident_memory("VmRSS") - before
     wanted = ((0.3, -0.3), (0.9, 0.8))[rank]  # rank 0 gives half of its model away, rank 1 gets half of one
     assert (peak / size < wanted[0], after / size < wanted[1]) == (True, True), f"{peak / size:.2f} {after / size:.2f}"
@@ -318,11 +302,9 @@ def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are
 
 def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> trainers.BasicTrainer:
     """The trainer that a command line gives, in this process."""
-    config = compose(
-        *(*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32", "batch_size=8"),
-        *("gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8"),
-        *(f"local_run_dir={run_dir}", *overrides),
-    )
+    settings = ("loss=dpo", "loss.beta=0.1", "batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
+    settings += ("n_eval_examples=8", "n_eval_model_samples=8", "optimizer=AdamW", "lr=1e-3")
+    config = compose(run_dir.parent, run_dir.name, *settings, *overrides)
     run_dir.mkdir(exist_ok=True)
     policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
     return getattr(trainers, config.trainer)(policy, config, config.seed, run_dir, reference, rank, world_size)
@@ -343,9 +325,9 @@ def test_greedy_samples_are_those_of_one_process(mesh, tmp_path):
     model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
     ends = {"top_k": 1, "eos_token_id": list(range(0, 1024, 16))}  # greedy, and texts of different lengths
     (model / "generation_config.json").write_text(json.dumps(ends))
-    processes, _, overrides = GRIDS[mesh]
+    dims, overrides = GRIDS[mesh]
     sample(0, 1, tmp_path / "one", (f"model.name_or_path={model}",))
-    launch(sample, processes, tmp_path / "many", (*overrides, f"model.name_or_path={model}"), process_group=True)
+    launch(sample, dims.world_size, tmp_path / "many", (*overrides, f"model.name_or_path={model}"), process_group=True)
     ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("many", "one"))
     assert ours == theirs  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, *_ in ours["samples"]}) > 2
@@ -356,18 +338,11 @@ def test_greedy_samples_are_those_of_one_process(mesh, tmp_path):
 
 def start_node(rank: int, port: int, *overrides: str) -> subprocess.Popen[str]:
     """`scripts/run_distributed.sh` as on one of two machines with one process each."""
+    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(ROOT / "scripts" / "run_distributed.sh"), "1", *overrides, "wandb.enabled=false"],
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "NNODES": "2",
-            "NODE_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
+        ["bash", str(ROOT / "scripts" / "run_distributed.sh"), "1", *overrides],
+        env=make_environment(PATH=path, **place),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -375,14 +350,12 @@ def start_node(rank: int, port: int, *overrides: str) -> subprocess.Popen[str]:
 
 
 @SLOW
-def test_two_nodes_are_one_run(tmp_path):
-    overrides = (*TINY, "loss=dpo", "loss.beta=0.1", "model.reference_dtype=float32", "sample_during_eval=false")
-    overrides, port = (*overrides, "n_examples=16"), get_open_port()
-    sharded = (*overrides, "trainer=FSDPTrainer")
-    nodes = [start_node(rank, port, *sharded, f"local_run_dir={tmp_path}/node{rank}") for rank in (0, 1)]
+def test_two_nodes_are_one_run(command, tmp_path):
+    port, sharded = get_open_port(), ("trainer=FSDPTrainer", "n_examples=16")
+    nodes = [start_node(rank, port, *command(f"node{rank}", *sharded)) for rank in (0, 1)]
     output = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], output
-    succeeded(train(*overrides, f"local_run_dir={tmp_path / 'alone'}"))
+    run_here(command("alone", "n_examples=16"))
 
     assert not (tmp_path / "node1").exists()  # only rank 0 writes
     assert "run directory" in output[0]

@@ -44,6 +44,7 @@ ONLINE = (
 )  # fmt: skip
 SHARDED = ("trainer=FSDPTrainer", "world_size=2")
 DRAWN = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8", "lr=0.1")
+WHY = SimpleNamespace(text="Why?")
 IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8")
 
 
@@ -96,10 +97,6 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
 
-def answer_of(tokens: str, score: float) -> Answer:
-    return Answer(tokens, tuple(map(ord, tokens)), True, score)
-
-
 @pytest.mark.parametrize(
     ("answers", "pair"),
     [
@@ -112,13 +109,13 @@ def answer_of(tokens: str, score: float) -> Answer:
     ],
 )
 def test_the_worst_is_another_answer_than_the_best(answers, pair):
-    drawn = choose_pair(SimpleNamespace(text="Why?"), [answer_of(one[0], float(one[1])) for one in answers.split()])
+    drawn = choose_pair(WHY, [Answer(one[0], (ord(one[0]),), True, float(one[1])) for one in answers.split()])
     assert " ".join(f"{one.text}{one.score:.0f}" for one in drawn.pair) == pair
 
 
 @pytest.mark.parametrize("difference", [0.0, 1.0, 3.0, 2000.0])
 def test_bradley_terry_labels_prefer_the_best_as_often_as_their_model_says(difference):
-    hard = choose_pair(SimpleNamespace(text="Why?"), [answer_of("a", difference), answer_of("b", 0.0)])
+    hard = choose_pair(WHY, [Answer("a", (1,), True, difference), Answer("b", (2,), True, 0.0)])
     labelled = [draw_label(hard, (0, update, 4, prompt)) for update in range(20) for prompt in range(100)]
     expected = 1 / (1 + math.exp(-difference))
     assert sum(not one.is_flipped for one in labelled) / 2000 == pytest.approx(expected, abs=0.03)
@@ -232,9 +229,8 @@ def test_a_batch_of_ties_alone_changes_nothing(run, tmp_path):
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
     """Half of a batch without weight is as if left out."""
     for loss in ("dpo", "aot"):
-        config = compose(
-            tmp_path, loss, f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2"
-        )
+        settings = (f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2")
+        config = compose(tmp_path, loss, *settings)
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
         weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
@@ -324,22 +320,19 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path,
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (
-            "return [1 / 0 for c in completions]",
-            r"rewards.py:score failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)",
-        ),
-        ("return [0.0]", "rewards.py:score gave 1 scores to 8 answers"),
-        ("return [float('nan')] * len(completions)", "rewards.py:score gave the score nan, which is not finite, to "),
-        ("return ['12'] * len(completions)", "rewards.py:score failed: TypeError: the score '12' is text"),
-        ("raise SystemExit(0)", r"rewards.py:score failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
-        ("next(iter([]))", "rewards.py:score failed: StopIteration: "),
+        ("return [1 / 0 for c in completions]", r"failed: ZeroDivisionError: .* \(.*rewards.py, line 2\)"),
+        ("return [0.0]", "gave 1 scores to 8 answers"),
+        ("return [float('nan')] * len(completions)", "gave the score nan, which is not finite"),
+        ("return ['12'] * len(completions)", "failed: TypeError: the score '12' is text"),
+        ("raise SystemExit(0)", r"failed: SystemExit: 0 \(.*rewards.py, line 2\)"),
+        ("next(iter([]))", "failed: StopIteration: "),
     ],
 )
 def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):
     plan = resolve(runs.compose(*command("run", *ONLINE, *write_scorer(tmp_path, body))))
     score = load_scorer(plan, torch.device("cpu"), rows=8)
-    with pytest.raises(ScorerFailed, match=said):
-        score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
+    with pytest.raises(ScorerFailed, match=f"rewards.py:score {said}"):
+        score([WHY] * 8, [SimpleNamespace(text="So.")] * 8)
 
 
 @pytest.mark.parametrize("grid", [(), slow(SHARDED)])

@@ -1,6 +1,11 @@
 """Messages, calls and templates, of which tests make records."""
 
+import re
 from typing import Any
+
+from dpo.data.examples import Example, encode_examples, list_examples, make_labels
+from dpo.data.table import iterate_prompts
+from dpo.data.tokenization import TextEncoder
 
 LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
 PAIR = {"chosen": "A is right.", "rejected": "B is right."}
@@ -40,3 +45,15 @@ CALL = call({"at": "sky"})
 RESULT = {"role": "tool", "content": "A clear day"}
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
 TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]
+
+
+def encode(data: Any, tokenizer: Any, **limits: int) -> list[Example]:
+    """The examples of custom data of pairs as token ids."""
+    texts = [example for prompt in iterate_prompts([("mine", data)], "pairs") for example in list_examples(prompt)]
+    return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
+
+
+def show_scored(example: Example, tokenizer: Any) -> str:
+    """The scored tokens of the chosen response as text, with | for what is left out."""
+    labels = make_labels(*example.cut_responses[0])
+    return re.sub(r"\|+", "|", "".join("|" if label < 0 else tokenizer.decode([label]) for label in labels))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -15,6 +16,7 @@ from dpo.models.layouts import Padded
 from dpo.models.pretrained import Source, disable_dropout, load_model
 from support.runs import TINY
 
+IDS = torch.arange(20).view(2, 10)
 VOCABULARY = 101  # a prime: no number of processes divides it
 COMMON = {
     "hidden_size": 32,
@@ -96,6 +98,23 @@ def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
 def load_tiny(**options: Any) -> Any:
     """The tiny Llama of the golden runs in float32; with an `archive`, as a run has trained it."""
     return load_model(Source(str(TINY)), dtype=torch.float32, attn_implementation="sdpa", **options)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def save_adapter(
+    folder: Path, family: str = "llama", base: Path | str = "", **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save an adapter with PEFT; returns the logits of `IDS` with it, and those of PEFT's merge."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
+    torch.manual_seed(1)
+    model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return model(IDS).logits, model.merge_and_unload()(IDS).logits
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
