@@ -14,7 +14,7 @@ from dpo.losses.formulas import bradley_terry, mean_sft, sft
 from dpo.settings.keys import load_defaults
 from dpo.training.objective import make_scores
 
-nearly = partial(pytest.approx, rel=1e-12)
+nearly = partial(pytest.approx, rel=1e-12, abs=1e-12)
 
 
 def column(*values: float) -> torch.Tensor:
@@ -28,10 +28,10 @@ DEFAULTS = {name: load_defaults(loss=name)["loss"] for name in LOSSES}
 PAIR = tuple(column(x) for x in (-10, -13, -11, -12))
 
 
-def compute(config: dict, scores: Scores) -> tuple[torch.Tensor, ...]:
-    """Losses and rewards, of chosen and of rejected responses."""
+def compute(config: dict, scores: Scores) -> list[float]:
+    """The loss of a pair, and the rewards of its chosen and its rejected response."""
     found = find_loss(config)(scores)
-    return found.losses, *found.rewards.values()
+    return [values.item() for values in (found.losses, *found.rewards.values())]
 
 
 def minus_log_sigmoid(x: float) -> float:
@@ -47,12 +47,11 @@ def minus_log_sigmoid(x: float) -> float:
     ],
 )
 def test_dpo_is_equation_7_and_its_options_change_no_reward(options, expected):
-    losses, chosen, rejected = preference_loss(*PAIR, beta=0.5, **options)
-    assert losses.item() == nearly(expected)
-    assert (chosen.item(), rejected.item()) == (0.5 * (-10 + 11), 0.5 * (-13 + 12))
+    found = [values.item() for values in preference_loss(*PAIR, beta=0.5, **options)]
+    assert found == [nearly(expected), 0.5 * (-10 + 11), 0.5 * (-13 + 12)]
     lengths, config = torch.ones(1), {"label_smoothing": 0, "reference_free": False, **options}
     scores = Scores(PAIR[0], lengths, PAIR[1], lengths, *PAIR[2:])
-    assert compute({"name": "dpo", "beta": 0.5, **config}, scores) == (losses, chosen, rejected)
+    assert compute({"name": "dpo", "beta": 0.5, **config}, scores) == found
 
 
 def test_log_probabilities_are_sums_over_the_labelled_tokens_of_the_next_position():
@@ -153,20 +152,20 @@ def test_every_loss_is_worked_by_hand():
 @pytest.mark.parametrize("name", WORKED)
 def test_a_pair_worked_by_hand(name):
     options, expected = WORKED[name]
-    losses, chosen, rejected = compute({"name": name, "beta": HALF, **options}, SCORES)
+    loss, *rewards = compute({"name": name, "beta": HALF, **options}, SCORES)
 
-    assert losses.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert loss == nearly(expected)
     u_w, u_l = (1, -1) if LOSSES[name].reference else (-10, -13)
     lengths = (2, 4) if name in ("dpo_norm", "ipo", "simpo", "orpo") else (1, 1)
-    assert (chosen.item(), rejected.item()) == (HALF * u_w / lengths[0], HALF * u_l / lengths[1])
+    assert rewards == [HALF * u_w / lengths[0], HALF * u_l / lengths[1]]
 
 
 def test_the_loss_of_a_reward_model_with_margin_and_centering():
     rewards = Scores(torch.tensor([2.0, -1.0]), LENGTHS[0], torch.tensor([0.5, 1.5]), LENGTHS[1])
-    losses, chosen, rejected = compute({"name": "bradley_terry", "centering": 0.1}, rewards)
+    found = find_loss({"name": "bradley_terry", "centering": 0.1})(rewards)
     plain = [minus_log_sigmoid(1.5) + 0.1 * 2.5**2, minus_log_sigmoid(-2.5) + 0.1 * 0.5**2]
-    assert losses.tolist() == pytest.approx(plain, rel=1e-6)
-    assert (chosen.tolist(), rejected.tolist()) == ([2, -1], [0.5, 1.5])
+    assert found.losses.tolist() == pytest.approx(plain, rel=1e-6)
+    assert [values.tolist() for values in found.rewards.values()] == [[2, -1], [0.5, 1.5]]
     losses = bradley_terry(rewards._replace(offset=torch.tensor([0.3, 0.6])), centering=0.0).losses
     assert losses.tolist() == pytest.approx([minus_log_sigmoid(1.2), minus_log_sigmoid(-3.1)], rel=1e-6)
 
@@ -212,22 +211,20 @@ USUAL = 0.9 * 0.2 + 0.1 * 2  # the gap that beta-DPO compares with; the batch's 
     ],
 )
 def test_what_else_a_loss_takes_into_account(config, change, expected):
-    losses, *_ = compute({"beta": HALF, **config}, SCORES._replace(**change))
-    assert losses.item() == nearly(expected)
+    assert compute({"beta": HALF, **config}, SCORES._replace(**change))[0] == nearly(expected)
 
 
 @pytest.mark.parametrize(
     ("weights", "needs", "rewards"),
     [
-        ({"dpo": 1, "simpo": 2, "dpo_norm": 5, "sft": 0.1}, (True, True), (HALF * 1, HALF * -1)),
-        ({"simpo": 2, "apo_zero": 0.5, "nca": 0}, (True, False), (HALF * 1, HALF * -1)),
-        ({"simpo": 2, "orpo": 1, "sft": 0.1}, (False, True), (HALF * -10 / 2, HALF * -13 / 4)),
+        ({"dpo": 1, "simpo": 2, "dpo_norm": 5, "sft": 0.1}, (True, True), [HALF * 1, HALF * -1]),
+        ({"simpo": 2, "apo_zero": 0.5, "nca": 0}, (True, False), [HALF * 1, HALF * -1]),
+        ({"simpo": 2, "orpo": 1, "sft": 0.1}, (False, True), [HALF * -10 / 2, HALF * -13 / 4]),
     ],
 )
 def test_a_mix_needs_what_its_parts_need_and_without_a_reference_rewards_are_per_token(weights, needs, rewards):
     config = {**MIX, "beta": HALF, "gamma": 0.3, "weights": weights}
-    _, chosen, rejected = compute(config, SCORES)
-    assert (chosen.item(), rejected.item()) == rewards
+    assert compute(config, SCORES)[1:] == rewards
     assert (find_loss(config).reference, find_loss(config).margin_only) == needs
 
 
@@ -247,13 +244,13 @@ LOGITS = {  # of the pair, under the options of WORKED
 def test_an_offset_shifts_the_logit_and_not_the_rewards(name):
     options = WORKED.get(name, ({"label_smoothing": 0, "reference_free": False},))[0]
     config = {"name": name, "beta": HALF, **options}
-    losses, *rewards = compute(config, SCORES._replace(offset=torch.tensor([0.7])))
+    loss, *rewards = compute(config, SCORES._replace(offset=torch.tensor([0.7])))
     logit = LOGITS[name] - 0.7
     expected = minus_log_sigmoid(logit)
     if name == "robust":
         expected = (0.8 * expected - 0.2 * minus_log_sigmoid(-logit)) / 0.6
-    assert losses.item() == pytest.approx(expected, rel=1e-6)
-    assert rewards == list(compute(config, SCORES)[1:])
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert rewards == compute(config, SCORES)[1:]
 
 
 # --- losses of labels ------------------------------------------------------------------------------------------------
@@ -335,7 +332,7 @@ def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length()
 def test_the_sft_term_is_per_token_beside_every_loss_of_pairs(name):
     config = {**DEFAULTS[name], "beta": HALF} | ({"weights": {"simpo": 1, "dpo": 1}} if name == "mix" else {})
     assert config.pop("sft_weight") == 0
-    alone, beside = (find_loss({**config, "sft_weight": weight})(SCORES).losses.item() for weight in (0, 0.3))
+    alone, beside = (compute({**config, "sft_weight": weight}, SCORES)[0] for weight in (0, 0.3))
     assert beside - alone == pytest.approx(0.3 * 10 / 2, rel=1e-9)
 
 
@@ -344,9 +341,7 @@ def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
     scores = SCORES._replace(**tails, reference_rejected_tail=PAIR[1] * 0 - 8)
     config = {"name": "hinge", "beta": 0.1, "ld_alpha": 0.25}
     u_l = (-13 + 0.75 * 6) - (-12 + 0.75 * 8)
-    losses, chosen, rejected = compute(config, scores)
-    assert losses.item() == nearly(1 - 0.1 * (1 - u_l))
-    assert (chosen.item(), rejected.item()) == nearly((0.1, 0.1 * u_l))
+    assert compute(config, scores) == nearly([1 - 0.1 * (1 - u_l), 0.1, 0.1 * u_l])
 
 
 @pytest.mark.parametrize(
@@ -360,11 +355,9 @@ def test_ld_alpha_counts_the_tails_less_in_policy_and_reference():
 )
 def test_under_another_divergence_f_of_the_ratio_stands_for_the_log_ratio(divergence, derivative):
     config = {"name": "dpo", "beta": HALF, "label_smoothing": 0, "reference_free": False}
-    losses, chosen, rejected = compute({**config, "f_divergence": divergence, "f_alpha": 0.3}, SCORES)
-
+    found = compute({**config, "f_divergence": divergence, "f_alpha": 0.3}, SCORES)
     u_w, u_l = derivative(math.e), derivative(1 / math.e)
-    assert losses.item() == nearly(minus_log_sigmoid(HALF * (u_w - u_l)))
-    assert (chosen.item(), rejected.item()) == nearly((HALF * u_w, HALF * u_l))
+    assert found == nearly([minus_log_sigmoid(HALF * (u_w - u_l)), HALF * u_w, HALF * u_l])
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "alpha", "js"])

@@ -27,7 +27,7 @@ from support.commands import RUNS, find_refusals
 from support.models import GPT, make_weights
 from support.pytests import refused, slow, succeeded
 from support.records import evaluation, rewards, write_run
-from support.runs import GOLDEN, ROOT, assert_alike, find_differences, read_metrics, run_python, train_here
+from support.runs import ROOT, TINY, assert_alike, find_differences, read_metrics, run_python, train_here
 
 import train
 import utils
@@ -176,7 +176,7 @@ def test_e_tensor_parallelism_of_gpt2_and_gptj_without_the_package(family, comma
     """A run on two processes that one process continues is the run of one process, in the model's own layout."""
     own = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
     own.save_pretrained(tmp_path / "model")
-    settings = (f"model.name_or_path={tmp_path / 'model'}", f"model.tokenizer_name_or_path={GOLDEN / 'tiny-llama'}")
+    settings = (f"model.name_or_path={tmp_path / 'model'}", f"model.tokenizer_name_or_path={TINY}")
     settings += ("optimizer=SGD", "lr=0.3", "warmup_steps=0")
     train_here(command("one", *settings))
     cut = ("trainer=TensorParallelTrainer", "world_size=2", "n_examples=8", "export=true")

@@ -147,7 +147,6 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
         ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number"),
         ("shp", shp_row("q", ("x", 4), ("y", 0), 1), "score_B=0"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
-        ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen is 3, and must be text or a list"),
     ],
 )
 def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, message):

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from support.formats import assistant, user
 from support.pytests import refused
-from support.runs import GOLDEN, change_json, write_rows
+from support.runs import TINY, change_json, write_rows
 
 from dpo.data.columns import Columns, recognize
 from dpo.data.custom import get_custom
@@ -174,7 +174,7 @@ def test_numbers_that_may_count_from_0_or_from_1_name_no_response(columns, numbe
 def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, tokenizer, tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<pic>"]})
     tokenizer.save_pretrained(tmp_path)
-    shutil.copy(GOLDEN / "tiny-llama" / "config.json", tmp_path)
+    shutil.copy(TINY / "config.json", tmp_path)
     entry = {"config.json": {"image_token_id": tokenizer.convert_tokens_to_ids("<pic>")}}
     entry = entry.get(where, {"image_token": "<pic>", "extra_special_tokens": {"image_token": "<pic>"}})
     change_json(tmp_path / where, **entry)

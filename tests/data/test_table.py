@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import GOLDEN, write_rows
+from support.runs import TINY, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
@@ -44,9 +44,10 @@ def source(tmp_path) -> Path:
     return tmp_path / "source"
 
 
-def prepare(folder: Path, sources: dict[str, str], **values) -> Path:
-    """The table of these datasets in `folder / FOLDER`."""
-    tokenizer, plan = load_tokenizer(str(GOLDEN / "tiny-llama")), plan_of_data(folder, sources, **values)
+def prepare(folder: Path, sources: dict[str, str] | None = None, **values) -> Path:
+    """The table of the training data of `source`, or of these datasets, in `folder / FOLDER`."""
+    plan = plan_of_data(folder, sources or {"hh": str(folder / "source")}, **values)
+    tokenizer = load_tokenizer(str(TINY))
     return prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=folder / "scratch")
 
 
@@ -79,13 +80,13 @@ def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypa
     [{"loss": "sft"}, {"bad_records": "skip"}, {"max_length": 63}, {"truncation": "drop"}, {"file": "edited"}],
 )
 def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
-    first, file = prepare(tmp_path, {"hh": str(source)}), source / "test.jsonl"
+    first, file = prepare(tmp_path), source / "test.jsonl"
     if change.pop("file", None):  # of the same size and time as before
         before = file.stat()
         file.write_text(file.read_text().replace("0?", "1?"))
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert prepare(tmp_path, {"hh": str(source)}, **change) != first
+    assert prepare(tmp_path, **change) != first
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
@@ -98,7 +99,7 @@ def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, m
 
     monkeypatch.setattr(preference_datasets, "load_rows", edit_and_load)
     with refused("the data of hh has changed while it was read: start again"):
-        prepare(tmp_path, {"hh": str(source)})
+        prepare(tmp_path)
     assert list_tables(tmp_path) == set()
 
 
@@ -112,14 +113,14 @@ def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_
         return data
 
     monkeypatch.setitem(preference_datasets.LOADERS, "hh", get_own_kind)
-    first, second = (prepare(tmp_path, {"hh": "unused"}) for _ in range(2))
+    first, second = (prepare(tmp_path) for _ in range(2))
     assert calls == ["train", "test"] * 2
     assert {first.parent, second.parent} == {tmp_path / "scratch"}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "junk", "fifo", "not ours"])
 def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
-    place = prepare(tmp_path, {"hh": str(source)})
+    place = prepare(tmp_path)
     expected = list(PromptTable(place / "train.jsonl"))
     lines, facts = place / "train.jsonl", place / "facts.json"
     if damage == "flipped":
@@ -135,10 +136,10 @@ def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
         place.write_text("mine")
     assert not is_whole(place)
 
-    another = prepare(tmp_path, {"hh": str(source)})
+    another = prepare(tmp_path)
     assert list(PromptTable(another / "train.jsonl")) == expected
     assert list_tables(tmp_path) == {place, another}
-    assert prepare(tmp_path, {"hh": str(source)}) == another
+    assert prepare(tmp_path) == another
 
 
 def build_slowly(folder: Path, started) -> None:
@@ -180,7 +181,7 @@ def test_a_full_disk_is_one_sentence(source, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/.*dpo-examples .*File too large.*free"):
-            prepare(tmp_path, {"hh": str(source)})
+            prepare(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list_tables(tmp_path) == set()
@@ -196,7 +197,7 @@ def load_and_weigh(rank, world_size, config, folder):
     calls, load_rows = [], preference_datasets.load_rows
     preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
     preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
-    load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
+    load_tokenizer(str(TINY))("a")
     before = own_memory()
     data = preference_datasets.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
@@ -212,7 +213,7 @@ def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
         rows = [{key: dialogue.format(i, text) for key, text in texts.items()} for i in range(n)]
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
     config = compose(
-        [f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.block_name=null", "datasets=[hh]", "loss=dpo",
+        [f"model.name_or_path={TINY}", "model.block_name=null", "datasets=[hh]", "loss=dpo",
          "loss.beta=0.1", f"dataset_sources.hh={tmp_path / 'rows'}", "trainer=FSDPTrainer", "batch_size=4",
          "max_length=64", "max_prompt_length=32", "eval_batch_size=4", "n_epochs=1", "n_examples=null",
          f"local_dirs=[{tmp_path}]"]

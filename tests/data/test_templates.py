@@ -20,7 +20,7 @@ from support.formats import (
     user,
 )
 from support.pytests import refused
-from support.runs import GOLDEN
+from support.runs import TINY
 from transformers import AutoTokenizer
 
 from dpo.data import preflight
@@ -291,7 +291,7 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
 @pytest.mark.parametrize("options", [{"split_special_tokens": True}, {"extra_special_tokens": {"x_token": "<x>"}}])
 def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
     def load(**options: object) -> Any:
-        return AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama", **options)
+        return AutoTokenizer.from_pretrained(TINY, **options)
 
     plain, same, other = load(), load(), load(**options)
     same("a")  # using it changes nothing

@@ -10,12 +10,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, IDS, assert_near, build, save_adapter
 from support.pytests import refused, slow
-from support.runs import GOLDEN, PARTS, change_json
+from support.runs import PARTS, TINY, change_json
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.models.export import export
-
-LLAMA = GOLDEN / "tiny-llama"
 
 
 @pytest.fixture
@@ -25,10 +23,16 @@ def base(tmp_path):
     def make(config: transformers.PretrainedConfig, name: str = "base") -> Path:
         config.save_pretrained(tmp_path / name)
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(LLAMA / file, tmp_path / name)
+            shutil.copy(TINY / file, tmp_path / name)
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture
+def home(base) -> Path:
+    """The directory of a Llama with weights."""
+    return with_weights(base(FAMILIES["llama"]()), "llama")
 
 
 def archive(path: Path, state: dict, metrics: dict | None = None) -> Path:
@@ -101,8 +105,8 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_damaged_checkpoint_is_not_exported(base, tmp_path):
-    home, run = with_weights(base(FAMILIES["llama"]()), "llama"), tmp_path / "run"
+def test_a_damaged_checkpoint_is_not_exported(home, tmp_path):
+    run = tmp_path / "run"
     adapter_of_run(run, "llama", home)
     files = [(f.name, f.read_bytes()) for f in (run / "step-8").glob("adapter_*")]
     states = {part: {"a": torch.arange(50.0)} for part in PARTS}
@@ -144,9 +148,8 @@ def with_weights(home: Path, family: str) -> Path:
     return home
 
 
-def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(base, tmp_path):
+def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, tmp_path):
     """Stored in float32, trained in bfloat16."""
-    home = with_weights(base(FAMILIES["llama"]()), "llama")
     adapter_of_run(tmp_path / "run", "llama", home, ", policy_dtype: bfloat16", target_modules=["q_proj"])
     name = "model.layers.1.self_attn.q_proj"
     weights = load_file(tmp_path / "run" / "step-8" / "adapter_model.safetensors")
@@ -159,8 +162,7 @@ def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(base, tmp_pa
         assert torch.equal(state["lm_head.weight"].float(), build("llama").lm_head.weight.bfloat16().float())
 
 
-def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(base, tmp_path):
-    home = with_weights(base(FAMILIES["llama"]()), "llama")
+def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(home, tmp_path):
     logits = adapter_of_run(tmp_path / "run", "llama", home)
 
     out = export(tmp_path / "run", tmp_path / "out")
@@ -210,7 +212,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
         (tmp_path / "run", {}, "has random weights, which PEFT cannot load: give --merge"),
         (foreign, {}, "holds an adapter: .* give --merge"),
         (tied, {"merge": True}, "tied names a layer .* tied to the embedding"),
-        (LLAMA, {}, "holds no policy.pt or adapter"),
+        (TINY, {}, "holds no policy.pt or adapter"),
         (tmp_path / "nowhere", {}, "nowhere does not exist"),
     ):
         with refused(said) as raised:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.models import build
 from support.pytests import refused
-from support.runs import GOLDEN, change_json, compose, run_here
+from support.runs import TINY, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
 
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
@@ -19,7 +19,6 @@ from dpo.models.loading import check_parts, find_weights, load_policy, model_loa
 from dpo.models.weights import Weights, locate_weights
 from dpo.settings.plan import Plan, resolve
 
-BASE = GOLDEN / "tiny-llama"
 ALIKE = ("lora.r=4", "lora.alpha=8", "lora.target_modules=[q_proj,v_proj]")
 TO_ADAPTER = ("lora=lora", "lora.reference=adapter", *ALIKE)
 
@@ -28,7 +27,7 @@ TO_ADAPTER = ("lora=lora", "lora.reference=adapter", *ALIKE)
 def adapter(tmp_path) -> Path:
     """A run whose LATEST is an adapter that PEFT wrote."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    base = AutoModelForCausalLM.from_pretrained(BASE)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **settings))
     model.save_pretrained(tmp_path / "run" / "step-8")
     (tmp_path / "run" / "step-8" / "policy.pt").touch()
@@ -51,7 +50,7 @@ def check(command) -> Callable[..., Plan]:
 def test_an_adapter_is_named_by_its_run_its_checkpoint_or_its_policy(adapter, tmp_path):
     for name in ("", "LATEST", "step-8", "step-8/policy.pt"):
         archive, found, base = locate_weights(adapter / name)
-        assert (archive, found.resolve(), base) == (None, adapter / "step-8", str(BASE))
+        assert (archive, found.resolve(), base) == (None, adapter / "step-8", str(TINY))
     (tmp_path / "policy.pt").touch()
     assert locate_weights(tmp_path) == Weights(tmp_path / "policy.pt")
 
@@ -90,13 +89,13 @@ def test_an_adapter_of_another_base_than_the_model_gets_a_warning(adapter, check
     plan = check(*TO_ADAPTER, f"model.archive={adapter}")
     assert notes_on_base(plan) == []
     [line] = notes_on_base(plan.change("model.name_or_path", str(tmp_path)))
-    assert line == f"warning: model.archive={adapter} was trained on {BASE}, and model.name_or_path={tmp_path}"
+    assert line == f"warning: model.archive={adapter} was trained on {TINY}, and model.name_or_path={tmp_path}"
 
 
 def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, tmp_path):
     sft, run = tmp_path / "sft" / "policy.pt", adapter
     sft.parent.mkdir()
-    torch.save({"step_idx": 8, "state": AutoModelForCausalLM.from_pretrained(BASE).state_dict()}, sft)
+    torch.save({"step_idx": 8, "state": AutoModelForCausalLM.from_pretrained(TINY).state_dict()}, sft)
     change_json(run / "LATEST" / CONFIG, base_model_name_or_path=str(sft))
     plan = check(*TO_ADAPTER, f"model.archive={run}")
     assert find_weights(plan) == Weights(sft, run / "LATEST")
@@ -118,7 +117,7 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
 
 
 def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path):
-    model = shutil.copytree(BASE, tmp_path / "model")
+    model = shutil.copytree(TINY, tmp_path / "model")
     change_json(model / "config.json", quantization_config={"load_in_8bit": True})
     with refused(r"is quantized \(its config\.json has a quantization_config\)"):
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from support.pytests import refused
-from support.runs import GOLDEN
+from support.runs import GOLDEN, TINY
 
 from dpo.models.export import find_origin
 
-LLAMA = str(GOLDEN / "tiny-llama")
 OTHER = str(GOLDEN)  # any directory
 
 
@@ -24,8 +23,8 @@ def base_of(path: str | Path, **options) -> str:
 
 def test_a_model_is_not_replaced_by_another():
     assert base_of("some/model", hub=True) == "some/model"
-    with refused(rf"{LLAMA} is a whole model: "):
-        find_origin(LLAMA, model=OTHER)
+    with refused(rf"{TINY!s} is a whole model: "):
+        find_origin(str(TINY), model=OTHER)
 
 
 def test_a_given_base_is_used_instead_of_one_that_is_unknown_or_has_moved(tmp_path):
@@ -38,7 +37,7 @@ def test_a_given_base_is_used_instead_of_one_that_is_unknown_or_has_moved(tmp_pa
 
 def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):
     """It would put this machine's environment into a model card."""
-    run = run_with(LLAMA, tmp_path / "run")
+    run = run_with(str(TINY), tmp_path / "run")
     with (run / "config.yaml").open("a") as file:
         file.write("\nexp_name: ${oc.env:HOME}\n")
     with refused(r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):

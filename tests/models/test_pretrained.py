@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import build, list_examples, plain_logps
 from support.pytests import refused
-from support.runs import GOLDEN, change_json
+from support.runs import TINY, change_json
 
 from dpo.data.tokenizer import load_tokenizer
 from dpo.losses import IGNORE_INDEX
@@ -23,7 +23,6 @@ from dpo.models.logprobs import sequence_logps
 from dpo.models.pretrained import Source
 from dpo.models.weights import load_archive
 
-TINY_LLAMA = str(GOLDEN / "tiny-llama")
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WITH_DROPOUT = {
     "gpt2": transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32),  # its default: 0.1
@@ -76,7 +75,7 @@ def load_float32(name: str) -> Any:
 
 
 def test_weights_that_are_missing_are_an_error_not_random_numbers(tmp_path):
-    shutil.copytree(TINY_LLAMA, tmp_path / "model")
+    shutil.copytree(TINY, tmp_path / "model")
     file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
     del weights[name]
@@ -108,7 +107,7 @@ def write_code(file: Path) -> None:
 )
 def test_damaged_or_foreign_files_of_a_model_are_one_sentence_and_no_code_is_run(name, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = str(shutil.copytree(TINY_LLAMA, "model"))
+    model = str(shutil.copytree(TINY, "model"))
     damage(tmp_path / model / name)
     what = "tokenizer" if name.startswith("tokenizer") else "model"
     with refused(rf"^{what} 'model' cannot be loaded; [^\n]*$") as error:
@@ -118,7 +117,7 @@ def test_damaged_or_foreign_files_of_a_model_are_one_sentence_and_no_code_is_run
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
+    folder = shutil.copytree(TINY, tmp_path / "tokenizer")
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         change_json(file, eos_token=None)
     with refused("has no EOS token"):

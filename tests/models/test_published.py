@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, GROUPED, IDS, assert_near, build
-from support.runs import GOLDEN, change_json, run_card
+from support.runs import TINY, change_json, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
@@ -39,7 +39,7 @@ WITH_1024 = GROUPED | {"vocab_size": 1024, "pad_token_id": None}  # embeddings, 
 def publish(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / "tiny-llama" / file, folder)
+        shutil.copy(TINY / file, folder)
     return folder
 
 

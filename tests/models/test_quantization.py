@@ -7,7 +7,7 @@ import torch
 import transformers
 from support.models import build
 from support.pytests import refused
-from support.runs import GOLDEN
+from support.runs import TINY
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -67,8 +67,8 @@ def test_the_same_layers_have_the_bytes_that_transformers_would_load():
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
     load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = load(GOLDEN / "tiny-llama", dtype=torch.float32, quantization_config=settings)
-    ours = quantize(load(GOLDEN / "tiny-llama", dtype=torch.float32))
+    theirs = load(TINY, dtype=torch.float32, quantization_config=settings)
+    ours = quantize(load(TINY, dtype=torch.float32))
     layers = {name: layer for name, layer in ours.named_modules() if isinstance(layer, Linear4bit)}
     quantized = {name: m for name, m in theirs.named_modules() if type(m).__name__ == "Linear4bit"}
     assert len(layers) == 7 * 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from support.formats import assistant, system, user
-from support.models import REWARD_MODELS, save_reward_model
+from support.models import REWARD_MODELS, nearly, save_reward_model
 from support.pytests import refused
-from support.runs import GOLDEN, change_json
+from support.runs import TINY, change_json
 
 from dpo.data.table import Prompt
 from dpo.models.answers import Answer
@@ -78,7 +78,7 @@ def test_without_a_template_prompt_and_answer_are_one_text(family, words, tmp_pa
     scores = scorer_of(folder)(PROMPTS, ANSWERS)
 
     texts = [prompt.text + answer.text for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
-    assert scores == pytest.approx([score_alone(folder, text) for text in texts], rel=1e-4, abs=1e-5)
+    assert scores == nearly([score_alone(folder, text) for text in texts])
     assert len({round(score, 4) for score in scores}) == len(scores)
 
 
@@ -92,10 +92,10 @@ def test_a_text_ends_with_eos_if_the_answer_did(padding, tokenizer, tmp_path):
         score_alone(folder, text + "<|endoftext|>" * answer.ended) for text, answer in zip(texts, answers, strict=True)
     ]
     scorer = scorer_of(folder)
-    assert scorer(PROMPTS, answers) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert scorer(PROMPTS, answers) == nearly(expected)
     assert scorer.notes == ["the reward model gets prompt and answer in the form text_eos (docs/online.md)"]
     plain = [score_alone(folder, text) for text in texts]
-    assert scorer_of(folder, reward_format="text")(PROMPTS, answers) == pytest.approx(plain, rel=1e-4, abs=1e-5)
+    assert scorer_of(folder, reward_format="text")(PROMPTS, answers) == nearly(plain)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
@@ -112,7 +112,7 @@ def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
         if has_types and answer.text:  # transformers makes one segment if the other is empty
             assert {0, 1} == set(inputs["token_type_ids"][0].tolist())
         with torch.no_grad():
-            assert score == pytest.approx(model(**inputs).logits.item(), rel=1e-4, abs=1e-5)
+            assert score == nearly(model(**inputs).logits.item())
     assert scores != pytest.approx(scorer_of(folder, reward_format="text")(PROMPTS, ANSWERS), rel=1e-3)
 
 
@@ -146,7 +146,7 @@ def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
     texts += [f"<user>Once{end}<assistant>{text}{end}" for text in said]
     texts += [f"<system>Be kind.{end}<user>Hello{end}<assistant>Hi!{end}"]
     expected = [score_alone(folder, text, add_special_tokens=False) for text in texts]
-    assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert scores == nearly(expected)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     """By the check before a run too, which reads no weights."""
     two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
     headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
-    transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(headless)
+    transformers.AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(headless)
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     change_json(Path(headless, "config.json"), **labels)
     odd = save_reward_model(tmp_path / "odd", "llama", tokenizer, template="{{ raise_exception('no, never') }}")
     said_of = {
         two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence",
-        str(GOLDEN / "tiny-llama"): r"is a LlamaForCausalLM with 2 outputs",
+        str(TINY): r"is a LlamaForCausalLM with 2 outputs",
         headless: r"has no weights for score\.weight: give a sequence",
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
     }

@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 import transformers
-from support.models import FAMILIES, list_examples
+from support.models import FAMILIES, list_examples, nearly
 from support.pytests import refused, slow
-from support.runs import GOLDEN, run_card
+from support.runs import GOLDEN, TINY, run_card
 from support.trainers import compose, make
 
 from dpo.analysis.ledger import read_ledger
@@ -26,7 +26,6 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 
-LLAMA = str(GOLDEN / "tiny-llama")
 LORA = ("lora=lora", "lora.r=4", "lora.alpha=8", "lr=1e-2")
 
 
@@ -69,7 +68,7 @@ TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
 @pytest.mark.parametrize("layout", ["shared_prefix", slow("padded")])
 @pytest.mark.parametrize("case", TRL["losses"])
 def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
-    policy: Any = load_model(Source(LLAMA, scalar_head=True), dtype=torch.float32)
+    policy: Any = load_model(Source(str(TINY), scalar_head=True), dtype=torch.float32)
     with torch.no_grad():
         policy.score.weight.copy_(torch.tensor([TRL["head"]]))
     centering = TRL["centering"] if case == "centering" else 0
@@ -134,13 +133,13 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     model_class = transformers.AutoModelForSequenceClassification
     if with_adapter:
         adapter = export(run_dir, tmp_path / "adapter")
-        base = model_class.from_pretrained(LLAMA, num_labels=1, dtype=torch.float32)
+        base = model_class.from_pretrained(str(TINY), num_labels=1, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(base, adapter)
         tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
         assert tokenizer.pad_token is None  # no token can pad, and the base has no embedding for another
         model.config.pad_token_id = None  # the base's is EOS
         one_by_one = [score_as_anyone_would(model, adapter, [text])[0] for text in texts]
-        assert one_by_one == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+        assert one_by_one == nearly(rewards)
         shown = score_as_anyone_would(model, adapter, [SHOWN])
         assert run_card(adapter)["reward"] == pytest.approx(shown[0], rel=1e-4)
 
@@ -148,14 +147,14 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     model, loading = model_class.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
     assert model.config.pad_token_id != model.config.eos_token_id
-    assert score_as_anyone_would(model, out, texts) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+    assert score_as_anyone_would(model, out, texts) == nearly(rewards)
     shown = score_as_anyone_would(model, out, [SHOWN])
     assert run_card(out)["reward"] == pytest.approx(shown[0], rel=1e-4)
 
     online = ("loss=dpo", "loss.beta=0.1", "online=online", "online.scorer=reward_model", f"online.reward_model={out}")
     plan = resolve(compose(tmp_path, "online", *online, "online.max_new_tokens=8"))
     scorer = load_scorer(plan, torch.device("cpu"), rows=3)
-    assert scorer(prompts, answers) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+    assert scorer(prompts, answers) == nearly(rewards)
     cut_off = scorer(prompts, [answer._replace(ended=False) for answer in answers])
     assert cut_off != pytest.approx(rewards, rel=1e-3)
 
@@ -167,7 +166,9 @@ def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_l
     torch.save({"step_idx": 0, "state": body, "metrics": {}}, archive)
 
     def load(seed: int, file: Path | None = archive) -> dict[str, torch.Tensor]:
-        return load_model(Source(LLAMA, scalar_head=True), dtype=torch.float32, archive=file, seed=seed).state_dict()
+        return load_model(
+            Source(str(TINY), scalar_head=True), dtype=torch.float32, archive=file, seed=seed
+        ).state_dict()
 
     one, again, other, without = load(0), load(0), load(1), load(0, None)
     assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {HEAD_WEIGHT}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.pytests import slow
-from support.runs import GOLDEN, ROOT, assert_alike, make_environment, run_here
+from support.runs import ROOT, TINY, assert_alike, make_environment, run_here
 from support.trainers import compose
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
@@ -322,7 +322,7 @@ def sample(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]
 @SLOW
 @pytest.mark.parametrize("mesh", GRIDS)
 def test_greedy_samples_are_those_of_one_process(mesh, tmp_path):
-    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    model = shutil.copytree(TINY, tmp_path / "model")
     ends = {"top_k": 1, "eos_token_id": list(range(0, 1024, 16))}  # greedy, and texts of different lengths
     (model / "generation_config.json").write_text(json.dumps(ends))
     dims, overrides = GRIDS[mesh]

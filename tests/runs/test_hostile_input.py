@@ -107,11 +107,8 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
     assert not (tmp_path / "proof").exists()
 
 
-def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
-    (tmp_path / "policy.pt").write_bytes(make_bomb(tmp_path / "proof"))
-    with refused(r"policy\.pt cannot be read as a policy\.pt: "):
-        run("a", f"model.archive={tmp_path}/policy.pt")
-
+def test_code_in_a_cache_is_refused_and_not_run(run, tmp_path):
+    """For an archive's, see `test_weights.py`."""
     run("b", "n_examples=4", "cache_reference_logps=all")
     [cache] = tmp_path.rglob("reference_logps/*.npz")
     cache.write_bytes(pickle.dumps(Bomb(tmp_path / "proof")))

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dpo.models.layouts import Padded
 from dpo.models.pretrained import Source, disable_dropout, load_model
 from support.runs import TINY
 
+nearly = partial(pytest.approx, rel=1e-4, abs=1e-5)
 IDS = torch.arange(20).view(2, 10)
 VOCABULARY = 101  # a prime: no number of processes divides it
 COMMON = {
