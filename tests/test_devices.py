@@ -92,7 +92,7 @@ def test_every_place_that_asks_for_a_gpu_has_a_test_of_the_gpus_branch():
     found = set()
     for path in (ROOT / "dpo").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT / "dpo").with_suffix("").parts).removesuffix(".__init__")
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 code = function.body[ast.get_docstring(function) is not None :]
                 if any(ASKS.search(ast.unparse(statement)) for statement in code):

@@ -74,19 +74,20 @@ def test_log_probabilities_are_sums_over_the_labelled_tokens_of_the_next_positio
 
 def test_every_loss_takes_exactly_the_keys_of_its_config_file():
     files = {path.stem for path in (ROOT / "config" / "loss").glob("*.yaml")}
-    assert files == LOSSES.keys(), (
-        f"config/loss/NAME.yaml lacks {LOSSES.keys() - files}, LOSSES {files - LOSSES.keys()}"
-    )
-    for name, config in DEFAULTS.items():
+    assert files == LOSSES.keys(), "each of LOSSES has a config/loss/NAME.yaml"
+    for name, loss in LOSSES.items():
+        config, shared = DEFAULTS[name], set()
         assert config["name"] == name
-        loss = find_loss(config)
-        parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
-        assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
-        takes = SHARED if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
-        takes = {} if LOSSES[name].trains_on in ("labels", "lists") or LOSSES[name].scalar_head else takes
-        takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
-        takes |= {"offset_by_margin"} if LOSSES[name].takes_offset else set()
-        wanted = {"name", *loss.options, *takes}
+        options = find_loss(config).options
+        if name != "mix":  # whose options are those of its parts
+            parameters = inspect.signature(loss.fn).parameters.values()
+            options = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        if loss.trains_on not in ("labels", "lists") and not loss.scalar_head:
+            shared = {*SHARED} if loss.reference else {"sft_weight"} - {name + "_weight"}
+        shared.discard("offset_by_margin")
+        if loss.takes_offset:
+            shared.add("offset_by_margin")
+        wanted = {"name", *options, *shared}
         differing = f"lacks {wanted - {*config}}, and has {config.keys() - wanted} that the loss does not take"
         assert {*config} == wanted, f"config/loss/{name}.yaml {differing}"
 
@@ -134,7 +135,7 @@ OF_PAIRS = [name for name, loss in LOSSES.items() if loss.trains_on == "pairs" a
 
 @pytest.mark.parametrize("page", ["metrics.md", "losses.md"])
 def test_every_loss_has_a_row_in_the_documents(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text()
     lacking = [name for name in LOSSES if f"\n| {name} |" not in text and f"\n| {name}, " not in text]
     assert lacking == [], f"docs/{page} lacks {lacking}"
 

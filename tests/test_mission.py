@@ -67,7 +67,7 @@ def test_e_train_py_with_a_trainer_by_config_over_nccl_or_gloo(trainer, n_gpus, 
 
 def test_e_tf32_products_in_every_trainer_and_deterministic_off(tmp_path):
     with without_tf32():
-        trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1"))
+        trainers.make(trainers.compose(tmp_path, "run"))
         assert torch.backends.cuda.matmul.allow_tf32
     assert not make_plan({}).run.deterministic
 
@@ -223,7 +223,7 @@ def test_t_reference_scores_are_kept_texts_are_tokenized_once_and_memory_is_esti
 
 
 def test_t_memory_does_not_grow_with_updates(tmp_path):
-    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=24"))
+    trainer = trainers.make(trainers.compose(tmp_path, "run", "n_examples=24"))
     n_tensors = []
     for _ in range(4):
         trainer.train_step(trainers.next_batch(trainer))
@@ -383,7 +383,7 @@ def test_g_workers_prepare_batches_in_pinned_memory(tmp_path, monkeypatch):
     pinned = []
     monkeypatch.setattr("dpo.training.batches.count_gpus", lambda: 1)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.get_ident()) or tensor)
-    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "num_workers=2"))
+    trainer = trainers.make(trainers.compose(tmp_path, "run", "num_workers=2"))
     next(trainer.train_iterator)
     assert {threading.get_ident()} < {*pinned, threading.get_ident()}
 
@@ -407,7 +407,7 @@ def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("wrap", [torch.nn.DataParallel, wrap_for_processes, slow(torch.compile)])
 def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llama, tmp_path, capsys):
-    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", "n_examples=4", "do_first_eval=false")
+    config = trainers.compose(tmp_path, "run", "n_examples=4", "do_first_eval=false")
     wrapped, reference = wrap(tiny_llama), wrap(copy.deepcopy(tiny_llama))
     assert BasicTrainer(wrapped, config, 0, config.local_run_dir, reference).policy is tiny_llama
     assert f"{type(wrapped).__name__} is taken off the model given" in capsys.readouterr().out
@@ -416,7 +416,7 @@ def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llam
 
 
 def test_o_what_is_no_model_of_transformers_is_refused_in_a_sentence(tiny_llama, tmp_path):
-    config = trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1")
+    config = trainers.compose(tmp_path, "run")
     adapted = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["q_proj"]))
     sentence = "the model given is a PeftModel.*: give the model of transformers"
     with refused(sentence):
@@ -469,7 +469,7 @@ def test_card_metrics_have_the_references_names(finished):
 
 
 def test_reference_write_state_dict(tmp_path, copied):
-    trainer = trainers.make(trainers.compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1"))
+    trainer = trainers.make(trainers.compose(tmp_path, "run"))
     trainer.write_state_dict(8, trainer.policy.state_dict(), {"loss/eval": 0.5}, "policy.pt")
     trainer.write_state_dict(8, {"lr": 1}, None, "scheduler.pt", tmp_path / "there")
     saved = torch.load(tmp_path / "run" / "LATEST" / "policy.pt", weights_only=True)
@@ -492,7 +492,7 @@ def test_every_key_loss_command_and_option_is_named_by_a_document(capsys):
             main([command, "--help"])
     names |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", capsys.readouterr().out), *(f"dpo {name}" for name in COMMANDS)}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    text = "\n".join(page.read_text() for page in pages)
     parts = re.findall(r"`[^`\n]+`|^```\w*$.+?^```$|^\| \w+ \|", text, re.MULTILINE | re.DOTALL)  # code, and losses
     code = " ".join(parts)
     named = {"--help", *re.findall(r"dpo \w+|--[a-z-]+", code), *re.findall(r"\w[\w.]*\w", code)}

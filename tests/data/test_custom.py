@@ -71,7 +71,7 @@ def test_a_rejected_response_may_be_empty(tokenizer):
 def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     file = tmp_path / "thumbs.csv"
     votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
-    file.write_text(f"question,answer,thumbs\n{votes}", encoding="utf-8")
+    file.write_text(f"question,answer,thumbs\n{votes}")
     settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true")
 
     run("run", *settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import TINY, train, write_rows
+from support.runs import TINY, write_rows
 from tokenizers import processors
 
 from dpo.data.preflight import TrainingData, check_fits, find_warnings, prepare_data
@@ -29,13 +29,12 @@ def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_
     assert warning.startswith("this tokenizer would begin every text with '<bos>', but training adds no special tokens")
 
 
-def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(command, tmp_path):
+def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(run, tmp_path, capsys):
     shutil.copytree(TINY, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    result = train(*command("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true"))
-    assert result.stdout.count("warning: the text of hh is used without the tokenizer's chat template") == 1, (
-        result.stderr
-    )
+    run("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true")
+    said = capsys.readouterr().out
+    assert said.count("warning: the text of hh is used without the tokenizer's chat template") == 1
 
 
 @pytest.fixture

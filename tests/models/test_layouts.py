@@ -25,7 +25,7 @@ SHARED = {
     "granite, logits_scaling": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
     "falcon, attention code of its own": lambda: transformers.FalconConfig(**COMMON),
 }
-FLOAT32_ONLY = {"mixtral, experts": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)}
+IN_FLOAT32 = {**SHARED, "mixtral, experts": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4)}
 GPT_NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 101}
 PADDED = {
     "bloom": (lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101), "no positions"),
@@ -64,10 +64,9 @@ def test_the_host_waits_for_nothing_in_a_forward(name, pairs):
         assert reads.number == 0
 
 
-@pytest.mark.parametrize("family", [*SHARED, *FLOAT32_ONLY])
+@pytest.mark.parametrize("family", IN_FLOAT32)
 def test_without_a_mask_padded_rows_have_the_same_log_probabilities(family, pairs):
-    config = {**SHARED, **FLOAT32_ONLY}[family]()
-    model = build(lambda: config, attention=choose_attention("sdpa")).eval()
+    model = build(IN_FLOAT32[family], attention=choose_attention("sdpa")).eval()
     layout, reason = layout_by_rules("padded", model, max_length=LONG)
     assert (layout.masked, reason) == (False, None)
     [microbatch] = layout.split(pairs, 1)
@@ -131,10 +130,9 @@ def test_log_probabilities_loss_and_gradients_in_float64_agree_with_padded_rows_
     assert_the_same(build(SHARED[family], dtype=torch.float64), pairs, 1e-10)
 
 
-@pytest.mark.parametrize("family", [*SHARED, "mixtral, experts"])
+@pytest.mark.parametrize("family", IN_FLOAT32)
 def test_log_probabilities_loss_and_gradients_in_float32_agree_to_1e5_with_the_attention_of_a_run(family, pairs):
-    config = {**SHARED, **FLOAT32_ONLY}[family]()
-    assert_the_same(build(lambda: config, attention=choose_attention("sdpa")), pairs, 1e-5)
+    assert_the_same(build(IN_FLOAT32[family], attention=choose_attention("sdpa")), pairs, 1e-5)
 
 
 @pytest.mark.parametrize("family", PADDED)

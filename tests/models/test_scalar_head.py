@@ -151,7 +151,7 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     shown = score_as_anyone_would(model, out, [SHOWN])
     assert run_card(out)["reward"] == pytest.approx(shown[0], rel=1e-4)
 
-    online = ("loss=dpo", "loss.beta=0.1", "online=online", "online.scorer=reward_model", f"online.reward_model={out}")
+    online = ("online=online", "online.scorer=reward_model", f"online.reward_model={out}")
     plan = resolve(compose(tmp_path, "online", *online, "online.max_new_tokens=8"))
     scorer = load_scorer(plan, torch.device("cpu"), rows=3)
     assert scorer(prompts, answers) == nearly(rewards)

@@ -302,7 +302,7 @@ def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are
 
 def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> trainers.BasicTrainer:
     """The trainer that a command line gives, in this process."""
-    settings = ("loss=dpo", "loss.beta=0.1", "batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
+    settings = ("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8")
     settings += ("n_eval_examples=8", "n_eval_model_samples=8", "optimizer=AdamW", "lr=1e-3")
     config = compose(run_dir.parent, run_dir.name, *settings, *overrides)
     run_dir.mkdir(exist_ok=True)

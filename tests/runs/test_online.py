@@ -147,7 +147,7 @@ def test_a_flipped_label_is_trained_on_and_logged(run, seen, tmp_path):
 
 def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
     """By hand: from the answers that the two models give."""
-    trainer = make(compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN, "online.missing_eos_penalty=0.5"))
+    trainer = make(compose(tmp_path, "run", *DRAWN, "online.missing_eos_penalty=0.5"))
     for _ in range(2):
         trainer.train_step(next_batch(trainer))
     metrics, batches = trainer.batches.evaluate(), trainer.batches

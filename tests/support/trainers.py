@@ -15,7 +15,9 @@ from trainers import BasicTrainer
 
 
 def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
-    """The config of a short run on the data of tests/golden/words."""
+    """The config of a short run on the data of tests/golden/words, of DPO unless a loss is named."""
+    if not any(override.startswith("loss=") for override in overrides):
+        overrides = ("loss=dpo", "loss.beta=0.1", *overrides)
     return runs.compose(
         *("exp_name=test", f"local_run_dir={folder / run}", f"local_dirs=[{folder}]"),
         *(f"model.name_or_path={TINY}", "model.reference_dtype=float32", "datasets=[hh]"),
