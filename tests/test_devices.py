@@ -4,7 +4,6 @@ import ast
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -218,7 +217,7 @@ def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, m
     data, policy = load_data(plan, silent=True), memory.find_policy_structure(plan, "float32")
     search, found = memory.find_largest_microbatch, []
 
-    def note(plan: Plan, data: Any, layout: SharedPrefix) -> Any:
+    def note(plan: Plan, data, layout: SharedPrefix):
         found.append((layout.alignment, search(plan, data, layout)))
         return found[-1][1]
 

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from typing import Any
 
 import datasets
 import pytest
@@ -28,7 +27,7 @@ LEFT_OUT = "not used: id, score, day, source, tags, margin"
 SHARED = "chosen=chosen, rejected=rejected; the prompt is what chosen and rejected begin with"
 
 
-def find(row: dict[str, Any] | str, trains_on: str = "pairs", **given: str) -> Columns:
+def find(row: dict | str, trains_on: str = "pairs", **given: str) -> Columns:
     """The columns of one row, or of names of columns that hold a number each."""
     row = dict.fromkeys(row.split(), 7) if isinstance(row, str) else row
     return recognize([row], given, name="mine", origin="rows.csv", trains_on=trains_on)

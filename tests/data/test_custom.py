@@ -3,7 +3,6 @@
 import math
 import re
 from decimal import Decimal
-from typing import Any
 
 import pytest
 from support.formats import SKY, assistant, call, system, user
@@ -33,7 +32,7 @@ LABEL = {"prompt": "Q:", "completion": " a", "label": True}
 RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
 
 
-def take(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[dict[str, str]]:
+def take(rows: list[dict], tokenizer, trains_on: str, **options) -> list[dict[str, str]]:
     """The examples made of records, as texts by role."""
     data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
     prompts = iterate_prompts([("mine", data)], trains_on, **options)
@@ -98,7 +97,7 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
 
 
-def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[tuple[Any, Any]]:
+def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options) -> list[tuple]:
     """The weights and margins of the prompts."""
     data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **options)
     prompts = iterate_prompts([("mine", data)], trains_on)
@@ -178,7 +177,7 @@ WHOLE = {"chosen": "Q: yes", "rejected": "Q: no"}
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 SHORT = [system("Be short."), user("Hi")]
 REFUSES = "{{ raise_exception('roles must alternate') }}"
-REFUSED: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
+REFUSED = {
     "pairs": [
         (PAIR, {"prompt": ""}, "the prompt is empty: give"),
         (PAIR, {"prompt": '[{"role": "user", "content": "Hi"}]'}, "text that holds chat messages: write"),

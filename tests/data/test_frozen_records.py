@@ -6,7 +6,7 @@ what they become may not. Later came responses that repeat their prompt, and `fu
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gpt, human, system, user
@@ -51,9 +51,9 @@ class Frozen(NamedTuple):
 
     kind: str
     texts: tuple[str, ...]  # the prompt and its responses
-    rows: list[dict[str, Any]]
+    rows: list[dict]
     chat: str = "auto"
-    others: Mapping[str, Any] = {}
+    others: Mapping = {}
 
 
 TABLE = [

@@ -1,7 +1,6 @@
 """Records that cannot be used are all named, and refused or left out; other problems name their records."""
 
 import json
-from typing import Any
 
 import pytest
 from support.pytests import refused
@@ -30,7 +29,7 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
     text = bad if isinstance(bad, str) else json.dumps(bad)
     goods = [json.dumps(good).replace("Is it?", f"Is it {i}?") for i in range(3)]
     file.write_text("\n".join([goods[0], text, goods[1], text, goods[2]]) + "\n")
-    options: dict[str, Any] = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer}
+    options = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer}
     with pytest.raises(InputError) as error:
         get_dataset("mine", "train", **options)
     assert str(error.value).startswith("dataset mine: 2 records that cannot be used")

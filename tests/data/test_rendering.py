@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, encode, show_scored, system, user
@@ -56,11 +55,11 @@ def result(content: str) -> dict[str, str]:
     return {"role": "tool", "content": content}
 
 
-def read(chosen: Any, tokenizer: Any, prompt: Any = ASK, **more: Any) -> Any:
+def read(chosen, tokenizer, prompt=ASK, **more):
     return get_custom([{**GOOD, "prompt": prompt, "chosen": chosen, **more}], "mine", tokenizer)
 
 
-def warnings_of(data: Any) -> list[str]:
+def warnings_of(data) -> list[str]:
     begin = "warning: mine: the chat template "
     return sorted(note.removeprefix(begin) for note in data.notes if note.startswith(begin))
 
@@ -268,7 +267,7 @@ def test_a_templates_own_refusal_is_said(chat):
 # --- ends of turns -------------------------------------------------------------------------------------------------
 
 
-def score(chosen: Any, tokenizer: Any) -> str:
+def score(chosen, tokenizer) -> str:
     [example] = encode(read(chosen, tokenizer), tokenizer)
     return show_scored(example, tokenizer)
 

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import os
-from typing import Any
 
 import datasets
 import pytest
@@ -45,8 +44,8 @@ def write(path, rows: list) -> None:
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The Hub is this directory; the calls that load datasets from it."""
-    calls: list[Any] = []
-    load_dataset: Any = datasets.load_dataset
+    calls = []
+    load_dataset = datasets.load_dataset
 
     def load(path, subset, **options):
         calls.append((path, subset, options))

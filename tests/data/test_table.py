@@ -14,9 +14,9 @@ import pytest
 from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import TINY, write_rows
+from support.trainers import compose
 
 import preference_datasets
-from benchmarks.harness import compose
 from dpo.data import preflight
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import PreferenceData
@@ -212,12 +212,8 @@ def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
     for split, n in (("train", n_rows), ("test", 4)):
         rows = [{key: dialogue.format(i, text) for key, text in texts.items()} for i in range(n)]
         write_rows(tmp_path / "rows" / f"{split}.jsonl", rows)
-    config = compose(
-        [f"model.name_or_path={TINY}", "model.block_name=null", "datasets=[hh]", "loss=dpo",
-         "loss.beta=0.1", f"dataset_sources.hh={tmp_path / 'rows'}", "trainer=FSDPTrainer", "batch_size=4",
-         "max_length=64", "max_prompt_length=32", "eval_batch_size=4", "n_epochs=1", "n_examples=null",
-         f"local_dirs=[{tmp_path}]"]
-    )  # fmt: skip
+    settings = ("trainer=FSDPTrainer", "batch_size=4", "max_length=64", "max_prompt_length=32", "n_epochs=1")
+    config = compose(tmp_path, "run", f"dataset_sources.hh={tmp_path / 'rows'}", *settings, "n_examples=null")
     launch(load_and_weigh, 2, config, tmp_path, process_group=True)
 
     (loads_0, bytes_0, *found_0), (loads_1, bytes_1, *found_1) = (

@@ -1,7 +1,6 @@
 """Chat templates: tools, responses of several turns, and what a template changes."""
 
 import json
-from typing import Any
 
 import pytest
 from support.formats import (
@@ -290,7 +289,7 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
 
 @pytest.mark.parametrize("options", [{"split_special_tokens": True}, {"extra_special_tokens": {"x_token": "<x>"}}])
 def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
-    def load(**options: object) -> Any:
+    def load(**options: object):
         return AutoTokenizer.from_pretrained(TINY, **options)
 
     plain, same, other = load(), load(), load(**options)

@@ -4,7 +4,7 @@ The tiny tokenizer gives " a" and other short words of its own one token each.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from support.formats import assistant, system, user
@@ -38,7 +38,7 @@ class Built(NamedTuple):
     report: dict
 
 
-def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **values: Any) -> Built:
+def build(tmp_path: Path, tokenizer, rows: list[dict], **values) -> Built:
     for split in ("train", "test"):
         write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
     plan = plan_of_data(tmp_path, {"mine": str(tmp_path / "mine")}, **LIMITS, **values)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -40,7 +39,7 @@ def made_by_peft(tmp_path) -> Path:
     return tmp_path / "adapter"
 
 
-def build_adapted(family: str | Callable[[], Any] = "llama", targets: str | list[str] = "auto") -> Any:
+def build_adapted(family: str | Callable = "llama", targets: str | list[str] = "auto"):
     """A model of ours with an adapter that adds something."""
     model = build(family).eval()
     add_adapter(model, 4, 12, targets)
@@ -186,9 +185,9 @@ def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
         assert (mine - its).norm() < limit * its.norm()
 
 
-def adapt_llama(targets: str | list[str] = "auto") -> Any:
+def adapt_llama(targets: str | list[str] = "auto"):
     """A tiny Llama whose policy's adapter drops, and whose reference's does not; neither is zero."""
-    model: Any = build("llama", dtype=torch.float64)
+    model = build("llama", dtype=torch.float64)
     for name, dropout in ((REFERENCE, 0), (POLICY, 0.3)):
         add_adapter(model, 4, 8, targets, name=name, dropout=dropout)
         for weight in adapter_weights(model, name).values():

@@ -4,7 +4,6 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():
         torch.testing.assert_close(ours, (picked * (labels[:, 1:] != IGNORE_INDEX)).sum(1), rtol=limit, atol=0)
 
 
-def load_float32(name: str) -> Any:
+def load_float32(name: str):
     return pretrained.load_model(Source(name), dtype=torch.float32)
 
 
@@ -85,7 +84,7 @@ def test_weights_that_are_missing_are_an_error_not_random_numbers(tmp_path):
 
 
 class RunsCode:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, ("ran",)
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,14 @@ CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 WITH_1024 = GROUPED | {"vocab_size": 1024, "pad_token_id": None}  # embeddings, as many as the tokenizer has tokens
 
 
-def publish(folder: Path, model: Any) -> Path:
+def publish(folder: Path, model) -> Path:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / file, folder)
     return folder
 
 
-def export_state(state: dict, base: Path, out: str = "out", **options: Any) -> Path:
+def export_state(state: dict, base: Path, out: str = "out", **options) -> Path:
     """An export beside `base` of trained weights."""
     policy = base.parent / "policy.pt"
     torch.save({"step_idx": 64, "state": state, "metrics": None}, policy)
@@ -66,12 +65,12 @@ def change_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict:
     return json.loads(file.read_text())
 
 
 @torch.no_grad()
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model) -> torch.Tensor:
     if isinstance(model, Path):
         load = transformers.AutoModelForCausalLM.from_pretrained
         model, loading = load(model, attn_implementation="eager", output_loading_info=True)
@@ -79,7 +78,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=IDS, use_cache=False).logits
 
 
-def compare_with_base(config: Any, folder: Path) -> None:
+def compare_with_base(config, folder: Path) -> None:
     """An export in float32, and one in bfloat16 of a base in bfloat16, have what the base has."""
     model = build(lambda: config)
     base = publish(folder / "base", model)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +25,13 @@ TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
 
-def plan_of(reward_model: str, *, most: int = 8, reward_format: str | None = None) -> Any:
+def plan_of(reward_model: str, *, most: int = 8, reward_format: str | None = None):
     scorer = {"scorer": "reward_model", "reward_model": reward_model, "reward_format": reward_format}
     online = {"name": "online", **scorer, "max_new_tokens": most}
     return make_plan({**dict(dotted({"online": online})), "max_length": 8 + most})
 
 
-def scorer_of(reward_model: str, **options: Any):
+def scorer_of(reward_model: str, **options):
     return load_scorer(plan_of(reward_model, **options), torch.device("cpu"), rows=3)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -29,7 +28,7 @@ from dpo.training.batches import Batch
 LORA = ("lora=lora", "lora.r=4", "lora.alpha=8", "lr=1e-2")
 
 
-def build(family: str) -> Any:
+def build(family: str):
     """A small reward model."""
     config = FAMILIES[family]()
     config.num_labels, config.pad_token_id = 1, None
@@ -68,7 +67,7 @@ TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
 @pytest.mark.parametrize("layout", ["shared_prefix", slow("padded")])
 @pytest.mark.parametrize("case", TRL["losses"])
 def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
-    policy: Any = load_model(Source(str(TINY), scalar_head=True), dtype=torch.float32)
+    policy = load_model(Source(str(TINY), scalar_head=True), dtype=torch.float32)
     with torch.no_grad():
         policy.score.weight.copy_(torch.tensor([TRL["head"]]))
     centering = TRL["centering"] if case == "centering" else 0
@@ -96,7 +95,7 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
 # --- what a run writes ------------------------------------------------------------------------------------------------
 
 
-def score_as_anyone_would(model: Any, folder: Path, texts: list[str]) -> list[float]:
+def score_as_anyone_would(model, folder: Path, texts: list[str]) -> list[float]:
     """All at once, padded by the tokenizer of `folder`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")

@@ -1,7 +1,5 @@
 """Checkpoints with a vision part: text is trained, and exports hold all of it."""
 
-from typing import Any
-
 import peft
 import pytest
 import torch
@@ -28,7 +26,7 @@ MLLAMA_VISION |= {"supported_aspect_ratios": [[1, 1]], "intermediate_layers_indi
 TRAINED = ("export=true", "lr=1e-2", "n_examples=4", "warmup_steps=0", "do_first_eval=false")
 
 
-def text(**more: Any) -> dict[str, Any]:
+def text(**more) -> dict:
     return {**GROUPED, "vocab_size": 1024, "head_dim": 8, "pad_token_id": None, **more}
 
 
@@ -65,7 +63,7 @@ def save(tokenizer, tmp_path):
     return save
 
 
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(20)[None]).logits
 

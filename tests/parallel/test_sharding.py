@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ ALIKE = {  # families that FSDP shards as it shards another: only their tensor p
 # --- the numbers of one process ------------------------------------------------------------------------------------
 
 
-def adapted(family: str, *, on_meta: bool = False, dropout: float = 0.0) -> Any:
+def adapted(family: str, *, on_meta: bool = False, dropout: float = 0.0):
     """A model with adapters of policy and reference, neither of them zero."""
     model = build(family, on_meta=on_meta)
     generator = torch.Generator().manual_seed(1)
@@ -86,11 +85,11 @@ def adapted(family: str, *, on_meta: bool = False, dropout: float = 0.0) -> Any:
 def compare_with_one_process(
     family: str,
     mesh: Mesh,
-    make: Callable[..., Any] = build,
+    make: Callable = build,
     *,
     recomputes: bool = False,
     frozen_whole: bool = False,
-    layouts: tuple[Any, ...] = (Padded(), SharedPrefix({"full_attention": None}, max_length=32)),
+    layouts: tuple = (Padded(), SharedPrefix({"full_attention": None}, max_length=32)),
 ) -> None:
     examples, whole = list_examples(rows=4), make(family)
     [microbatch] = Padded().split(examples, 1)

@@ -8,17 +8,13 @@ from support.pytests import refused
 from dpo.models.adapters import POLICY, add_adapter
 from dpo.parallel.tensor_parallel import check_tensor_parallel, find_plan
 
-NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
-TWO_GROUPS = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
-TWENTY_HEADS = transformers.GPT2Config(n_head=20)
-
 
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (NINE_HEADS, 2, "num_attention_heads=9: choose"),
-        (TWO_GROUPS, 4, "num_key_value_heads=2: choose"),
-        (TWENTY_HEADS, 3, "num_attention_heads=20: choose"),
+        (transformers.LlamaConfig(hidden_size=576, num_attention_heads=9), 2, "num_attention_heads=9: choose"),
+        (transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2: choose"),
+        (transformers.GPT2Config(n_head=20), 3, "num_attention_heads=20: choose"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_before_anything_loads(config, size, message):

@@ -12,7 +12,6 @@ import shutil
 import socket
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,7 +62,7 @@ def checkpoint(copied) -> Path:
     return copied("run", "n_examples=8") / "step-8"
 
 
-def vouch(checkpoint: Path, **changes: Any) -> None:
+def vouch(checkpoint: Path, **changes) -> None:
     """Change a manifest and its own checksum with it."""
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
     change_json(checkpoint / MANIFEST, **{**changes, "sha256": hash_manifest(manifest)})

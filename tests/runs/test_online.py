@@ -10,7 +10,6 @@ import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -53,7 +52,7 @@ def seen(monkeypatch) -> list[Update]:
     """Each update of the runs in this process."""
     seen, log = [], FileLogger.on_update
 
-    def log_and_keep(self: FileLogger, update: Any) -> None:
+    def log_and_keep(self: FileLogger, update) -> None:
         seen.append(update)
         log(self, update)
 
@@ -280,7 +279,7 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
     whole = finished(*settings)
     answer_batch, calls = Drawing.answer, []
 
-    def stop_then_answer(self: Drawing, *asked: Any) -> Any:
+    def stop_then_answer(self: Drawing, *asked):
         calls.append(asked)
         if len(calls) == stopping_call:
             os.kill(os.getpid(), signal.SIGTERM)
