@@ -18,9 +18,9 @@ from support.pytests import succeeded
 from support.runs import ROOT, run_python
 
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
-    "product": 154_100,  # to come down to 152,000
+    "product": 152_000,
     "experiments and benchmarks": 18_700,
-    "tests": 185_300,  # to come down to 179,000
+    "tests": 179_000,
 }
 DOCUMENT_KB, README_LINES = 264, 200
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}

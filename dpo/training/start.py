@@ -25,6 +25,7 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, remarks
 from dpo.numbers import count
+from dpo.parallel.mesh import is_rank_0
 from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
@@ -115,7 +116,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
-    if not plan.run.debug:
+    if is_rank_0() and not plan.run.debug:  # whose machine has the directory
         keep, save_every = evaluator.interval.keep, plan.run.save_every or evaluator.interval.n_examples
         n_saves = math.ceil(data.report.updates * plan.data.batch_size / save_every)
         n_kept = n_saves if keep is None else min(n_saves, keep + 1)  # and BEST

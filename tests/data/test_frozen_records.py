@@ -63,8 +63,11 @@ TABLE = [
         [
             {"prompt": Q, **TEXTS},
             {"prompt": Q, "chosen": " Blue.", "rejected": " Green.", "id": 3},
+            {"question": Q, "preferred": YES, "dispreferred": NO},
             {"instruction": Q, "input": "", **TEXTS},
+            {"Instruction": Q, "chosen_response": YES, "rejected_response": NO},
             {"input": Q, "good_answer": YES, "bad_answer": NO},
+            {"query": Q, "winner": YES, "loser": NO},
             {"question": Q, "response_a": NO, "response_b": YES, "winner": "b"},
             {"prompt": Q, **TEXTS, "system": "gpt-4"},
             {"prompt": ASK, **ANSWERS},
