@@ -144,7 +144,7 @@ def _train(overrides: Sequence[str]) -> Path:
 class _Tail:
     """The complete lines of a file that grows, and may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.path, self.lines, self._unfinished, self._n_read = path, [], b"", 0
 
     def read(self) -> list[str]:

@@ -47,7 +47,7 @@ def find_advice(error: BaseException) -> str | None:
 
 
 @contextmanager
-def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator[None]:
+def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
     """Replace `errors` by what `make` returns for their message."""
     try:
         yield
@@ -61,7 +61,7 @@ def needing(package: str) -> AbstractContextManager:
 
 
 @contextmanager
-def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]:
+def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
     """Replace what a library raises, but not explained errors, or those of a GPU's memory or another process."""
     try:
         yield

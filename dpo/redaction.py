@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|key|key_id|token|pat|credentials?|bearer|auth)$|(secret|password|passwd|passphrase)$",
+    r"(^|_)(api_?keys?|key|key_id|token|pat|credentials?|bearer|auth|pass|pwd)$|(secrets?|passwords?|passwd|passphrase)$",
     re.IGNORECASE,
 )
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
@@ -58,6 +58,11 @@ def _read_secrets(file: str, changed: int) -> list[str]:
     """A token alone on its line, the values of an INI file, or the passwords of a netrc file."""
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
+
+
+def shorten(value: Any) -> str:
+    """The beginning of a value's representation, for a message."""
+    return redact(repr(value))[:80]
 
 
 @lru_cache(1000)

@@ -67,7 +67,7 @@ class Trainer:
     progress: Progress
     stop: StopRequest
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.facts = {  # for the manifests of checkpoints
             "config": record_config(self.plan),
             **record_inputs(self.data, self.policy.config),
@@ -211,7 +211,7 @@ class Trainer:
             self.progress.line(objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
     @contextmanager
-    def _finishing(self) -> Iterator[None]:
+    def _finishing(self) -> Iterator:
         """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
 
         After an error that other processes may not share, no collective is called.
@@ -339,7 +339,7 @@ class BasicTrainer(Trainer):
         reference_model: Any = None,
         rank: int = 0,
         world_size: int = 1,
-    ) -> None:
+    ):
         self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
         stored: Any = store_rows(config)
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)

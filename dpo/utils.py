@@ -53,7 +53,7 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
 
 
 @contextmanager
-def TemporarilySeededRandom(seed: int) -> Iterator[None]:
+def TemporarilySeededRandom(seed: int) -> Iterator:
     """Seed `random` and `numpy.random` inside, then restore them."""
     states = random.getstate(), np.random.get_state()
     seed = int(seed)  # Python 3.11's random.seed refuses numpy integers

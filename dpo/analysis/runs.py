@@ -30,7 +30,7 @@ def number(value: Any) -> float:
 class Log:
     """Metrics of one split, a row per line; NaN where missing."""
 
-    def __init__(self, lines: Sequence[Mapping] = ()) -> None:
+    def __init__(self, lines: Sequence[Mapping] = ()):
         self.lines = lines
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]

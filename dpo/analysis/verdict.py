@@ -72,7 +72,7 @@ def describe_change(run: Run) -> str:
     largest = max(map(abs, changes.values()), default=0.0)
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]
-        return f"The model did not change: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
+        return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
     if not n_answers and largest <= rounding and rounding > COARSE:

@@ -193,7 +193,10 @@ def read_manifest(directory: Path) -> dict:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    if wrong := list_wrong({"files": None, **manifest}, MANIFEST_FORM):
+    wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
+    if isinstance(templates := manifest.get("chat_template"), dict):
+        wrong += list_wrong(templates, dict.fromkeys(templates, str))
+    if wrong:
         raise DamagedCheckpoint(f"{path} has values of another type than a run writes: {', '.join(wrong)}")
     if outside := sorted(name for name in manifest["files"] if Path(name).name != name):
         raise DamagedCheckpoint(f"{path} lists files outside its directory: {', '.join(outside)}")

@@ -23,7 +23,7 @@ COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "
 class Part:
     """A state in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
-    def __init__(self, name: str, source: Any) -> None:
+    def __init__(self, name: str, source: Any):
         self.name, self.source = name, source
 
     def gather(self) -> Any:
@@ -48,7 +48,7 @@ class ModelPart(Part):
 class OptimizerPart(Part):
     """Saved whole; each process restores its shards."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh):
         super().__init__("optimizer", optimizer)
         self.mesh = mesh
 
@@ -62,7 +62,7 @@ class OptimizerPart(Part):
 class RandomPart(Part):
     """Another number of processes continues without these states."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh):
         super().__init__("random", None)
         self.mesh = mesh
 
@@ -98,7 +98,7 @@ class RunState:
     samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
     saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
 
-    def __init__(self, reference: Any, base_digest: str | None, **states: Any) -> None:
+    def __init__(self, reference: Any, base_digest: str | None, **states: Any):
         self._states, self._frozen_digest = states, base_digest
         if reference:
             self._frozen_digest = reference.digest
@@ -133,7 +133,7 @@ class Checkpoints:
     best_at: int | None = None  # number of examples at BEST
     best = -math.inf  # quality of BEST; higher is better
 
-    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0) -> None:
+    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0):
         self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
         self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 

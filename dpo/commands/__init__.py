@@ -13,14 +13,14 @@ from dpo.system import host
 from dpo.system.signals import end_on_stop_signals
 
 COMMANDS = {
-    "train": "train: dpo train loss=dpo loss.beta=0.1 model=NAME ...; dpo train --help shows all keys",
+    "train": "train; dpo train --help shows all keys",
     "report": "curves and findings of runs, in one page",
     "sample": "ask a policy and its reference",
     "export": "write a policy as a model of transformers",
-    "evaluate": "judge a model beside another: by people, a reward model, a language model, lm-eval",
+    "evaluate": "judge the answers of two models, or run lm-eval",
     "ledger": "the hardest pairs of a run, and likely wrong labels",
     "verify": "compare checkpoints with their checksums",
-    "doctor": "what this machine has, what to train with on it, and what is wrong",
+    "doctor": "check this machine, and recommend settings for it",
     "demo": "train a small model in .cache/demo, in 3 minutes",
 }
 

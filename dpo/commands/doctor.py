@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import combinations
 from pathlib import Path
@@ -30,8 +30,6 @@ from dpo.system.host import has_bfloat16, host_memory, is_installed, python_comm
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with data, sockets and checkpoints, get by
-FULL_BYTES, ADAPTER_BYTES = 14, 2  # per parameter, by docs/faq.md: all weights trained; the base under an adapter
-WEIGHTS_SHARE = 0.6  # the rest of the memory is for activations
 
 
 def read_requirements() -> list[Requirement]:
@@ -117,8 +115,8 @@ def find_links(n_gpus: int) -> Counter[str]:
     return links
 
 
-def recommend(gpus: Sequence[Gpu], links: Mapping[str, int], memory: int) -> list[str]:
-    """What to train with on such a machine; `memory` is the host's, for one without GPUs."""
+def recommend(gpus: Sequence[Gpu], links: Iterable[str]) -> list[str]:
+    """What to train with on such a machine."""
     n, settings = len(gpus), ["trainer=BasicTrainer"]
     if n > 1:
         settings = ["trainer=FSDPTrainer", f"world_size={n}", f"batch_size={8 * n}"]
@@ -126,13 +124,9 @@ def recommend(gpus: Sequence[Gpu], links: Mapping[str, int], memory: int) -> lis
     if gpus:
         key = "model.fsdp_policy_mp" if n > 1 else "model.autocast"
         settings += [f"{key}={dtype}", f"model.reference_dtype={dtype}"]
-        memory = n * min(gpu.free for gpu in gpus)  # all hold equal shards
-    for_weights = WEIGHTS_SHARE * memory / 1e9
     lines = [
         f"recommended: dpo train {' '.join(settings)} ...",
-        f"  {count(max(n, 1), 'process', 'processes')} in {dtype if gpus else 'float32'}; models of up to about "
-        f"{for_weights / FULL_BYTES:.2g}B parameters with all weights, {for_weights / ADAPTER_BYTES:.2g}B with "
-        "lora=lora; dry_run=true predicts a run's memory",
+        f"  {count(max(n, 1), 'process', 'processes')} in {dtype if gpus else 'float32'}",
     ]
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
@@ -153,7 +147,7 @@ def check_devices() -> None:
         print(f"GPU {i}: {gpu.name}, {gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free, {dtypes}")
     for link, n in links.items():
         print(f"{count(n, 'pair')} of GPUs linked by {link}")
-    print("\n".join(recommend(gpus, links, host_memory()[1])), flush=True)
+    print("\n".join(recommend(gpus, links)), flush=True)
     backend, size = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sum, (backend, size, folder), nprocs=size)

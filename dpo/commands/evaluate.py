@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     return run_command(
         lambda: evaluate(options),
-        when_interrupted="what was answered and judged so far is kept: the same command goes on",
+        when_interrupted="what is done is kept: the same command goes on",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, Row, is_message
 from dpo.errors import InputError
 from dpo.numbers import count
+from dpo.redaction import shorten
 from dpo.settings.places import FIELDS, FORMS, OPTIONAL_FIELDS, SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
 
 # words for the two responses of a pair, and what may stand before or after them, as in `good_answer`
@@ -71,7 +72,7 @@ class Columns(NamedTuple):
         if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
-            f"{self.verdict} is {value!r:.80}, which does not say whether {' or '.join(self.sides.values())} "
+            f"{self.verdict} is {shorten(value)}, which does not say whether {' or '.join(self.sides.values())} "
             f"is better: write the name of the better column, or tie"
         )
 

@@ -28,12 +28,13 @@ from dpo.data.templates import Changes, ChatTemplate, add_changes, describe
 from dpo.data.tokenization import refuse_eos, remove_final_eos
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
+from dpo.redaction import redact, shorten
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.system.pool import map_chunks
 
 N_DECIDING = 100  # first records, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
-SHOWN = 60  # characters of a prompt's end, and of a response's beginning
+SHOWN = 60  # characters of a prompt's end
 REPEATED, ECHOED, UNREAD = "messages of the prompt", "text of the prompt", "key"  # remarkable parts of records
 SYSTEMS = (SYSTEM, "developer")  # roles
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
@@ -80,7 +81,7 @@ def get_custom(
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
     if data and reader.has_template and not reader.holds_chats:
         prompt, entry = next(iter(data.items()))
-        seen = f"{prompt[-SHOWN:]!r} + {''.join(entry['responses'][:1])[:SHOWN]!r}"
+        seen = f"{redact(prompt)[-SHOWN:]!r} + {shorten(''.join(entry['responses'][:1]))}"
         renders = "the chat template renders texts"
         did = renders if reader.is_rendered else "texts are used as they are, without the chat template"
         data.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{seen}")
@@ -104,7 +105,7 @@ class _Reader:
 
     def __init__(
         self, rows: Iterable[Row], columns: Columns, tokenizer: Any, *, origin: str, trains_on: str, chat: str
-    ) -> None:
+    ):
         self.columns, self.tokenizer, self.origin, self.trains_on = columns, tokenizer, origin, trains_on
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.is_rendered = self.holds_chats = False  # the first records are read as they are
@@ -139,7 +140,7 @@ class _Reader:
                 records.append(record._replace(row=number, noticed=()))
             except InputError as error:
                 place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
-                bad.append((number, f"{place}{error}"))
+                bad.append((number, redact(f"{place}{error}")))
         return Chunk(records, bad, template.changes, noticed)
 
     def _read(self, row: Row) -> Record | None:
@@ -179,7 +180,7 @@ def _describe(noticed: Sequence[tuple[str, str]], origin: str, n_records: int) -
     if echoes and 2 * len(echoes) >= n_records:
         yield (
             f"warning: {origin}: responses begin with the text of their prompt, in records: {len(echoes):,}, as in "
-            f"{echoes[0]!r}: remove it"
+            f"{shorten(echoes[0])}: remove it"
         )
     if unread := sorted({key for kind, key in noticed if kind == UNREAD}):
         yield f"{origin}: not used: {', '.join(unread)} of messages"
@@ -283,7 +284,7 @@ def _read_answers(
         chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
         asked = _bare(chat[-1]["content"]) if prompt else ""
         echoes = [text for text in map(str, values) if asked and _bare(text).startswith(asked)]
-        noticed += [(ECHOED, text[:SHOWN]) for text in echoes[:1]]
+        noticed += [(ECHOED, text[:1000]) for text in echoes[:1]]  # shortened later
         return prompt, list(map(_as_answer, values)) if chat is prompt else values
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
@@ -317,7 +318,9 @@ def _continue(
         earlier, rest = _take_off(turns, response)
         before = before or earlier
         if earlier and _say(earlier) != _say(before):
-            raise InputError(f"before the prompt's messages a response has {earlier!r:.100}: write it into the prompt")
+            raise InputError(
+                f"before the prompt's messages a response has {shorten(earlier)}: write it into the prompt"
+            )
         rests.append(rest)
     if rests != responses:
         noticed.append((REPEATED, ""))
@@ -407,7 +410,7 @@ def _read_label(row: Mapping, column: str) -> bool:
     label = str(row.get(column)).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(
-            f"{column} is {row.get(column)!r:.80}, which does not say whether the response is good: write "
+            f"{column} is {shorten(row.get(column))}, which does not say whether the response is good: write "
             f"true or false (1 or 0, good or bad, up or down)"
         )
     return label in DESIRABLE
@@ -420,5 +423,5 @@ def _read_number(row: Mapping, column: str, *, above_zero: bool = False) -> floa
         number = float(str(value))  # of the text, as Python takes True for 1
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
-        raise InputError(f"{column} is {value!s:.80}, and must be {wanted}: correct it")
+        raise InputError(f"{column} is {shorten(value)}, and must be {wanted}: correct it")
     return number

@@ -9,6 +9,7 @@ from typing import Any
 
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import find_control
+from dpo.redaction import redact
 
 FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
 NAMED, SHOWN = 3, 100  # examples, and characters of each
@@ -28,39 +29,36 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
     control = find_control(tokenizer)
 
     def show(text: str) -> str:
-        return " ".join(control.sub(" ", text).split())
+        return redact(" ".join(control.sub(" ", text).split()))[-SHOWN:]
 
-    def hash_prompt(prompt: Prompt) -> int | None:
-        words = find_words(prompt.written)
-        return hash(" ".join(words)) if words else None
-
-    def hash_answer(text: str) -> int | None:
-        """Hash an answer's words; None for few words."""
+    def hash_words(text: str, fewest: int = 1) -> int | None:
         words = find_words(control.sub(" ", text))
-        return hash(" ".join(words)) if len(words) >= FEWEST_WORDS else None
+        return hash(" ".join(words)) if len(words) >= fewest else None
 
-    held_out = [(hash_prompt(prompt), [hash_answer(text) for text in prompt.responses]) for prompt in test]
-    wanted_prompts = {key for key, _ in held_out} - {None}
-    wanted_answers = {key for _, keys in held_out for key in keys} - {None}
-    prompts: dict[int, str] = {}  # training's text for a digest
-    answers: dict[int, str] = {}
+    def hash_texts(prompt: Prompt) -> tuple[int | None, list[int | None]]:
+        return hash_words(prompt.written), [hash_words(text, FEWEST_WORDS) for text in prompt.responses]
+
+    held_out = list(map(hash_texts, test))
+    wanted = {key for prompt, answers in held_out for key in (prompt, *answers)} - {None}
+    prompts: dict[int | None, str] = {}  # training's text for a digest
+    answers: dict[int | None, str] = {}
     for prompt in train:
-        key = hash_prompt(prompt)
-        if key in wanted_prompts:
-            prompts.setdefault(key, prompt.written)
-        for text in prompt.responses:
-            key = hash_answer(text)
-            if key in wanted_answers:
-                answers.setdefault(key, text[:SHOWN])
+        prompt_key, keys = hash_texts(prompt)
+        if prompt_key in wanted:
+            prompts.setdefault(prompt_key, prompt.written)
+        for key, text in zip(keys, prompt.responses, strict=True):
+            if key in wanted:
+                answers.setdefault(key, text)
 
     named, n_prompts, n_answers = [], 0, 0
     for prompt, (prompt_key, keys) in zip(test, held_out, strict=True):
         if prompt_key in prompts:
             n_prompts += 1
-            named.append({"held_out": show(prompt.written)[-SHOWN:], "training": show(prompts[prompt_key])[-SHOWN:]})
+            named.append((prompt.written, prompts[prompt_key]))
         same = [example for example in prompt.examples if any(keys[i] in answers for i in example.values())]
         n_answers += len(same)
         if same:
-            key = next(keys[i] for i in same[0].values() if keys[i] in answers)
-            named.append(dict.fromkeys(("held_out", "training"), show(answers[key])))
-    return {"prompts_like_train": n_prompts, "answers_in_train": n_answers, "like_train": named[:NAMED]}
+            [text, *_] = (answers[keys[i]] for i in same[0].values() if keys[i] in answers)
+            named.append((text, text))
+    like_train = [{"held_out": show(text), "training": show(other)} for text, other in named[:NAMED]]
+    return {"prompts_like_train": n_prompts, "answers_in_train": n_answers, "like_train": like_train}

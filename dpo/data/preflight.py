@@ -46,6 +46,7 @@ from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.redaction import redact
 from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
@@ -147,7 +148,7 @@ class SplitReport:
 class SplitCounter:
     """Counts all texts of a split, then the tokens of a small split or of a sample."""
 
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int) -> None:
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int):
         self.encode, self.trains_on, self.limits = encode, trains_on, limits
         self.report = SplitReport()
         self._weights = array("d")
@@ -259,7 +260,7 @@ class Preflight:
         facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
         problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
         write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
-        write_json(path, facts)
+        write_json(path, redact(facts))
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> int:
@@ -405,8 +406,8 @@ def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
     records = (record for entry in data.values() for record in entry.get("records", ()))
     if plan.loss.needs_margins and all(record.margin is None for record in records):
         raise InputError(
-            f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
-            f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
+            f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a "
+            f"column margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.redaction import shorten
 from dpo.system.plain_files import replacing
 
 BAD = "bad record"
@@ -91,7 +92,7 @@ class Entry(TypedDict):
 class PreferenceData(dict[str, Entry]):
     """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts."""
 
-    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False, apart: bool = True) -> None:
+    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False, apart: bool = True):
         super().__init__()
         self.truncation_mode = truncation_mode
         self.apart = apart  # as the reference code tokenizes prompt and response; otherwise as one text
@@ -126,7 +127,7 @@ class PreferenceData(dict[str, Entry]):
 
 
 class BadRecordsError(InputError):
-    def __init__(self, name: str, found: list[tuple[int, str]]) -> None:
+    def __init__(self, name: str, found: list[tuple[int, str]]):
         super().__init__(list_bad(name, found))
         self.name, self.found = name, found
 
@@ -163,7 +164,7 @@ def write_problems(path: Path, problems: Iterable[Mapping]) -> None:
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
+def naming(where: str) -> Iterator:
     """Context in which the message of an InputError begins with the place of what is read."""
     try:
         yield
@@ -180,11 +181,11 @@ def get_field(row: Row, key: str, *types: type) -> Any:
     if isinstance(row, InputError):
         raise row
     if not isinstance(row, Mapping):
-        raise InputError(f"{row!r:.80} stands where an object with the field {key!r} is expected")
+        raise InputError(f"{shorten(row)} stands where an object with the field {key!r} is expected")
     value = row.get(key)
     # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
-        shown = "missing" if key not in row else "null" if value is None else f"{value!r:.80}"
+        shown = "missing" if key not in row else "null" if value is None else f"{shorten(value)}"
         wanted = " or ".join(dict.fromkeys(TYPE_NAMES[each] for each in types))
         raise InputError(f"{key} is {shown}, and must be {wanted}: correct it")
     if isinstance(value, str):
@@ -229,11 +230,11 @@ def _read_message(message: Any) -> dict:
         calls = [_parse_json(given.pop("function_call"))]
     if calls:
         if not isinstance(calls, list):
-            raise InputError(f"tool_calls is {calls!r:.80}, and must be a list")
+            raise InputError(f"tool_calls is {shorten(calls)}, and must be a list")
         given = {"content": "", **given, "tool_calls": [_read_call(call) for call in calls]}
     for key in ("weight", "train"):
         if given["role"] == "assistant" and given.get(key) not in (None, 0, 1):
-            raise InputError(f"{key} is {given[key]!r:.80}, and must be 0 or 1 (false or true): correct it")
+            raise InputError(f"{key} is {shorten(given[key])}, and must be 0 or 1 (false or true): correct it")
     if "content" not in given and len(given) > 1:
         raise InputError(f"a message has no content, and only {', '.join(given)}: write its text as content")
     for key in ("content", *(key for key in THOUGHTS if key in given)):
@@ -253,7 +254,7 @@ def _read_call(call: Any) -> dict:
     name = get_field(function, "name")
     arguments = _parse_json(function.get("arguments") or {})
     if not isinstance(arguments, Mapping):
-        raise InputError(f"the arguments of {name} are {arguments!r:.80}, and must be an object or JSON of one")
+        raise InputError(f"the arguments of {name} are {shorten(arguments)}, and must be an object or JSON of one")
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
@@ -262,7 +263,7 @@ def read_tools(row: Mapping, column: str) -> list[dict]:
     tools = _parse_json(row.get(column)) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
-            f"{column} is {tools!r:.80}, and must be a list of function schemas (objects), or JSON of such a "
+            f"{column} is {shorten(tools)}, and must be a list of function schemas (objects), or JSON of such a "
             f"list; columns={{tools: null}} leaves a column out"
         )
     return [

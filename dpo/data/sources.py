@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from dpo.data.schema import Row, is_message
 from dpo.errors import InputError, one_sentence
+from dpo.redaction import shorten
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, find_suffix
 from dpo.system.plain_files import check_readable
 
@@ -29,7 +30,7 @@ FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, 
 class ArrowRows(Sequence[Mapping]):
     """Rows of a `datasets.Dataset`, decoded when read; images and sounds stay as they are."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any):
         self.dataset, self.features = dataset.with_format("arrow"), dataset.features.to_dict()
 
     def __len__(self) -> int:
@@ -172,7 +173,9 @@ def _read_file(file: Path) -> Iterator[Row]:
     try:
         for number, row in enumerate(_parse_file(file), start=1):
             is_row = isinstance(row, (Mapping, InputError))
-            yield row if is_row else InputError(f"record {number} of {file} is {row!r:.80}, not an object with fields")
+            yield (
+                row if is_row else InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
+            )
     except InputError:
         raise
     except Exception as error:  # the libraries that parse files raise anything for damage
@@ -180,7 +183,7 @@ def _read_file(file: Path) -> Iterator[Row]:
         raise InputError(f"{file} cannot be read: {one_sentence(error)}{fix}") from error
 
 
-def _parse_file(file: Path) -> Iterator[Any]:
+def _parse_file(file: Path) -> Iterator:
     suffix = find_suffix(file.name)
     if file.is_dir():
         import datasets
@@ -212,7 +215,7 @@ def _parse_file(file: Path) -> Iterator[Any]:
         yield from parse(lines, file)
 
 
-def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
+def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator:
     for number, line in enumerate(lines, start=1):
         try:
             if text := line.rstrip():  # without its end, at which an error would be on the next line
@@ -221,7 +224,7 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
             yield InputError(f"line {number} of {file} is not JSON: {one_sentence(error).replace('line 1 ', '')}")
 
 
-def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
+def _parse_json(lines: TextIO, file: Path) -> Iterator:
     """Parse a list of records, an object that has one under a key, or JSON lines."""
     text = lines.read()
     try:
@@ -245,7 +248,7 @@ def _are_records(value: Any) -> bool:
     return all(isinstance(item, dict) and not is_message(item) for item in value)
 
 
-def _parse_table(lines: TextIO, file: Path) -> Iterator[Any]:
+def _parse_table(lines: TextIO, file: Path) -> Iterator:
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel writes semicolons where 0.5 is 0,5

@@ -131,7 +131,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
 class PromptTable(Sequence[Prompt]):
     """Prompts in a memory-mapped file, decoded at each access; `counts` has the number of examples per prompt."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self._lines = np.memmap(path, dtype=np.uint8, mode="r")
         ends, self.counts = np.load(path.with_suffix(".npy")).T
         self._limits = np.concatenate([[1], ends])
@@ -170,8 +170,8 @@ def find_or_build(
             remove(directory)  # does nothing if the directory was renamed
     except OSError as error:
         raise RunError(
-            f"the texts of the data cannot be written to {parent} ({error}): free some space, or give a directory on "
-            f"another disk as the first of local_dirs"
+            f"the texts of the data cannot be written to {parent} ({error}): free some space, or name "
+            f"another disk first in local_dirs"
         ) from error
 
 

@@ -5,7 +5,8 @@ The assistant's messages are scored, each with the end of its turn.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, itera
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Record, check_unicode, common_start, is_scored
 from dpo.data.tokenization import find_control, list_ends, remove_final_eos
 from dpo.errors import InputError
+from dpo.redaction import redact, shorten
 
-SHOWN = 60  # characters of a text in a note
+SHOWN = 60  # characters beside a control token in a message
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 END_OF_THOUGHT = "</think>"
 ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles
+NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside a word
 TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
 LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"
 EARLIER = "leaves out thoughts of earlier turns, as it does where the model is served"
@@ -32,7 +35,7 @@ def describe(changes: Changes, origin: str, n_records: int) -> Iterator[str]:
     for what, (n, example) in changes.items():
         is_warning = what == REWRITTEN or (what != EARLIER and n >= WARNED_FROM * n_records)
         begin = "warning: " if is_warning else ""
-        yield f"{begin}{origin}: the chat template {what}; in records: {n:,} of {n_records:,}, as in {example!r}"
+        yield f"{begin}{origin}: the chat template {what}; in records: {n:,} of {n_records:,}, as in {shorten(example)}"
 
 
 def add_changes(changes: Changes, more: Changes) -> None:
@@ -44,19 +47,17 @@ def add_changes(changes: Changes, more: Changes) -> None:
 class Piece(NamedTuple):
     """A text of a message or a tool, which should be in the rendered text."""
 
-    index: int  # of the message
+    index: int  # of the message; -1 for a tool
     kind: str  # content, thought, call or tool
     text: str
+    may_move: bool = False  # a template may write it elsewhere than it stands: a system turn, or a tool
     change: str = LEAVES_OUT  # what the template does to it: TRIMS, or nothing, once it is found
-    end: int = 0  # its end in the rendered text
-
-    def is_gone(self, rendered: str) -> bool:
-        """Whether not even the longest word is left, as it is of a text that the template writes in another way."""
-        word = max(self.text.split(), key=len)
-        return self.change == LEAVES_OUT and word.casefold() not in rendered.casefold()
+    start: int = 0  # in the rendered text
+    end: int = 0
 
 
-def list_pieces(messages: Messages) -> list[Piece]:
+def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
+    """Texts of messages in their order, and the names of functions."""
     pieces = []
     for index, message in enumerate(messages):
         content = message.get("content") or ""
@@ -66,33 +67,52 @@ def list_pieces(messages: Messages) -> list[Piece]:
             content = content.lstrip("\n")
             thoughts.add(thought.removeprefix("<think>").strip("\n"))
         pieces += (Piece(index, "thought", thought) for thought in sorted(thoughts))
-        pieces.append(Piece(index, "content", content))
+        pieces.append(Piece(index, "content", content, may_move=message["role"] in ("system", "developer")))
         for call in message.get("tool_calls") or ():
             function = call["function"]
             pieces += (Piece(index, "call", text) for text in (function["name"], *iterate_texts(function["arguments"])))
+    functions = [tool.get("function") for tool in tools or ()]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    pieces += (Piece(-1, "tool", name, may_move=True) for name in names if isinstance(name, str))
     return [piece for piece in pieces if piece.text.strip()]
 
 
-def list_tools(tools: Any) -> list[Piece]:
-    """The names of functions."""
-    functions = [tool.get("function") for tool in tools or ()]
-    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
-    return [Piece(0, "tool", name) for name in names if isinstance(name, str) and name.strip()]
-
-
 def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
-    """Look for each text in a place of its own, the longest first, so that none is found in a part of another."""
-    found = []
-    for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
+    """Look for each text in a place of its own, the longest first, between the texts of the messages around its own.
+
+    Within a message it is behind the text before it, or else anywhere, as templates write calls in other orders.
+    """
+    found = list(pieces)
+    for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number].text)):
+        piece = pieces[number]
+        low = last = 0
+        high = len(rendered)
+        for i, other in enumerate(found):
+            if not other.end or piece.may_move or other.may_move:
+                continue
+            if i < number:
+                last = max(last, other.end)
+            if other.index < piece.index:
+                low = max(low, other.end)
+            elif other.index > piece.index:
+                high = min(high, other.start)
         for spelled, change in _spell(piece.text):
-            start = rendered.find(spelled)
+            start = max(_find_words(spelled, rendered, begin, high) for begin in (last, low))
             if start >= 0:
                 end = start + len(spelled)
                 rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]
-                piece = piece._replace(change=change, end=end)
+                found[number] = piece._replace(change=change, start=start, end=end)
                 break
-        found.append(piece)
     return found
+
+
+def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
+    """Where a text is from `start` on, but not inside a word, as "a" is in "assistant"; -1 if nowhere."""
+    while (start := rendered.find(text, start, limit)) >= 0:
+        if NO_WORD.match(rendered, start) and NO_WORD.match(rendered, start + len(text)):
+            break
+        start += 1
+    return start
 
 
 def _spell(text: str) -> Iterator[tuple[str, str]]:
@@ -109,7 +129,7 @@ def _spell(text: str) -> Iterator[tuple[str, str]]:
 class ChatTemplate:
     """A tokenizer's template; `changes` has what it does to conversations."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.changes: Changes = {}
         self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")
@@ -135,10 +155,12 @@ class ChatTemplate:
             ]
         n_before = len(before) - continued
         control = self._find_control(record, [chat[n_before:] for chat in chats])
+        close = partial(apply_template, self.tokenizer, tools=tools)
+        begin = partial(render_open, self.tokenizer, tools=tools, continued=continued)
         said: Changes = {}  # by the template, to this record
         try:
-            dialogues = [apply_template(self.tokenizer, chat, tools=tools) for chat in chats]
-            open_text = render_open(self.tokenizer, before, tools=tools, continued=continued)
+            dialogues = [close(chat) for chat in chats]
+            open_text = begin(before)
             prompt = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
             if control:
                 raise InputError(control)
@@ -147,11 +169,31 @@ class ChatTemplate:
                     f"the chat template renders the prompt differently once a response follows, so it is not "
                     f"known where the response starts: {FIX}, or use text instead"
                 )
-            self._check_prompt(record, prompt, open_text, said)
+            if len(prompt) < len(open_text):
+                lacking = "ends the prompt, where the model is served, with a text that the responses do not begin with"
+                said[f"{lacking}, so it is left out"] = (1, open_text[len(prompt) :])
+            found = find_pieces(list_pieces(before, tools), prompt)
+            _note(found, before, "prompts", said)
+            roles = [message["role"] for message in before]
+            others = [role for role in roles if role not in ASK_NOTHING]
+            asking = next(role for role in ("user", *others, *roles) if role in roles)
+            lost = _find_lost(asking, before, found, begin, open_text)
+            if lost is not None:
+                raise InputError(
+                    f"the chat template leaves out all that is asked, such as {shorten(lost)} of role {asking!r}: use "
+                    f"roles that it renders, such as user, or {FIX}"
+                )
             texts = []
             cuts = []
             for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
-                found = self._check_answer(chat, answer, tools, dialogue, len(prompt), said)
+                found = find_pieces(list_pieces(answer), dialogue[len(prompt) :])
+                _note(found, answer, "responses", said)
+                lost = _find_lost("assistant", answer, found, close, dialogue, chat[: -len(answer)])
+                if lost is not None:
+                    raise InputError(
+                        f"the chat template leaves out all of an answer, such as {shorten(lost)}: {FIX}, or remove the "
+                        f"record"
+                    )
                 spans = self._find_scored(chat, answer, tools, dialogue, len(prompt), found, said)
                 response, response_cuts = _cut_response(dialogue, len(prompt), spans)
                 texts.append(remove_final_eos(response, self.tokenizer))
@@ -182,54 +224,8 @@ class ChatTemplate:
         token = find_control(self.tokenizer).search(text)
         if token is None:
             return ""
-        around = text[max(0, token.start() - SHOWN) : token.end() + SHOWN]
+        around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
         return f"the control token {token[0]!r}, which only the chat template may write: remove it from {around!r}"
-
-    def _check_prompt(self, record: Record, prompt: str, open_text: str, said: Changes) -> None:
-        messages = record.prompt
-        if len(prompt) < len(open_text):
-            lacking = "ends the prompt, where the model is served, with a text that the responses do not begin with"
-            said[f"{lacking}, so it is left out"] = (1, open_text[len(prompt) :][:SHOWN])
-        found = find_pieces(list_pieces(messages) + list_tools(record.tools), prompt)
-        self._note(found, messages, "prompts", said)
-        contents = [piece for piece in found if piece.kind == "content"]
-        asking = [piece for piece in contents if messages[piece.index]["role"] not in ASK_NOTHING] or contents
-        if asking and all(piece.is_gone(prompt) for piece in asking):
-            role = messages[asking[0].index]["role"]
-            raise InputError(
-                f"the chat template leaves out all that is asked, such as {asking[0].text[:SHOWN]!r} of role {role!r}: "
-                f"use roles that it renders, such as user, or {FIX}"
-            )
-
-    def _check_answer(
-        self, chat: Messages, answer: Messages, tools: Any, dialogue: str, start: int, said: Changes
-    ) -> list[Piece]:
-        rendered = dialogue[start:]
-        found = find_pieces(list_pieces(answer), rendered)
-        self._note(found, answer, "responses", said)
-        own = [piece for piece in found if answer[piece.index]["role"] == "assistant"]
-        if own and all(piece.is_gone(rendered) for piece in own):
-            empty = {"role": "assistant", "content": ""}
-            emptied = [empty if message["role"] == "assistant" else message for message in answer]
-            if apply_template(self.tokenizer, chat[: -len(answer)] + emptied, tools=tools) == dialogue:
-                raise InputError(
-                    f"the chat template leaves out all of an answer, such as the {own[0].kind} "
-                    f"{own[0].text[:SHOWN]!r}: {FIX}, or remove the record"
-                )
-        return found
-
-    def _note(self, found: Sequence[Piece], messages: Messages, place: str, said: Changes) -> None:
-        for piece in found:
-            if not piece.change:
-                continue
-            what = f"{piece.change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
-            if piece.kind == "tool":
-                what = f"{piece.change} tools"
-            elif piece.kind == "thought" and piece.change == LEAVES_OUT:
-                is_earlier = any(message["role"] == "user" for message in messages[piece.index :])
-                if place == "prompts" or is_earlier:
-                    what = EARLIER
-            said.setdefault(what, (1, piece.text[:SHOWN]))
 
     def _cut_prompt(
         self, open_text: str, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
@@ -281,9 +277,9 @@ class ChatTemplate:
                 if begin is None or begin < start:
                     raise InputError(
                         f"the chat template leaves out or moves the last answer, so it is not known which text is "
-                        f"scored: {FIX}, give responses of one message, or remove {chat[-1]!r:.100}"
+                        f"scored: {FIX}, give responses of one message, or remove {shorten(chat[-1])}"
                     )
-                said[REWRITTEN] = (1, str(chat[-1]["content"])[:SHOWN])
+                said[REWRITTEN] = (1, str(chat[-1]["content"]))
                 turns = [(last, begin, len(dialogue))]
                 break
             turns.append((i, begin, len(turn)))
@@ -305,6 +301,36 @@ class ChatTemplate:
         except TemplateRejects:
             return None
         return None if before in (None, dialogue) else len(before)
+
+
+def _note(found: Sequence[Piece], messages: Messages, place: str, said: Changes) -> None:
+    for piece in found:
+        if not piece.change:
+            continue
+        what = f"{piece.change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+        if piece.kind == "tool":
+            what = f"{piece.change} tools"
+        elif piece.kind == "thought" and piece.change == LEAVES_OUT:
+            is_earlier = any(message["role"] == "user" for message in messages[piece.index :])
+            if place == "prompts" or is_earlier:
+                what = EARLIER
+        said.setdefault(what, (1, piece.text))
+
+
+def _find_lost(
+    role: str, messages: Messages, found: Sequence[Piece], render: Callable, rendered: str, before: Sequence = ()
+) -> str | None:
+    """A text of a role without which, and without all else that it says, the rendered text is the same; or None."""
+    own = [piece for piece in found if messages[piece.index]["role"] == role and piece.index >= 0]
+    if any(piece.change != LEAVES_OUT for piece in own):
+        return None
+    empty = {"role": role, "content": ""}
+    emptied = [empty if message["role"] == role else message for message in messages]
+    try:
+        is_same = render([*before, *emptied]).split() == rendered.split()
+    except TemplateRejects:
+        return None
+    return "".join(piece.text for piece in own[:1]) if is_same else None
 
 
 def _cut_response(dialogue: str, start: int, spans: Sequence[tuple[int, int]]) -> tuple[str, list[int]]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from dpo.errors import InputError
+from dpo.redaction import redact
 
 # Before a text that does not begin the whole, so that no space is put before it. The first one is taken whose tokens
 # do not join those of the text.
@@ -65,7 +66,7 @@ def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
         start = text.find(eos) if eos else -1
         if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
-            around = text[max(0, start - SHOWN_AROUND) : start + SHOWN_AROUND]
+            around = redact(text[:start])[-SHOWN_AROUND:] + redact(text[start:])[:SHOWN_AROUND]
             raise InputError(
                 f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
                 f"remove it from {around!r}"
@@ -87,7 +88,7 @@ class TextEncoder:
     once `n_embeddings` is known.
     """
 
-    def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
+    def __init__(self, tokenizer: Any, *, largest: int = -1):
         self.tokenizer, self.largest, self.n_embeddings = tokenizer, largest, math.inf
         self._lock = Lock()  # backends are made once
 
@@ -164,7 +165,7 @@ class TextEncoder:
 class Backend:
     """A fast tokenizer without what changes offsets."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         settings |= {"post_processor": None, "truncation": None, "padding": None}
         self._tokens = Tokenizer.from_str(json.dumps(settings))

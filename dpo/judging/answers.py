@@ -111,7 +111,7 @@ class Contestant(NamedTuple):
 class AnswerFile:
     """Answers that were drawn before, and those that are drawn now."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.path, self.answers = path, {}
         for line in read_lines(path, ANSWER_MARK):
             self.answers[line["key"]] = Answer(line["answer"], tuple(line["tokens"]), line["ended"])

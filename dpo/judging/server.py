@@ -74,7 +74,7 @@ class Server:
     Raises InputError if the server cannot be used at all.
     """
 
-    def __init__(self, url: str, model: str | None, cache: Path, *, parallel: int, timeout: float) -> None:
+    def __init__(self, url: str, model: str | None, cache: Path, *, parallel: int, timeout: float):
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
         self._replies = {line["key"]: line["reply"] for line in read_lines(cache, REPLY_MARK)}

@@ -81,7 +81,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
     return StoredAdapter(directory, r, alpha, weights)
 
 
-def explaining_adapter(directory: Path) -> AbstractContextManager[None]:
+def explaining_adapter(directory: Path) -> AbstractContextManager:
     return explaining_library(
         lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
     )
@@ -98,7 +98,7 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 class AdaptedLayer(nn.Module):
     """W x + alpha / r * B A dropout(x), with fewer operations than PEFT's layer, and no float32 copy of the input."""
 
-    def __init__(self, base_layer: Any) -> None:
+    def __init__(self, base_layer: Any):
         super().__init__()
         self.base_layer = base_layer
         if isinstance(base_layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
@@ -135,7 +135,7 @@ class AdaptedLayer(nn.Module):
 class Factor(nn.Linear):
     """A float32 matrix of an adapter; B adds its scaled product to the base layer's."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor):
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight)
 
@@ -312,12 +312,12 @@ def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
         layer.in_use = name
 
 
-def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
+def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager]:
     """Make a function that opens contexts with the adapter `name` active, or none, and then the policy's."""
     layers = _adapted_layers(model)  # found once, as an update opens a context for every microbatch
 
     @contextmanager
-    def switched() -> Iterator[None]:
+    def switched() -> Iterator:
         _activate(layers, name)
         try:
             yield

@@ -140,7 +140,7 @@ def answer(
 class _DrawToken(transformers.LogitsProcessor):
     """Leaves of each row's logits (B, V) only the token drawn, by the row's seed."""
 
-    def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
+    def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int):
         self.n_prompt = n_prompt
         by_row = [np.random.default_rng(seed).random(n_new) for seed in seeds]
         self.uniform = torch.from_numpy(np.stack(by_row))  # (B, n_new)

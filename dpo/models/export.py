@@ -18,6 +18,7 @@ import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -339,7 +340,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
 
 def _read_state(
     model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     if adapter is None:
         return read_archive(origin.weights.archive, model)
     plan, has_run = origin.plan, origin.run_dir is not None
@@ -353,7 +354,7 @@ def _read_state(
     return merge_adapter(base, adapter, dtype)
 
 
-def _embed(model: Any, state: dict[str, torch.Tensor], token_id: int) -> None:
+def _embed(model: Any, state: dict[str, Tensor], token_id: int) -> None:
     """Add a row of zeros for a token, which is only read as padding."""
     embeddings = model.get_input_embeddings().weight
     name = next(name for name, weight in model.named_parameters() if weight is embeddings)
@@ -361,7 +362,7 @@ def _embed(model: Any, state: dict[str, torch.Tensor], token_id: int) -> None:
     state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, n_missing))
 
 
-def _round(model: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Mapping[str, torch.Tensor]:
+def _round(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
     """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
     if dtype is None:
         return state
@@ -370,8 +371,8 @@ def _round(model: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | N
 
 
 def _complete(
-    model: Any, state: Mapping[str, torch.Tensor], stored: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
+    model: Any, state: Mapping[str, Tensor], stored: dict[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """A base's tensors with trained ones in their places; none if these are unclear.
 
     With `dtype`, what is in float32 in files of 16 bits stays so.
@@ -391,7 +392,7 @@ def _complete(
     return complete
 
 
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy what shares its storage: a tied weight that the base's files have twice, or an expert of several."""
     storages, separate = set(), {}
     for name, tensor in tensors.items():

@@ -56,7 +56,7 @@ def sequence_logps(
 
 
 @contextmanager
-def _one_text_per_row() -> Iterator[None]:
+def _one_text_per_row() -> Iterator:
     """Keep transformers from reading positions on the host, in search of rows with several texts."""
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -190,7 +190,7 @@ def scale_logits(config: Any, logits: Tensor) -> Tensor:
 class ScalarHead(nn.Linear):
     """Computed in float32 or higher, as rewards in half precision have three digits."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter):
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
         self.weight = weight
 

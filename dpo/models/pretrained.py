@@ -76,10 +76,7 @@ def load_config(source: Source) -> transformers.PretrainedConfig:
         labels = {"num_labels": 1} if source.scalar_head else {}
         config = transformers.AutoConfig.from_pretrained(name, **source.options, **labels)
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError(
-            f"model {name!r} is quantized (its config.json has a quantization_config): give the model that it was made "
-            f"from"
-        )
+        raise InputError(f"model {name!r} is quantized: give the model that it was made from")
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -28,7 +28,7 @@ class Linear4bit(nn.Linear):
     offset: Tensor  # the mean of the scales, subtracted before they are quantized
     code: Tensor  # the values that the bytes of `scales` stand for
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None = None):
         super(nn.Linear, self).__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias

@@ -66,7 +66,7 @@ class Scorer(NamedTuple):
 
 
 @contextmanager
-def seeded_generators(*numbers: int) -> Iterator[None]:
+def seeded_generators(*numbers: int) -> Iterator:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
     with torch.random.fork_rng(devices=range(count_gpus())):
@@ -105,7 +105,7 @@ class RewardModel:
     than `limit` the end is scored, which has the answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None):
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end

@@ -21,7 +21,7 @@ class Mesh:
     examples.
     """
 
-    def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800) -> None:
+    def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
         self.rank, self.world_size, self.tensor_size = rank, dims.world_size, dims.tensor_size
         self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
         # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples

@@ -209,7 +209,7 @@ def _list_units(model: Any) -> list:
 
 
 @contextmanager
-def gathered_weights(model: Any) -> Iterator[None]:
+def gathered_weights(model: Any) -> Iterator:
     """Gather all weights inside, which sampling needs for each token, if every GPU has twice the memory for them."""
     units = _list_units(model)
     device = next(model.parameters()).device

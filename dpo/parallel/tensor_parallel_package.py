@@ -50,7 +50,7 @@ class SplitModel(torch.nn.Module):
     An optimizer's state is that of the slices, so a run continues only with as many devices.
     """
 
-    def __init__(self, model: Any, devices: Sequence[torch.device]) -> None:
+    def __init__(self, model: Any, devices: Sequence[torch.device]):
         from tensor_parallel import TensorParallel
 
         super().__init__()

@@ -63,7 +63,7 @@ class Callback:
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
     derived: tuple[str, ...] = ()  # files made from `files`
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext):
         self.context, self.plan, self.run_dir, self.log = context, context.plan, context.run_dir, context.log
 
     @classmethod
@@ -107,7 +107,7 @@ class Callback:
 class Callbacks:
     """The callbacks of a run, in the order of their calls."""
 
-    def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> None:
+    def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback):
         wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}
         self.callbacks = {**given, **wanted}
 

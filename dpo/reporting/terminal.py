@@ -31,7 +31,7 @@ class Progress(Callback):
 
     _last_line_time = float("-inf")
 
-    def __init__(self, plan: Plan, *, silent: bool) -> None:
+    def __init__(self, plan: Plan, *, silent: bool):
         self.interval, self.batch_size = plan.run.minimum_log_interval_secs, plan.data.batch_size
         self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
@@ -81,7 +81,7 @@ class Progress(Callback):
             self._bars.pop().close()
 
     @contextmanager
-    def _showing(self, what: str, total: int, done: int = 0) -> Iterator[None]:
+    def _showing(self, what: str, total: int, done: int = 0) -> Iterator:
         bar = tqdm.tqdm(
             total=total,
             initial=done,

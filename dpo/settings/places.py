@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.plugins import DATASETS, READERS
-from dpo.redaction import redact
+from dpo.redaction import shorten
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import write_file
 from dpo.system.run_directory import get_local_dir
@@ -86,8 +86,9 @@ class Source(NamedTuple):
         if unknown := ", ".join(map(str, source.keys() - SOURCE_KEYS)):
             raise InputError(f"{key} has the unknown key {unknown}: it may have {', '.join(SOURCE_KEYS)}")
         if not is_text(source.get("path")):
-            shown = redact(str(value))[:200]
-            raise InputError(f"{key}={shown} must be a directory, file or Hub id, or a mapping with it as path")
+            raise InputError(
+                f"{key}={shorten(value)} must be a directory, file or Hub id, or a mapping with it as path"
+            )
         columns = source.get("columns") or {}
         are_mapped = isinstance(columns, Mapping) and all(
             own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
@@ -102,7 +103,8 @@ class Source(NamedTuple):
         if (reader := source.get("reader")) is not None and reader not in READERS:
             known = f"one of {', '.join(READERS)}" if READERS else "added by a plugin, and plugins adds none"
             raise InputError(f"{key}.reader={reader} must be {known}")
-        return cls(source["path"], source.get("revision"), columns, reader, source.get("subset"))
+        subset = source.get("subset")  # its name may be a number
+        return cls(source["path"], source.get("revision"), columns, reader, subset and str(subset))
 
     @property
     def local(self) -> Path | None:
@@ -204,7 +206,7 @@ def _simplify(value: Any) -> Any:
     if type(value).__name__ in ("NAType", "NaTType"):  # as which pandas writes null
         return None
     if type(value).__str__ is object.__str__:  # it would be an address in memory
-        raise TypeError(f"{value!r:.80} has no text of its own")
+        raise TypeError(f"{shorten(value)} has no text of its own")
     return str(value)
 
 

@@ -30,7 +30,7 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator:
     """TF32 rounds the inputs of float32 products."""
     was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -41,7 +41,7 @@ def without_tf32() -> Iterator[None]:
 
 
 @contextmanager
-def without_compilation(*, cache_implementation: str | None = None) -> Iterator[None]:
+def without_compilation(*, cache_implementation: str | None = None) -> Iterator:
     """Run code eagerly, unless a generation's cache is static: one that grows would need a graph for every length, and
     so use up the recompile limit that training needs.
     """

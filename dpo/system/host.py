@@ -82,7 +82,7 @@ def print_whatever_happens() -> None:
 
 
 @contextmanager
-def importing(*, freeze: bool = False) -> Iterator[None]:
+def importing(*, freeze: bool = False) -> Iterator:
     """Garbage collection would take a quarter of the time; with `freeze`, it never looks at what exists afterwards."""
     gc.disable()
     try:
@@ -104,7 +104,7 @@ def python_command(*arguments: str, **environment: str) -> dict:
 
 
 @contextmanager
-def spawning() -> Iterator[None]:
+def spawning() -> Iterator:
     """Inside, `multiprocessing` starts such processes; each calls `has_been_spawned`."""
     former = os.environ.get("PYTHONSAFEPATH", "")  # empty: as if it were not set
     os.environ["PYTHONSAFEPATH"] = "1"

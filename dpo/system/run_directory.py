@@ -219,7 +219,7 @@ class RunLog:
 class RecordedStream:
     """A log gets its text too; progress bars are drawn on its `screen`."""
 
-    def __init__(self, screen: Any, log: RunLog) -> None:
+    def __init__(self, screen: Any, log: RunLog):
         self.screen, self._log = screen, log
 
     def write(self, text: str) -> int:
@@ -231,7 +231,7 @@ class RecordedStream:
 
 
 @contextmanager
-def exiting_on_failure(log: RunLog) -> Iterator[None]:
+def exiting_on_failure(log: RunLog) -> Iterator:
     """End the process after a failure that is no bug, with one sentence and the status that fits."""
     try:
         yield

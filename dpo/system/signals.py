@@ -26,7 +26,7 @@ SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: termi
 class Stopped(BaseException):
     """The run stopped on a signal; libraries would catch an Exception, and go on."""
 
-    def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None) -> None:
+    def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None):
         super().__init__(number)
         self.number, self.run_dir = number, run_dir
         self.status = ABORTED if number == signal.SIGINT else ASKED  # exit status of the process
@@ -43,7 +43,7 @@ def end_on_stop_signals() -> None:
 
 
 @contextmanager
-def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
+def ending_on_stop_signals(run_dir: str | Path) -> Iterator:
     """Also give the `run_dir` to a Stopped that is raised inside."""
     with handling_signals(partial(_end, run_dir)):
         try:
@@ -69,7 +69,7 @@ def end_process(message: str, status: int) -> NoReturn:
 
 
 @contextmanager
-def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
+def on_stop_signals(act: Callable[[int], str]) -> Iterator:
     """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises KeyboardInterrupt."""
     first_times = {}  # when each signal came first, by its number
 
@@ -93,7 +93,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
 
 @contextmanager
-def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
+def handling_signals(handler: Any, *numbers: int) -> Iterator:
     """Handle `numbers`, by default all stop signals that are not ignored."""
     former_handlers = {}
     try:

@@ -63,7 +63,7 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
 class Batches:
     """The batches of a run, prepared for process `rank` of the `size` that see different examples."""
 
-    def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, size: int, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, size: int, rank: int = 0):
         self.plan, self.data, self.layout, self.seed = plan, data, layout, plan.run.seed
         self.rank, self.size = rank, size
         self.states = {}  # objects whose states are saved in checkpoints, by name

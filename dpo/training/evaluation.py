@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
-    def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest) -> None:
+    def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest):
         self.plan, self.data, self.objective = batches.plan, batches.data, objective
         self.progress, self.stop = progress, stop
         self.interval = Interval.of(self.plan, self.data.report.updates)

@@ -176,7 +176,7 @@ PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, torch.bmm, torch.baddbmm, tor
 class _OnMeta(TorchFunctionMode):
     """What the meta device lacks: autocast (None: off) and fused attention."""
 
-    def __init__(self, autocast: torch.dtype | None) -> None:
+    def __init__(self, autocast: torch.dtype | None):
         super().__init__()
         self.autocast = autocast
 
@@ -228,7 +228,7 @@ def _find_available(plan: Plan) -> float:
 
 
 @contextmanager
-def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
+def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator:
     """Raise RunError with advice if memory runs out inside."""
     try:
         yield

@@ -152,7 +152,7 @@ class Objective:
     models_are_equal: bool = False  # policy and reference have the same weights
     loss_scale: LossScale = field(default_factory=LossScale)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.device = next(self.policy.parameters()).device
 
     def state_dict(self) -> dict:

@@ -114,9 +114,7 @@ class Drawing:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy (`Drawing`)."""
 
-    def __init__(
-        self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
-    ) -> None:
+    def __init__(self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress):
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh = objective, mesh

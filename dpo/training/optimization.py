@@ -61,7 +61,7 @@ class LossScale:
     It is adapted as by torch.amp.GradScaler, but an overflow shows in the gradient's norm, which the processes know.
     """
 
-    def __init__(self, *, is_adapted: bool = False) -> None:
+    def __init__(self, *, is_adapted: bool = False):
         self.is_adapted = is_adapted
         self.value = INITIAL_SCALE if is_adapted else 1.0
         self.n_good = 0  # updates since it was changed
@@ -90,9 +90,7 @@ class Schedule(LambdaLR):
     A run that is made longer continues on the curve of its new length, with the base rate and warm-up of its start.
     """
 
-    def __init__(
-        self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int
-    ) -> None:
+    def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
         decay, min_ratio = SCHEDULES[training.schedule], training.min_lr_ratio
         # saved in checkpoints
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps

@@ -34,7 +34,7 @@ class ReferenceLogps:
     `identity` names the data and length limits, on which token ids depend.
     """
 
-    def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
+    def __init__(self, n_examples: int, n_columns: int, identity: str = ""):
         self.table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
     def store(self, rows: Sequence[int], logps: Tensor) -> None:

@@ -134,9 +134,9 @@ def list_first_tasks(plan: Plan) -> str:
     n_examples, evaluation = plan.data.n_eval_examples, plan.evaluation
     tasks = {
         "self-test (self_test)": plan.training.self_test,
-        "the reference scores all examples (cache_reference_logps)": plan.caches_reference_first,
+        "reference scores (cache_reference_logps)": plan.caches_reference_first,
         f"evaluation of up to {n_examples} examples (do_first_eval, n_eval_examples)": evaluation.do_first_eval,
-        "answers for comparison at the end (sample_during_eval)": evaluation.sample_during_eval,
+        "first answers (sample_during_eval)": evaluation.sample_during_eval,
     }
     return f"before the first update: {', '.join(task for task, is_wanted in tasks.items() if is_wanted) or 'nothing'}"
 

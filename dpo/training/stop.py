@@ -7,7 +7,7 @@ TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check is a collecti
 
 
 class StopRequest:
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self.signals: list[int] = []  # signal numbers, in the order received
         self.is_agreed = False  # whether every process knows that one has received a signal; set by `train_step`

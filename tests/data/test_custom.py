@@ -191,7 +191,7 @@ REFUSED = {
         (WHOLE, {"rejected": HELLO["rejected"]}, "must all be text or all be chat messages"),
         (ALPACA, {"input": 0}, "input is 0, and must be text"),
         (PAIR, {"weight": math.inf}, "weight is inf, and must be a finite number above 0"),
-        (PAIR, {"weight": "two"}, "weight is two, and must be"),
+        (PAIR, {"weight": "two"}, "weight is 'two', and must be"),
         (PAIR, {"weight": True}, "weight is True, and must be"),
         (PAIR, {"margin": True}, "margin is True, and must be a finite number"),
         (PAIR, {"margin": 10**400}, "margin is 1000000"),

@@ -134,7 +134,7 @@ def warnings_of(data) -> list[str]:
             WITH_TOOLS,  # which writes the name alone
             ASK,
             [call({"at": "the sky", "far": 12.5})],
-            "call assistant of responses; 'the sky'",
+            "call assistant of responses; 'at'",
         ),
         (
             make("{% if m.content %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}", "{{ tools[0].name or '' }}"),
@@ -202,8 +202,8 @@ def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
     [
         (BY_ROLE, [CUSTOMER], SKY, "all that is asked, such as 'Which?' of role"),
         (BY_ROLE, [system("Be kind."), CUSTOMER], SKY, "all that is asked, such as"),
-        (BY_ROLE, ASK, [CALL], "all of an answer, such as the call 'look'"),
-        (THINKING, ASK, [CALL], "all of an answer, such as the call 'look'"),
+        (BY_ROLE, ASK, [CALL], "all of an answer, such as 'look'"),
+        (THINKING, ASK, [CALL], "all of an answer, such as 'look'"),
     ],
 )
 def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
