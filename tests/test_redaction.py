@@ -3,8 +3,11 @@
 import importlib
 
 import pytest
+from support.formats import ASK, SKY, assistant
 from support.runs import run_python
 
+from dpo.data.custom import get_custom
+from dpo.data.schema import BadRecordsError
 from dpo.errors import LONGEST, one_sentence
 from dpo.redaction import redact
 
@@ -39,6 +42,17 @@ def test_a_secret_is_hidden_before_a_message_is_cut(shown, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     for n in range(LONGEST - 30, LONGEST):
         assert "s3c" not in one_sentence(ValueError("x" * n + shown))
+
+
+@pytest.mark.parametrize("field", ["weight", "prompt", "chosen", "tools"])
+def test_a_secret_is_hidden_before_a_value_of_a_record_is_cut(field, monkeypatch, chat):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    row = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")], "weight": 1, "tools": None}
+    tokenizer = chat("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for n in range(50, 80):
+        with pytest.raises(BadRecordsError) as refusal:
+            get_custom([{**row, field: ["x" * n + SECRET]}], "mine", tokenizer)
+        assert "s3c" not in str(refusal.value.found)  # of which files are made
 
 
 @pytest.mark.parametrize("name", ["report", "ledger", "sample", "export", "evaluate", "verify"])

@@ -99,7 +99,26 @@ def warnings_of(data) -> list[str]:
             SKY,
             "content tool of prompts; '42'",
         ),
+        # a text is found neither before what it follows, nor inside a word
+        (
+            "It is 26 Jul 2024. " + BY_ROLE,
+            [*ASK, assistant("When?"), result("26 Jul 2024")],
+            SKY,
+            "content tool of prompts; '26 Jul 2024'",
+        ),
+        (
+            BY_ROLE,
+            [*ASK, assistant("Hm."), result("a")],
+            SKY,
+            "content tool of prompts; 'a'",
+        ),
         # words that are written in another way are no reason to refuse the record
+        (
+            make(BEGIN + "{{ m.content | e }}" + CLOSE),
+            [user("x<y")],
+            SKY,
+            "content user of prompts; 'x<y'",
+        ),
         (
             make(BEGIN + "{{ m.content | upper if m.role == 'user' else m.content }}" + CLOSE),
             ASK,
@@ -204,11 +223,15 @@ def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
         (BY_ROLE, [system("Be kind."), CUSTOMER], SKY, "all that is asked, such as"),
         (BY_ROLE, ASK, [CALL], "all of an answer, such as 'look'"),
         (THINKING, ASK, [CALL], "all of an answer, such as 'look'"),
+        (BY_ROLE.replace("user", "customer"), [*ASK, CUSTOMER], SKY, "such as 'Which colour?' of role 'user'"),
+        (PLAIN, [user(" ")], SKY, "all that is asked, such as '' of role 'user'"),
     ],
 )
 def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
     with refused(re.escape(said)):
         read(chosen, chat(template), prompt)
+    with refused(re.escape("all of an answer, such as ''")):
+        read(SKY, chat(template), rejected=[assistant(" \n")])
     rows = [{**GOOD, "prompt": prompt, "chosen": chosen}, GOOD]
     assert len(get_custom(rows, "mine", chat(template), bad_records="skip")) == 1
 
@@ -290,6 +313,13 @@ NEXT_ROLE, LAST_EOS = (
         (make(BEGIN + "{{ m.content }}" + CLOSE + "<end>"), ["<end>"], AGAIN, f"Hm?{EOS}|Blue.{EOS}"),
         (LAST_EOS, ["<end>"], AGAIN, "Hm?<end>|Blue.<end>"),
         (LAST_EOS, [], AGAIN, f"Hm?<end>\n|Blue.<end>\n{EOS}"),
+        # a thought is a turn of its own, and the answer a letter of the next one's head
+        (
+            make("{% if m.thinking %}" + BEGIN + "{{ m.thinking }}<end>{% endif %}" + BEGIN + "{{ m.content }}<end>"),
+            ["<end>"],
+            [{**assistant("a"), "thinking": "Hm."}],
+            "Hm.<end><assistant>a<end>",
+        ),
         (NEXT_ROLE, ["<user>"], AGAIN, f"Hm?<user>|Blue.{EOS}"),
         # a call ends otherwise than an answer
         (

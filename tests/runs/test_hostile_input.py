@@ -118,7 +118,8 @@ def test_code_in_a_cache_is_refused_and_not_run(run, tmp_path):
 
 def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(checkpoint, run, tmp_path, capsys):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    for name, value in (("files", None), ("model", []), ("config", []), ("updates", "x")):
+    wrong = {"files": None, "model": [], "config": [], "chat_template": {"chat_template": 1}, "updates": "x"}
+    for name, value in wrong.items():
         vouch(checkpoint, **{**manifest, name: value})
         assert export([str(checkpoint), str(tmp_path / "out")]) == 2
         assert verify([str(checkpoint)]) == 1
