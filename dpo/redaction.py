@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 SECRET_KEY = re.compile(
-    r"(^|_)(api_?keys?|key|key_id|token|pat|credentials?|bearer|auth|pass|pwd)$|(secrets?|passwords?|passwd|passphrase)$",
+    r"(^|_)(api_?keys?|key|key_id|token|pat|credentials?|bearer|auth|pass)$|(secrets?|passwords?|passwd|passphrase)$",
     re.IGNORECASE,
 )
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)

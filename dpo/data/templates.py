@@ -324,10 +324,11 @@ def _find_lost(
     own = [piece for piece in found if messages[piece.index]["role"] == role and piece.index >= 0]
     if any(piece.change != LEAVES_OUT for piece in own):
         return None
-    empty = {"role": role, "content": ""}
-    emptied = [empty if message["role"] == role else message for message in messages]
+    emptied = list(messages)  # blank messages stay as they are
+    for piece in own:
+        emptied[piece.index] = {"role": role, "content": ""}
     try:
-        is_same = render([*before, *emptied]).split() == rendered.split()
+        is_same = render([*before, *emptied]) == rendered
     except TemplateRejects:
         return None
     return "".join(piece.text for piece in own[:1]) if is_same else None

@@ -76,7 +76,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, "set batch_size=2 or add data"),
         ({"batch_size": 4, "gradient_accumulation_steps": 4}, "batch_size=4: add data"),
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
-        ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: give pairs"),
+        ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: add a column"),
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: give unpair=t"),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],

@@ -223,17 +223,27 @@ def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
         (BY_ROLE, [system("Be kind."), CUSTOMER], SKY, "all that is asked, such as"),
         (BY_ROLE, ASK, [CALL], "all of an answer, such as 'look'"),
         (THINKING, ASK, [CALL], "all of an answer, such as 'look'"),
-        (BY_ROLE.replace("user", "customer"), [*ASK, CUSTOMER], SKY, "such as 'Which colour?' of role 'user'"),
-        (PLAIN, [user(" ")], SKY, "all that is asked, such as '' of role 'user'"),
     ],
 )
 def test_a_prompt_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, prompt, chosen, said, chat):
     with refused(re.escape(said)):
         read(chosen, chat(template), prompt)
-    with refused(re.escape("all of an answer, such as ''")):
-        read(SKY, chat(template), rejected=[assistant(" \n")])
     rows = [{**GOOD, "prompt": prompt, "chosen": chosen}, GOOD]
     assert len(get_custom(rows, "mine", chat(template), bad_records="skip")) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "said"),
+    [
+        (PLAIN, {"rejected": [assistant("")]}, "all of an answer, such as ''"),
+        (PLAIN, {"rejected": [assistant(" \n")]}, "all of an answer, such as ''"),
+        (PLAIN, {"prompt": [user(" ")]}, "all that is asked, such as '' of role 'user'"),
+        (BY_ROLE.replace("user", "customer"), {"prompt": [*ASK, CUSTOMER]}, "such as 'Which colour?' of role 'user'"),
+    ],
+)
+def test_a_question_or_an_answer_without_a_word_is_a_bad_record(template, changes, said, chat):
+    with refused(re.escape(said)):
+        get_custom([GOOD | changes], "mine", chat(template))
 
 
 @pytest.mark.parametrize(

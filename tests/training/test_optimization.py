@@ -160,7 +160,7 @@ def test_a_run_whose_16_bit_weights_hardly_change_is_told_the_share(way, command
     told = "warning: update 5, the first at the full lr, changed"
     assert f"{told} 0 % of" in log
     assert f"set model.policy_dtype=float32 model.{key}=bfloat16" in log
-    assert describe_change(read_run(tmp_path / "small")).startswith("The model did not change: no weight changed")
+    assert describe_change(read_run(tmp_path / "small")).startswith("The model hardly changed: no weight changed")
     shares, log = find_result("large", "optimizer=AdamW", "lr=1e-2")
     assert 0.1 < (shares[4] or 0) < 1
     assert told not in log
