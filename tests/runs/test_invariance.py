@@ -161,10 +161,9 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "aot, kto, all options, lora with bradley_terry",
+    "padded, in parts": "kto, all options, lora with bradley_terry",
     "in parts": "sft",
-    "references first": "lora from an adapter",
-    "resumed": "online a following reference, lora with dropout",
+    "resumed": "online a following reference",
     "killed, resumed": "online lora",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are

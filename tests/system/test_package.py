@@ -31,6 +31,7 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_wheel_has_one_package_with_all_its_files_and_trains_from_an_empty_directory(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
