@@ -70,7 +70,7 @@ def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
 def test_the_page_has_a_curve_of_each_metric_that_was_logged_and_has_a_chart(tmp_path):
     page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text())
 
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.html", "loss.png", "rewards.png"}
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     assert images[0]["alt"] == "Loss against examples"
     assert len({image["src"] for image in images}) == len(drawn_charts([tmp_path / "run"])) == 8

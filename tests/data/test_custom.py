@@ -260,7 +260,7 @@ def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, te
 def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypatch):
     template = chat(ENDS_TURNS_WITH_EOS)
     rows = [{**HELLO, "prompt": [user(f"Hi {i}")], "tools": [{"name": f"look{i}"}]} for i in range(11)]
-    rows[7] = {**HELLO, "chosen": [assistant("Hello<|endoftext|>")]}
+    rows[7] = {**HELLO, "chosen": [assistant("Hello you")]}
     bad = [*rows, {**HELLO, "chosen": []}]
     outcomes = []
     for n_workers in (1, 2):
@@ -272,4 +272,4 @@ def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypat
             get_custom(bad, "mine", template)
         outcomes.append((dict(data), data.notes, str(refusal.value)))
     assert outcomes[0] == outcomes[1]
-    assert any("does not read 'tools', so the model does not see it, in records: 10" in note for note in outcomes[0][1])
+    assert any("the chat template leaves out tools; in records: 10 of 11" in note for note in outcomes[0][1])
