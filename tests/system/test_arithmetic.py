@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import ask, write_splits
 from test_trainers import DPO, make_trainer  # noqa: F401  (fixtures)
 
 from dpo import commands
@@ -54,10 +55,15 @@ def backend(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, backend):  # noqa: F811
+def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, backend, tmp_path):  # noqa: F811
+    def pair(split: str, i: int) -> dict[str, str]:
+        return {"chosen": f"{ask(split, i)} On the desk{'!' * (i % 3)}", "rejected": f"{ask(split, i)} Go!"}
+
+    pairs = write_splits(tmp_path / "pairs", pair)
     set_up_torch(deterministic=False, compiles=True)
     assert torch._dynamo.config.recompile_limit >= 32  # torch's own is 8: policy and reference share the blocks' code
-    trainer = make_trainer(*DPO, "compile=true", "sample_during_eval=true", "n_eval_model_samples=4")
+    settings = ("compile=true", "sample_during_eval=true", "n_eval_model_samples=4", "n_examples=16")
+    trainer = make_trainer(*DPO, f"dataset_sources.hh={pairs}", *settings)
     trainer.check_and_score_reference()
     after_checks = backend.calls
     trainer.evaluator.samples(n_examples=0)
