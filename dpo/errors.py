@@ -67,12 +67,12 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
         yield
     except Exception as error:
         is_explained = isinstance(error, (InputError, RunError))
-        if is_explained or is_out_of_memory(error) or is_lost_contact(error):
+        if is_explained or is_memory_error(error) or is_lost_contact(error):
             raise
         raise make(error) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Whether memory ran out, in torch, cuBLAS, cuDNN or NCCL: most of them raise a plain RuntimeError that says so."""
     signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last of "can't" and "couldn't"
     is_torchs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

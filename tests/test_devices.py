@@ -25,7 +25,7 @@ from dpo.settings.plan import Plan, resolve
 from dpo.system import host, launching
 from dpo.system.host import find_device_memory
 from dpo.training import memory, parts
-from dpo.training.memory import explain_out_of_memory, predict
+from dpo.training.memory import explain_memory_error, predict
 from preference_datasets import load_data
 
 REFUSALS = "tests/settings/test_refusals.py"
@@ -47,7 +47,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies": (
         "training.memory:predict training.memory:count_held training.memory:count_logits"
     ),
-    "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_out_of_memory",
+    "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_memory_error",
     "test_one_process_cuts_a_model_over_all_gpus": "training.parts:place",
     f"{PACKAGE}::test_the_packages_own_sum_gives_the_same_numbers": (
         "parallel.tensor_parallel_package:_make_rules parallel.tensor_parallel_package:state_dict"
@@ -253,5 +253,5 @@ def test_memory_that_runs_out_inside_a_library_gets_the_same_advice(error, monke
     advice = pytest.raises(
         RunError, match=r"^out of memory: a process needs about 2\.00 GB, and its .* GB; try a larger"
     )
-    with advice, explain_out_of_memory(None, None), explaining_library(ValueError):
+    with advice, explain_memory_error(None, None), explaining_library(ValueError):
         raise error

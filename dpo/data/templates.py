@@ -97,7 +97,7 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
             elif other.index > piece.index:
                 high = min(high, other.start)
         for spelled, change in _spell(piece.text):
-            start = max(_find_words(spelled, rendered, begin, high) for begin in (last, low))
+            start = max(_find_words(spelled, rendered, begin, high) for begin in {last, low})
             if start >= 0:
                 end = start + len(spelled)
                 rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]

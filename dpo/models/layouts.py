@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpo.data.examples import Example, make_labels
-from dpo.errors import InputError, is_out_of_memory, one_sentence
+from dpo.errors import InputError, is_memory_error, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.attention import find_attention
 from dpo.models.logprobs import (
@@ -283,7 +283,7 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
                 if not (error <= tolerance * size).all():  # also if an error is NaN
                     return f"gives other numbers with shared prefixes, off by {(error / size).max().item():.2g}"
     except Exception as error:  # an unsuitable model may raise anything
-        if isinstance(error, InputError) or is_out_of_memory(error):  # not the layout's fault
+        if isinstance(error, InputError) or is_memory_error(error):  # not the layout's fault
             raise
         return f"refuses shared prefixes: {one_sentence(error)}"
     finally:

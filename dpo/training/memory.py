@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError, is_out_of_memory, one_sentence
+from dpo.errors import RunError, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
@@ -228,12 +228,12 @@ def _find_available(plan: Plan) -> float:
 
 
 @contextmanager
-def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator:
+def explain_memory_error(plan: Plan, data: TrainingData) -> Iterator:
     """Raise RunError with advice if memory runs out inside."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RunError) or not is_out_of_memory(error):
+        if isinstance(error, RunError) or not is_memory_error(error):
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()

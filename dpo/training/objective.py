@@ -429,9 +429,9 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         layout,
         mesh,
         plan.loss,
-        layout_note,
-        autocast,
-        plan.follow_every,
+        layout_note=layout_note,
+        autocast=autocast,
+        follow_every=plan.follow_every,
         loss_scale=LossScale(is_adapted=plan.scales_loss),
     )
     if reference is not None:
