@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import compose, find_refusals
+from support.pytests import sampled
 from support.runs import ROOT
 
 from dpo.commands import COMMANDS as ALL_COMMANDS
@@ -73,7 +74,7 @@ def filled_in(tmp_path):
     return fill_in
 
 
-@pytest.mark.parametrize(("page", "command"), find_commands(r"\b(dpo train|train\.py|train\.sbatch) [^)]"))
+@pytest.mark.parametrize(("page", "command"), sampled(find_commands(r"\b(dpo train|train\.py|train\.sbatch) [^)]"), 3))
 def test_a_command_of_train_is_accepted(page, command, filled_in, monkeypatch):
     if "trainer=" in command:
         monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: GPUS)

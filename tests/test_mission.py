@@ -270,6 +270,7 @@ def test_g_the_doctor_finds_the_links_between_gpus(tmp_path, monkeypatch):
     assert doctor.find_links(3) == {"NV12": 1, "SYS": 2}
 
 
+@pytest.mark.slow
 def test_g_mixed_precision_in_fp16_too(run, run_and_stop, finished, monkeypatch, tmp_path, capsys):
     """An overflow is an update without a step; norms are those of float32, and a resume is exact."""
     settings = ("lr=1e-6", "do_first_eval=false", "eval_every=24")

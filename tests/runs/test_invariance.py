@@ -161,7 +161,7 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "kto, all options, lora with bradley_terry",
+    "padded, in parts": "all options, lora with bradley_terry",
     "in parts": "sft",
     "resumed": "online a following reference",
     "killed, resumed": "online lora",

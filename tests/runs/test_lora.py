@@ -152,6 +152,7 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
         run("run", *settings, "n_examples=8", "resume=auto")
 
 
+@pytest.mark.slow
 def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path):
     """The learning rate leaves the weights as they are."""
     short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0")

@@ -297,6 +297,7 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
 SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
 
 
+@pytest.mark.slow
 def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path, monkeypatch):
     """After update 2, which is not taken, the reference is a copy.
 

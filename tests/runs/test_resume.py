@@ -159,6 +159,7 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finish
         run("other", f"resume={whole}/step-8")
 
 
+@pytest.mark.slow
 def test_another_reference_is_noticed(run, copied, finished):
     archive = finished("n_examples=8")
     copied("run", f"model.archive={archive}/step-8", "n_examples=8")
@@ -250,6 +251,7 @@ def test_changed_data_is_noticed(split, run, rows, tmp_path):
     assert [record.read_text() for record in records] == before
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:

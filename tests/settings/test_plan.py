@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.commands import compose
+from support.pytests import slow
 
 import preference_datasets
 import trainers
@@ -73,15 +74,14 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
     ("overrides", "has_it", "recorded", "precision"),  # model.autocast and model.fsdp_policy_mp
     [
         ("", True, None, ("bfloat16", None)),
-        ("", False, None, (None, None)),
+        slow("", False, None, (None, None)),
         (FSDP, True, None, (None, "bfloat16")),  # autocast would keep copies that FSDP cannot free
-        (FSDP, False, None, (None, None)),
-        (f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
-        (f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
+        slow(f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
+        slow(f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
         # a resumed run keeps its precision, also by another trainer
         (FSDP, False, {"model.autocast": "bfloat16"}, (None, "bfloat16")),
-        ("", False, {"model.fsdp_policy_mp": "bfloat16"}, ("bfloat16", None)),
-        (FSDP, True, {"model.autocast": None}, (None, None)),
+        slow("", False, {"model.fsdp_policy_mp": "bfloat16"}, ("bfloat16", None)),
+        slow(FSDP, True, {"model.autocast": None}, (None, None)),
     ],
 )
 def test_modern_computes_in_bfloat16_where_gpus_have_it_and_records_that(

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from support.commands import RUNS, compose, find_refusals
+from support.pytests import sampled
 
 from dpo.losses import LOSSES
 from dpo.settings.places import BUILT_IN
@@ -174,13 +175,15 @@ def typed(monkeypatch):
     return set_environment
 
 
-@pytest.mark.parametrize(("command", "sentence"), REFUSED)
+@pytest.mark.parametrize(("command", "sentence"), sampled(REFUSED, 3))
 def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, sentence, typed):
     [problem] = find_refusals(typed(command))
     assert problem.startswith(sentence)
 
 
-@pytest.mark.parametrize(("command", "sentence"), [*DISCOURAGED, *((command, None) for command in ACCEPTED)])
+@pytest.mark.parametrize(
+    ("command", "sentence"), [*sampled(DISCOURAGED, 3), *sampled([(command, None) for command in ACCEPTED], 3)]
+)
 def test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect(command, sentence, typed):
     plan = resolve(compose(typed(command)))
     assert find_problems(plan) == []

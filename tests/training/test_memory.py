@@ -13,7 +13,7 @@ import torch
 from support import runs
 from support.faults import run_out_of_memory_at, start_run
 from support.models import save_reward_model
-from support.pytests import refused, slow, succeeded
+from support.pytests import refused, sampled, slow, succeeded
 from support.runs import TINY, small_run, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
     [
         "optimizer=AdamW",
         "lora=lora lora.r=4",
-        "cache_reference_logps=all",
+        slow("cache_reference_logps=all"),
         slow("layout=padded model.attn_implementation=eager"),
         slow("activation_checkpointing=true optimizer=SGD"),
         slow("model.autocast=bfloat16 gradient_accumulation_steps=1"),
@@ -152,7 +152,7 @@ def test_what_a_process_holds_is_arithmetic(settings, expected, predict_for):
     assert {purpose: found[purpose] for purpose in expected} == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled(zip(OPTIMIZERS), 3))
 def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of):
     training = plan_of().training._replace(optimizer=name, optimizer_args={})
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
