@@ -24,7 +24,6 @@ gc.disable()  # until tests are collected: nothing that the tests import is garb
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000)  # composing a config makes many objects, none of them garbage
     gc.enable()
 
 

@@ -60,8 +60,8 @@ def assert_continues(start, whole: Path, run_dir: Path) -> None:
     assert {path.name for path in run_dir.iterdir() if path.name.startswith(".")} == {".lock"}
 
 
-@SLOW  # "killed" in test_invariance.py
-@pytest.mark.parametrize("update", [0, 1, 5])
+@SLOW  # test_invariance.py kills an update in `make test`
+@pytest.mark.parametrize("update", [0, 1, 3, 5])
 def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
     run = start(fault=partial(kill_after_update, update))
     assert run.wait() == -signal.SIGKILL

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 from support.commands import find_refusals
-from support.pytests import slow
 from support.runs import train
 from support.trainers import compose as compose_run
 
@@ -50,13 +49,13 @@ def write_experiment(directory: Path, content: str) -> str:
 @pytest.mark.parametrize(
     ("content", "key"),
     [
-        slow("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
+        ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
         ("hydra:\n  callbacks:\n    c:\n      - '${oc.create:\"{_target_: os.mkdir}\"}'\n", "hydra.callbacks.c"),
-        slow("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
-        slow("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
+        ("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
+        ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
         ("defaults:\n  - /more: e${oc.env:NOBODY,vil}\n", "hydra.callbacks.c._target_"),  # no text shows the choice
         ("online:\n  function: evil.py:f\n", "online.function"),
-        slow("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
+        ("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
     ],
 )
 def test_own_config_files_cannot_name_code(content, key, tmp_path):

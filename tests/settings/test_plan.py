@@ -76,6 +76,7 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
         ("", True, None, ("bfloat16", None)),
         slow("", False, None, (None, None)),
         (FSDP, True, None, (None, "bfloat16")),  # autocast would keep copies that FSDP cannot free
+        slow(FSDP, False, None, (None, None)),
         slow(f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
         slow(f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
         # a resumed run keeps its precision, also by another trainer
