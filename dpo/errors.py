@@ -1,6 +1,8 @@
 """Errors that a user reads as one sentence."""
 
-from collections.abc import Callable, Iterator
+import difflib
+import errno
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,6 +44,15 @@ def one_sentence(error: BaseException) -> str:
     return f"{text} ({advice})" if advice else text
 
 
+def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
+    """Return ": did you mean NAME?" if a name is similar to what was given, else ""."""
+    by_letters = {name.lower(): name for name in names}
+    given = given.lower()
+    swapped = [name for name in by_letters if sorted(name) == sorted(given)]  # such as dpo for dop
+    similar = dict.fromkeys([*swapped, *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)])
+    return f": did you mean {' or '.join(by_letters[name] for name in similar)}?" if similar else ""
+
+
 def find_advice(error: BaseException) -> str | None:
     return next((advice for words, advice in ADVICE.items() if words in str(error)), None)
 
@@ -77,6 +88,12 @@ def is_memory_error(error: BaseException) -> bool:
     signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last of "can't" and "couldn't"
     is_torchs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     return isinstance(error, MemoryError) or is_torchs
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
+    is_torchs = isinstance(error, RuntimeError) and "inline_container" in str(error)  # its writer says no more
+    return is_torchs or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -40,7 +40,7 @@ def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
 def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
     """Add `datasets=[NAME]`: `load("train")` and `load("test")` give rows, as docs/formats.md describes.
 
-    If `load("test")` gives None, a tenth of the prompts are the test split.
+    If `load("test")` gives None, prompts are held out as the test split.
     """
     _refuse_known(name, DATASETS, "dataset")
     DATASETS[name] = load

@@ -28,6 +28,7 @@ from dpo.data.sources import identify_source, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError, one_sentence
+from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS, find_digests
 from dpo.settings.places import BUILT_IN, Source, store_rows
 from dpo.settings.plan import Plan
@@ -172,19 +173,20 @@ def get_dataset(
     cache_dir: str | None = None,
     dataset_sources: Mapping | None = None,
     tokenizer: Any = None,
+    holdout: float | None = None,
     **options: Any,
 ) -> PreferenceData:
     """Load a split as `{prompt: {responses, pairs, sft_target}}`; pairs are (better, worse) indices of responses.
 
-    `dataset_sources[name]` says where a dataset is, or has its rows. Without splits, a tenth of the prompts are the
-    test split, which comes with the train split as `held_out`. Tokenizer and options are those of `get_custom`.
+    `dataset_sources[name]` says where a dataset is, or has its rows. Without splits, `hold_out(holdout)` makes the test
+    split, which comes with the train split as `held_out`. Tokenizer and options are those of `get_custom`.
     """
     configured = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
     place = configured.get(name) or BUILT_IN.get(name)
     if name in DATASETS and not configured.get(name):
-        return _get_added(name, split, tokenizer, options)
+        return _get_added(name, split, tokenizer, holdout, options)
     if place == "":  # the demo
-        return get_demo(split)
+        return _note_idle(get_demo(split), split, holdout, name)
     if place is None:
         raise InputError(
             f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data give "
@@ -198,27 +200,33 @@ def get_dataset(
         rows = _read(load_rows(source, split, cache_dir), source.reader)
         data = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
     if source.has_no_splits and name != "se":  # se makes its own test split
-        data = _split(data, split, f"test split of {name}: a tenth of the prompts of {source.path}")
+        return _split(data, split, holdout, f"{name} ({source.path})")
     if not data:
-        raise InputError(
-            f"dataset {name} ({source.path}) has no examples in its {split} split; of one file, a tenth of the prompts "
-            f"(at least one) is the test split"
-        )
-    return data
+        raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split: add some")
+    return _note_idle(data, split, holdout, name)
 
 
-def _get_added(name: str, split: str, tokenizer: Any, options: Mapping) -> PreferenceData:
+def _get_added(name: str, split: str, tokenizer: Any, holdout: float | None, options: Mapping) -> PreferenceData:
     """A plugin's dataset."""
     rows, test_rows = (DATASETS[name](part) for part in ("train", "test"))
     rows = list(rows if split == "train" or test_rows is None else test_rows)
     data = get_custom(rows, f"{name} ({split})", tokenizer, name=name, **options)
-    return _split(data, split, f"test split of {name}: a tenth of its prompts") if test_rows is None else data
+    return _split(data, split, holdout, name) if test_rows is None else _note_idle(data, split, holdout, name)
 
 
-def _split(data: PreferenceData, split: str, what: str) -> PreferenceData:
-    n, test = len(data), data.hold_out()
-    test.notes.append(f"{what}, at least one: {len(test):,} of {n:,}")
+def _split(data: PreferenceData, split: str, holdout: float | None, what: str) -> PreferenceData:
+    n, test = len(data), data.hold_out(holdout)
+    if not data:
+        fix = "add some" if holdout is None else f"holdout={holdout} takes all of them: give less"
+        raise InputError(f"dataset {what} has {count(n, 'different prompt')}, too few to hold some out: {fix}")
+    test.notes.append(f"test split of {what}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
     return data if split == "train" else test
+
+
+def _note_idle(data: PreferenceData, split: str, holdout: float | None, name: str) -> PreferenceData:
+    if holdout is not None and split == "train":
+        data.notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
+    return data
 
 
 def _read(rows: Sequence, reader: str | None) -> Sequence:

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, is_disk_full
 from dpo.settings.command_line import check_command_line, exit_with, place_job
 from dpo.settings.keys import CONFIG_DIR, PRECISION, load_plugins
 from dpo.settings.places import store_rows
@@ -135,7 +135,14 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
             from dpo.reporting.table import list_logs
         load_plugins(plan.run.plugins)
         with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
-            work_in_run_dir(run, rank, plan, models)
+            try:
+                work_in_run_dir(run, rank, plan, models)
+            except SystemExit as ending:  # its status may be 0
+                raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
+            except OSError as error:  # of any file of the run
+                if not is_disk_full(error):
+                    raise
+                raise RunError(f"the disk is full: {error}; resume=auto continues from the newest step-N") from error
 
 
 def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | None) -> None:
@@ -154,7 +161,7 @@ def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | No
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
     plan = keep_choices(plan, run.resume_point) if run else plan
-    for key in ("chat_template_date", *PRECISION):  # processes of a long start may see different days
+    for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
     set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())

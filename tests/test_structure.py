@@ -18,11 +18,11 @@ from support.pytests import succeeded
 from support.runs import ROOT, run_python
 
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
-    "product": 152_000,
+    "product": 156_000,
     "experiments and benchmarks": 18_700,
-    "tests": 179_000,
+    "tests": 186_000,
 }
-DOCUMENT_KB, README_LINES = 264, 200
+DOCUMENT_KB, README_LINES = 267, 200
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
 # of `dpo`, and modules; each imports itself and those before it
 ORDER = """

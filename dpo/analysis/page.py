@@ -1,6 +1,6 @@
 """The report, one file whose texts are escaped and that runs no code, as samples and settings come from others.
 
-A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `scripts.report`.
+A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `dpo report`.
 """
 
 import base64

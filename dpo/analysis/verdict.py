@@ -14,7 +14,7 @@ ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
-FEWEST = 30  # fewer are too few whatever they say
+FEWEST = 10  # fewer are too few whatever they say
 NAMES = {  # of the responses, by kind of example
     "targets": {"chosen": "targets"},
     "labels": {"chosen": "desirable", "rejected": "undesirable"},
@@ -170,17 +170,19 @@ def _describe_labels(run: Run) -> str:
 
 def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = str(ENOUGH)) -> str:
     """A share's interval, and what it proves against chance."""
+    if n < FEWEST:
+        return _say_too_few(counted, enough)
     low, high = interval
     text = f" (95 % interval {percent(low)} to {percent(high)})"
-    if n < FEWEST or (low <= 0.5 <= high and n < ENOUGH):
-        return text + _say_too_few(counted, enough)
     if low > 0.5:
         return f"{text}: better than by chance"
-    return f"{text}: {'worse' if high < 0.5 else 'no better'} than by chance, as far as they tell"
+    text = f"{text}: {'worse' if high < 0.5 else 'no better'} than by chance, as far as {counted} tell"
+    return f"{text}; about {enough} would tell more" if high >= 0.5 and n < ENOUGH else text
 
 
 def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
-    return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
+    is_one = counted.startswith("1 ") and " and " not in counted
+    return f": {counted} {'is' if is_one else 'are'} too few to judge; about {enough} would do"
 
 
 def print_result(run_dir: Path) -> None:

@@ -9,15 +9,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch
 
-from dpo.errors import InputError, RunError, explaining
+from dpo.errors import InputError, RunError, is_disk_full, one_sentence
 from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
@@ -86,9 +86,15 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
 
 
-def _explaining(directory: Path) -> AbstractContextManager:
-    said = f"checkpoint {directory} could not be written"
-    return explaining((OSError, RuntimeError), lambda why: RunError(f"{said} ({why}); earlier ones are intact"))
+@contextmanager
+def _explaining(directory: Path) -> Iterator:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        why = "the disk is full" if is_disk_full(error) else one_sentence(error)
+        is_first = not find_checkpoints(directory.parent)
+        then = "there is no earlier one" if is_first else "earlier ones are intact, and resume=auto continues"
+        raise RunError(f"checkpoint {directory} could not be written: {why}; {then}") from error
 
 
 def write_state(path: Path, content: Mapping) -> None:

@@ -26,7 +26,7 @@ from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError
 from dpo.plugins import find_digests
 from dpo.redaction import redact
-from dpo.settings.keys import KEYS, PACKAGE, PRECISION, Resume, dotted
+from dpo.settings.keys import BEFORE, KEYS, PACKAGE, PRECISION, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
@@ -155,11 +155,11 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
-            config = record_config(plan)
+            not_given = [key for key in BEFORE if plan.values[key] is None]
             if plan.model.autocast == "auto":  # the run computes as it began
-                not_given = [key for key in PRECISION if plan.values[key] in ("auto", None)]
-                config |= {key: manifest["config"].get(key) for key in not_given}
-            check_fits(manifest, config, where=checkpoint)
+                not_given += [key for key in PRECISION if plan.values[key] in ("auto", None)]
+            kept = {key: manifest["config"].get(key) for key in not_given}
+            check_fits(manifest, record_config(plan) | kept, where=checkpoint)
             return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
         return None
@@ -188,6 +188,9 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     """The plan with what a run chooses when it begins: the date that a chat template writes, and its precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
+    for key, value in BEFORE.items() if resume_point else ():
+        if plan.values[key] is None:
+            plan = plan.change(key, recorded.get(key, value))
     today = recorded.get("chat_template_date") or date.today().isoformat()
     plan = plan.change("chat_template_date", plan.chat.template_date or today)
     return decide_autocast(plan, recorded if resume_point else None)

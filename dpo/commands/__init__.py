@@ -3,12 +3,16 @@
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from dpo import __version__
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, suggest
 from dpo.redaction import redact
+from dpo.settings.keys import KEYS
 from dpo.system import host
 from dpo.system.signals import end_on_stop_signals
 
@@ -45,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(usage)
         return 0
-    print(f"dpo {name} is no command\n{usage}", file=sys.stderr)
+    hint = suggest(name, COMMANDS)
+    if "=" in name:
+        hint = ": settings go to dpo train"
+    elif os.path.isdir(name):
+        hint = f": a run goes to a command, such as dpo report {name}"
+    print(f"dpo {name} is no command{hint}\n{usage}", file=sys.stderr)
     return 2
 
 
@@ -70,9 +79,31 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} must be an integer above 0")
+    if not (re.fullmatch("[0-9]{1,9}", text) and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} must be an integer from 1 to 999,999,999")
     return int(text)
+
+
+def parse_as(key: str) -> Callable[[str], Any]:
+    """A parser of numbers that a key of the config may have."""
+
+    def parse(text: str) -> Any:
+        for kind in (int, float):
+            with suppress(ValueError):
+                if KEYS[key].holds(value := kind(text)):
+                    return value
+        raise argparse.ArgumentTypeError(f"{text} must be {KEYS[key].wanted.removesuffix(', or null')}")
+
+    return parse
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--temperature", type=parse_as("sample_temperature"), help="0: the most probable token")
+    option("--top-p", type=parse_as("sample_top_p"), help="0.9: only the most probable 90 percent")
+    option("--top-k", type=parse_as("sample_top_k"), help="tokens to draw from, 0: all")
+    option("--seed", type=parse_as("seed"), default=0, help="of prompts that are chosen, and of answers (default: 0)")
+    option("--max-new-tokens", type=parse_count, default=256, help="of an answer (default: 256)")
 
 
 def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:

@@ -20,7 +20,7 @@ import transformers
 
 from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
-from dpo.commands import add_model_options, make_parser, parse_count, run_command
+from dpo.commands import add_model_options, add_sampling_options, make_parser, parse_as, parse_count, run_command
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
@@ -44,9 +44,9 @@ SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("evaluate", __doc__)
     option = parser.add_argument
-    option("model", metavar="RUN_OR_MODEL")
+    option("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a directory or a Hub id")
     option("other", metavar="OTHER", nargs="?", help="default: what training began from")
-    option("--judge", metavar="JUDGE")
+    option("--judge", metavar="JUDGE", help="human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL")
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
     option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
     option(
@@ -56,18 +56,14 @@ def main(arguments: Sequence[str]) -> int:
         help="most labelled pairs on which the judge is tested (default: 100)",
     )
     option("--out", type=Path, metavar="DIR", help="default: RUN/evaluation, or evaluation")
-    option("--seed", type=int, default=0)
-    option("--temperature", type=float, help="0: the most probable token")
-    option("--top-p", type=float)
-    option("--top-k", type=int)
-    option("--max-new-tokens", type=parse_count, default=256)
+    add_sampling_options(parser)
     option("--batch-size", type=parse_count, default=16, help="prompts answered at a time (default: 16)")
     option(
         "--template", default="helpful", help="what a server is asked: helpful, paper_dialogue, paper_summary, a file"
     )
     option("--judge-model", metavar="NAME", help="the server's model; default: the first that it names")
     option("--parallel", type=parse_count, default=8, help="calls of a server at a time (default: 8)")
-    option("--timeout", type=float, default=60, help="seconds for a call (default: 60)")
+    option("--timeout", type=parse_as("collective_timeout_secs"), default=60, help="seconds for a call (default: 60)")
     option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_model_options(parser)
@@ -111,6 +107,7 @@ def judge_answers(options: Any) -> None:
     labelled = [] if kind == "verdicts" else list_labelled(prompts, tokenizer)[: options.labelled]
     settings = {
         "model": str(origin.policy or options.model),
+        "other": options.other,
         "judge": options.judge,
         "template": options.template if kind == "server" else None,
         "prompts": options.prompts or f"held out by {options.model}",
@@ -134,7 +131,11 @@ def load_contestants(options: Any) -> tuple[list[Contestant], Origin]:
     if options.other is not None:
         panels = [load_panel(options.model, reference="none", template=options.chat_template, **trust)]
         panels.append(load_panel(options.other, reference="none", **trust))
-        return [Contestant(name_model(panel.origin), panel, panel.sides[0]) for panel in panels], panels[0].origin
+        names = [name_model(panel.origin) for panel in panels]
+        if names[0] == names[1]:
+            names = [options.model, options.other]
+        both = zip(names, panels, strict=True)
+        return [Contestant(name, panel, panel.sides[0]) for name, panel in both], panels[0].origin
     panel = load_panel(options.model, template=options.chat_template, **trust)
     if len(panel.sides) < 2:
         raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
@@ -165,7 +166,8 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
         return judges.make_server_judge(server, template)
     if kind in ("reward_model", "function") and place:
         return judges.make_scoring_judge(scorer=kind, **{kind: place})
-    raise InputError(f"--judge {options.judge} is none: see dpo evaluate --help")
+    kinds = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME, or the URL of a server"
+    raise InputError(f"--judge {options.judge} is not known: give {kinds}")
 
 
 def answer_both(contestants: Sequence[Contestant], prompts: Sequence, file: Path, options: Any) -> tuple:

@@ -27,7 +27,7 @@ from dpo.models.export import Origin, describe_export, escape_markdown, export, 
 from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
-from dpo.system.plain_files import read_json
+from dpo.system.plain_files import list_wrong, read_json
 from dpo.system.run_directory import read_record
 
 RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
@@ -106,8 +106,11 @@ def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
         texts = ["## Results", escape_markdown(describe_result(record))]
         for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
             found = read_json(result)
-            if found["settings"]["model"] == str(origin.policy):
-                sentences = [f"Judged by {result.stem.partition('-')[2]}:", *found["sentences"]]
+            form = {"settings": dict, "sentences": list}
+            if not isinstance(found, dict) or form.keys() - found.keys() or list_wrong(found, form):
+                print(f"{result} is no result of dpo evaluate, and is left out")
+            elif found["settings"].get("model") == str(origin.policy):
+                sentences = [f"Judged by {result.stem.partition('-')[2]}:", *map(str, found["sentences"])]
                 texts.append(escape_markdown(" ".join(sentences)))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
             (folder / "curves").mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 
-from dpo.commands import add_model_options, make_parser, run_command
+from dpo.commands import add_model_options, add_sampling_options, make_parser, run_command
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
@@ -59,11 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from; or none")
-    option("--temperature", type=float, help="0: the most probable token")
-    option("--top-p", type=float, help="0.9: only the most probable 90 percent")
-    option("--top-k", type=int, help="tokens to draw from, 0: all")
-    option("--seed", type=int, default=0)
-    option("--max-new-tokens", type=int, default=256)
+    add_sampling_options(parser)
     option("--format", choices=[*MEANINGS], help="form of prompts, instead of that in training")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_model_options(parser, "--template")

@@ -367,6 +367,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
                 with_margins=plan.loss.needs_margins,
                 chat=data.chat,
                 bad_records=data.bad_records,
+                holdout=data.holdout,
             )
             _check_suits(plan, name, loaded)
             held_out[name] = loaded.held_out
@@ -444,7 +445,7 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
     made_from = [
         *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
         *(data.max_length, data.max_prompt_length, data.truncation, data.unpair, data.list_pairs),
-        *(data.chat, data.bad_records, plan.online.max_new_tokens if plan.online else None),
+        *(data.chat, data.bad_records, data.holdout, plan.online.max_new_tokens if plan.online else None),
     ]
     made_from.append(hash_files([Path(inspect.getfile(get_dataset)), *PACKAGE_DIR.rglob("*.py")]))
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
@@ -457,7 +458,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         if plan.loss.mismatched and counts.prompts < 2:
             raise InputError(
                 f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another: "
-                f"give 2 prompts or more in each split; one file, of which a tenth is the test split, needs 20"
+                f"give 2 prompts or more in each split; holdout=2 makes a test split of one file"
             )
         if not plan.loss.takes_weights and counts.effective_examples is not None:
             raise InputError(

@@ -21,6 +21,7 @@ from dpo.system.plain_files import replacing
 
 BAD = "bad record"
 WARNED_FROM = 0.01  # share of the examples or records
+FEWEST_HELD_OUT = 20  # prompts of a test split, which then says something
 SHOWN = 20  # bad records, or records of a kind, that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
@@ -113,11 +114,18 @@ class PreferenceData(dict[str, Entry]):
             entry["sft_target"] = sft_target
         return entry
 
-    def hold_out(self) -> PreferenceData:
-        """Take out a random tenth of the prompts, at least one, as a test split."""
+    def hold_out(self, size: float | None = None) -> PreferenceData:
+        """Take out random prompts, at least one, as a test split: a share below 1, or so many.
+
+        None: a tenth, at least `FEWEST_HELD_OUT` and at most a third.
+        """
         prompts = list(self)
+        if size is None:
+            n_held_out = min(max(len(prompts) // 10, FEWEST_HELD_OUT), len(prompts) // 3)
+        else:
+            n_held_out = int(size * len(prompts) if size < 1 else size)
         random.Random(42).shuffle(prompts)
-        selected = set(prompts[: max(1, len(prompts) // 10)])
+        selected = set(prompts[: max(1, n_held_out)])
         self.held_out = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
         self.held_out.update((prompt, self.pop(prompt)) for prompt in list(self) if prompt in selected)
         return self.held_out
@@ -143,7 +151,7 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
     where = ""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"bad_records-{exp_name.replace('/', '_')}-"
+        prefix = f"bad_records-{exp_name.replace('/', '_')[:100]}-"
         with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
             where = f"; {file.name} names all of them"
         write_problems(
@@ -154,7 +162,8 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
 
 
 def write_problems(path: Path, problems: Iterable[Mapping]) -> None:
-    """Write one line of JSON for each problem; no file without any."""
+    """Write one line of JSON for each problem; without any, remove the file, which an earlier run may have left."""
+    path.unlink(missing_ok=True)
     if lines := [json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems]:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from dpo.data.schema import Row, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.redaction import shorten
-from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, find_suffix
+from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, check_exists, find_suffix
+from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
 NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
@@ -84,10 +85,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
     path = source.local
     if path is None or source.subset:
         return ArrowRows(_load_from_hub(source, split, cache_dir))
-    if not path.exists():
-        raise InputError(
-            f"dataset source {source.path} does not exist in {Path.cwd()}: give a directory, a file or a Hub id"
-        )
+    check_exists(source.path, "dataset source")
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     if not files:
         return ArrowRows(_load_from_hub(source, split, cache_dir))
@@ -115,6 +113,7 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
+    use_caches_without_hub()
     import datasets
 
     names = list(SPLIT_NAMES.get(split, (split,)))

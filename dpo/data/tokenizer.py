@@ -14,6 +14,8 @@ import transformers
 
 from dpo.errors import InputError, explaining, explaining_library, one_sentence
 from dpo.settings.keys import ChatPlan
+from dpo.settings.places import check_exists, find_local
+from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
 # shadows transformers' function, which writes the time at which something is rendered
@@ -22,6 +24,9 @@ DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 def explaining_load_errors(what: str, name: str):
     """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
+    check_exists(name, what)
+    if find_local(name) is None:
+        use_caches_without_hub()
 
     def explain(error: Exception) -> InputError:
         if "trust_remote_code" in str(error):

@@ -113,7 +113,7 @@ class AnswerFile:
 
     def __init__(self, path: Path):
         self.path, self.answers = path, {}
-        for line in read_lines(path, ANSWER_MARK):
+        for line in read_lines(path, ANSWER_MARK, {"key": str, "answer": str, "tokens": list, "ended": bool}):
             self.answers[line["key"]] = Answer(line["answer"], tuple(line["tokens"]), line["ended"])
 
     def add(self, key: str, answer: Answer, **facts: str) -> None:

@@ -15,14 +15,14 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, raise_problems
 from dpo.system.host import choose_device
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import read_json
 
 TEMPLATES = Path(__file__).parent / "templates"
-# a line with a verdict, such as `More helpful: "A"`; without such a label the last line counts
-CHOSEN = r"\W*(?:(?:answer|response|summary) )?(A|B|tie|neither)\b"
-LABELLED = re.compile(r"\b(?:better|preferred|more helpful|winner|verdict)\b[\w ]*\W*:" + CHOSEN, re.IGNORECASE)
-LAST = re.compile(rf"(?:[\w ]{{1,20}}:)?{CHOSEN}\W*", re.IGNORECASE)
-SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "neither": 0.5}  # of the answer that is shown as A
+# the end of a line with a verdict, such as `More helpful: "A"`; the letter alone, as "a" is also an article
+CHOSEN = r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))[^\w\n(]*(?:\([^)\n]*\))?[^\w\n]*$"
+LABELLED = re.compile(rf"\b(?i:better|preferred|more helpful|winner|verdict)\b[\w ]*[^\w\n]*:{CHOSEN}", re.MULTILINE)
+LAST = re.compile(rf"(?:[\w ]{{1,20}}:)?{CHOSEN}")
+SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # of the answer that is shown as A
 
 
 class Verdict(NamedTuple):
@@ -88,9 +88,9 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
 
 
 def read_verdict(reply: str) -> float | None:
-    """The score of answer A; None if the reply names no winner."""
+    """The score of answer A, by the last line or else the last labelled one; None if the reply names no winner."""
     last = LAST.fullmatch(reply.strip().rpartition("\n")[2])
-    chosen = LABELLED.findall(reply) or ([last[1]] if last else [])
+    chosen = [last[1]] if last else LABELLED.findall(reply)
     return SCORES[chosen[-1].lower()] if chosen else None
 
 
@@ -100,8 +100,7 @@ def read_template(name: str) -> str:
     path = file if file.exists() else Path(name).expanduser()
     ours = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.txt")))
     with explaining(OSError, lambda why: InputError(f"--template {name} is none of {ours}, and no file: {why}")):
-        check_readable(path)
-        text = path.read_text(encoding="utf-8")
+        text = read_json(path, str)
     if missing := [place for place in ("{prompt}", "{a}", "{b}") if place not in text]:
         raise InputError(f"--template {name} lacks {', '.join(missing)}, where the texts are to be")
     return text
@@ -119,15 +118,14 @@ def make_file_judge(file: str) -> Judge:
     """Verdicts of people, or of a program, as `human` saves them: {"pair": ID, "better": "left", "right" or "tie"}."""
     verdicts: dict[str, str] = {}
     with explaining(OSError, lambda why: InputError(f"--judge verdicts:{file} cannot be read: {why}")):
-        check_readable(Path(file))
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = read_json(Path(file), str.splitlines)
     for number, line in enumerate(filter(str.strip, lines), start=1):
         try:
             verdict: Mapping[str, str] = json.loads(line)
             verdicts[verdict["pair"]] = verdict["better"]
             if verdict["better"] not in ("left", "right", "tie"):
                 raise ValueError
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
             raise InputError(f"line {number} of {file} is no verdict: write {wanted}") from None
 

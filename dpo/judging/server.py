@@ -7,13 +7,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import HTTPErrorProcessor, HTTPHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 import tqdm
 
@@ -27,7 +28,8 @@ N_TRIES, WAIT_SECS = 4, 1.0  # the wait doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 LONGEST_REPLY = 512  # tokens
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
-ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError)
+ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
+OPEN = threading.local()  # the `sockets` of the call that this thread makes
 
 
 class _AsTheyCome(HTTPErrorProcessor):
@@ -38,7 +40,23 @@ class _AsTheyCome(HTTPErrorProcessor):
     https_response = http_response
 
 
-class _ConnectionHere(HTTPConnection):
+class _Listed:
+    """A connection that another thread can end, as a server may send a byte at a time for ever."""
+
+    def connect(self) -> None:
+        super().connect()
+        OPEN.sockets.append(self.sock)
+
+
+class _Connection(_Listed, HTTPConnection):
+    pass
+
+
+class _SecureConnection(_Listed, HTTPSConnection):
+    pass
+
+
+class _ConnectionHere(_Connection):
     """Checks where it leads, as a name may lead elsewhere than when it was looked up."""
 
     def connect(self) -> None:
@@ -48,9 +66,20 @@ class _ConnectionHere(HTTPConnection):
             raise OSError(f"{self.host} led to this machine before, and now to {peer}")
 
 
-class _HandlerHere(HTTPHandler):
+class _Handler(HTTPHandler):
+    connection = _Connection
+
     def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(_ConnectionHere, request)
+        return self.do_open(self.connection, request)
+
+
+class _HandlerHere(_Handler):
+    connection = _ConnectionHere
+
+
+class _SecureHandler(HTTPSHandler):
+    def https_open(self, request: Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, request)
 
 
 def _is_loopback(address: str) -> bool:
@@ -68,6 +97,30 @@ def _is_here(url: str) -> bool:
     return all(_is_loopback(str(address[0])) for *_, address in found)
 
 
+@contextmanager
+def _closing_after(seconds: float) -> Iterator:
+    """Inside, connections of this thread end when the time is up, and then this raises TimeoutError."""
+    OPEN.sockets = sockets = []
+    end = time.monotonic() + seconds
+
+    def close() -> None:
+        for connected in sockets:
+            with suppress(OSError):  # it is closed
+                connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, close)
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException):
+        if time.monotonic() < end:
+            raise
+    finally:
+        timer.cancel()
+    if time.monotonic() >= end:  # what was read may not be all
+        raise TimeoutError(f"no whole reply within {seconds:g} s")
+
+
 class Server:
     """Asks one question per call, in parallel; replies are kept in a file, so that an interrupted evaluation goes on.
 
@@ -77,8 +130,9 @@ class Server:
     def __init__(self, url: str, model: str | None, cache: Path, *, parallel: int, timeout: float):
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
-        self._replies = {line["key"]: line["reply"] for line in read_lines(cache, REPLY_MARK)}
-        handlers, self._lock = [_AsTheyCome()], threading.Lock()
+        kept = read_lines(cache, REPLY_MARK, {"key": str, "reply": str})
+        self._replies = {line["key"]: line["reply"] for line in kept}
+        handlers, self._lock = [_AsTheyCome(), _SecureHandler()], threading.Lock()
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
         if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
             raise InputError(f"the key in {' or '.join(KEYS)} has a space, line break or the like: set it without")
@@ -89,6 +143,8 @@ class Server:
             handlers += [ProxyHandler({}), _HandlerHere()]
         elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {' or '.join(KEYS)} unencrypted: give an https URL")
+        else:
+            handlers.append(_Handler())
         self._opener = build_opener(*handlers)
         self.model = model or self._find_model()
 
@@ -141,12 +197,8 @@ class Server:
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
-                end, content = time.monotonic() + self.timeout, b""
-                with self._opener.open(request, timeout=self.timeout) as response:
-                    while part := response.read1():
-                        content += part
-                        if time.monotonic() > end:
-                            raise TimeoutError("timed out")
+                with _closing_after(self.timeout), self._opener.open(request, timeout=self.timeout) as response:
+                    content = response.read()
                 if response.status // 100 == 2:
                     return json.loads(content)
                 failure = OSError(f"status {response.status}: {content.decode(errors='replace')}")

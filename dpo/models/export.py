@@ -38,7 +38,7 @@ from dpo.models.text_part import is_text_part
 from dpo.models.weights import Weights, locate_weights, read_archive
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS, Resume
-from dpo.settings.places import BUILT_IN, HUB_ID, Source
+from dpo.settings.places import BUILT_IN, HUB_ID, Source, check_exists
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json, replacing, write_json
@@ -133,6 +133,7 @@ def find_origin(
     run's. `run_plan` is the run's, whose trust `trust_remote_code`
     replaces.
     """
+    check_exists(str(path), "run or model")
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):

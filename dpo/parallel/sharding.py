@@ -398,7 +398,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
 
 
 def choose_device_map() -> str | dict[str, int] | None:
-    """A map for `dpo.models.pretrained.place_weights`."""
+    """A map for `dpo.models.pretrained.load_onto`."""
     gpus = count_gpus()
     if gpus == 0:
         return None

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,12 +17,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from dpo import __version__
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, one_sentence, suggest
 from dpo.plugins import ADDED_LOSSES
-from dpo.redaction import redact
+from dpo.redaction import is_secret, redact
 from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_added_loss, load_plugins
+from dpo.settings.places import HUB_ID, find_local
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import find_alias, find_problems, find_value_problem, suggest
+from dpo.settings.validation import find_alias, find_problems, find_value_problem
 from dpo.system.host import is_rank_0
 
 MULTIRUN, HELP, VERSION = ("-m", "--multirun"), ("-h", "--help"), "--version"
@@ -40,6 +42,7 @@ OUR_CODE_KEYS = (
     "plugins",
 )  # keys of this project by which a config can run code
 
+QUOTES = "'\""
 PARSER = OverridesParser.create()
 
 
@@ -97,6 +100,9 @@ def exit_with(problems: list[str]) -> NoReturn:
 def parse(arguments: list[str]) -> CommandLine:
     """Parse a command line; InputError for an option that is unknown, abbreviated or refused."""
     options, overrides, config_dir = [], [], None
+    for name, sign, value in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        if sign == "=":
+            raise InputError(f"{name} = {value} has spaces around =: write {name}={value}")
     remaining = iter(arguments)
     for argument in remaining:
         name, equals, value = argument.partition("=")
@@ -113,10 +119,37 @@ def parse(arguments: list[str]) -> CommandLine:
             else:
                 raise InputError(f"{name}={value} is not a directory")
         else:
-            raise InputError(f"{name} is not an option here; the options are {', '.join((*FLAGS, *WITH_VALUE))}")
+            value = value or next(remaining, "")
+            raise InputError(f"{name} is not an option here{_find_setting(name.lstrip('-').replace('-', '_'), value)}")
     _load_plugins(overrides)
     line = CommandLine(options, overrides, config_dir)
-    return line._replace(overrides=[_sign(override, line) for override in overrides])
+    placed = itertools.chain.from_iterable(_place_model(override, line) for override in overrides)
+    return line._replace(overrides=[_sign(override, line) for override in placed])
+
+
+def _find_setting(name: str, value: str) -> str:
+    """How to write a setting that was given as an option."""
+    known = name if name in KEYS else find_alias(name)
+    if known is None:
+        return f": settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
+    return f": write {known}={value or 'VALUE'}" if known in KEYS else f": here it is {known}"
+
+
+def _place_model(override: str, line: CommandLine) -> list[str]:
+    """Let `model` also name a directory or a model of the Hub; the configs of `model` go first."""
+    value = override.removeprefix("model=")
+    is_config = value in line.list_options("model")
+    if value == override or (find_local(value) is None and not HUB_ID.fullmatch(value)):
+        return [override]
+    if is_rank_0():
+        taken = f"its config; the directory is model=./{value}" if is_config else f"model.name_or_path={value}"
+        print(f"model={value} is taken for {taken}", file=sys.stderr)
+    return [override] if is_config else ["model=blank_model_bfloat16", f"model.name_or_path={_quote(value)}"]
+
+
+def _quote(value: str) -> str:
+    escaped = value.replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _load_plugins(overrides: Sequence[str]) -> None:
@@ -168,6 +201,9 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     for file in Path(line.config_dir).rglob("*.yaml") if line.config_dir else ():
         if (CONFIG_DIR / (name := file.relative_to(line.config_dir))).exists():
             problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
+    chosen = dict(override.lstrip("+").split("=", 1) for override in line.overrides if "=" in override)
+    if chosen.get("experiment") == "modern" and chosen.get("lora", "none") != "none" and "lr" not in chosen:
+        problems.append("experiment=modern has a learning rate for all weights: give experiment=modern_lora, or lr")
     # what depends on a refused override is not known
     unknown = tuple(f"{parse_key(override)}." for override, sentence in found.items() if sentence)
     accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
@@ -226,16 +262,22 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     try:
         parsed = PARSER.parse_override(override)
     except HydraException:
-        return f"{key}={value} cannot be read: write '{key}=\"VALUE\"' around spaces, commas, brackets and the like"
+        if is_secret(key):
+            value = "VALUE"
+        return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={_quote(value.strip(QUOTES))}')}"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
-        return f"{key}={value} has several values: give one, write [A,B] for a list, or -m A,B to run each in turn"
+        number = re.sub(r"(\d),(\d+)", r"\1.\2", value) if re.fullmatch(r"-?\d+,\d+", value) else "ONE"
+        return (
+            f"{key}={value} has several values: write {key}={number}, [A,B] for a list, or -m A,B to run each in turn"
+        )
     group = key.partition("@")[0]
     if options := line.list_options(group):
         for option in [str(PARSER.parse_override(job).value()) for job in split_sweep(override)]:
             if name := find_alias(option) if option not in options else None:
                 return f"{group}={option}: here it is {name}"
             if option not in options:
-                return f"{group}={option} is not one of {', '.join(options)}{suggest(option, options)}"
+                other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
+                return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
         return None
     # a key or a section
     is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS) or key.split(".")[0] in OPEN_MAPPINGS

@@ -168,6 +168,7 @@ class ChatPlan(NamedTuple):
 class DataPlan(NamedTuple):
     datasets: str | list[str]
     dataset_sources: Mapping  # no key of KEYS: `places.py` checks it
+    holdout: Positive | None
     bad_records: Literal["refuse", "skip"]
     unpair: bool
     list_pairs: Literal["all", "best_worst"]
@@ -245,6 +246,7 @@ class Key(NamedTuple):
     holds: Callable[[Any], bool]
     wanted: str  # completes "must be"
     resume: Resume
+    choices: tuple[str, ...]  # all values, if they are names
 
 
 def is_text(value: Any) -> bool:
@@ -287,7 +289,7 @@ def read_key(annotation: Any) -> Key:
             return may_be_null
         return bool(has_type(value)) and (plain not in (int, float) or is_within(value, bounds))
 
-    return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume)
+    return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume, choices)
 
 
 def is_within(value: float, bounds: str) -> bool:
@@ -328,6 +330,7 @@ def load_plugins(files: Any) -> None:
         KEYS.update(_list_keys())
 
 
+BEFORE = {"holdout": 0.1}  # what holds for runs that were made before there was such a key, and that give none
 REMOVED = {  # patterns of keys and values that went: the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
     ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",

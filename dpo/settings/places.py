@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.errors import InputError, explaining_library, one_sentence, suggest
 from dpo.plugins import DATASETS, READERS
 from dpo.redaction import shorten
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import write_file
-from dpo.system.run_directory import get_local_dir
+from dpo.system.run_directory import RECORD, get_local_dir
 
 # Hub ids of the datasets that preference_datasets.py loads, all in HH's format; the demo has none
 BUILT_IN = {
@@ -69,6 +69,24 @@ def find_suffix(name: str) -> str:
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
+def find_local(name: str) -> Path | None:
+    """The local path that a name stands for; None if it may be a Hub id."""
+    path = Path(os.path.expanduser(name))
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name) or path.exists()
+    # else a run that is not there would be looked for on the Hub
+    is_run = "/" in name and any(path.parent.glob(f"*/{RECORD}"))
+    return path if is_path or is_run else None
+
+
+def check_exists(name: str, what: str = "") -> None:
+    """Raise InputError, with `what` should be there, for a path where nothing is, before a Hub is asked for it."""
+    path = find_local(name)
+    if path is not None and not path.exists():
+        near = suggest(path.name, os.listdir(path.parent), likeness=0.5) if path.parent.is_dir() else ""
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise InputError(f"{what} {path} does not exist{where}{near}".lstrip())
+
+
 class Source(NamedTuple):
     path: str  # local, or a Hub id
     revision: str | None = None  # of a Hub id: a branch, tag or commit
@@ -109,9 +127,7 @@ class Source(NamedTuple):
     @property
     def local(self) -> Path | None:
         """The local path; None if it may be a Hub id."""
-        path = Path(os.path.expanduser(self.path))
-        is_path = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path)
-        return path if is_path or path.exists() else None
+        return find_local(self.path)
 
     @property
     def has_no_splits(self) -> bool:
@@ -154,12 +170,16 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
         return
     if taken := BUILT_IN.keys() & DATASETS:
         yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of ours: choose others")
-    if unknown := [name for name in datasets if not has_source(name, sources)]:
-        sentence = (
-            f"datasets names {', '.join(unknown)}: it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub "
-            "id, or named like another dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
-        )
-        yield Problem("datasets", sentence)
+    for name in datasets:
+        try:
+            if not has_source(name, sources):
+                check_exists(name)
+                raise InputError(
+                    f"it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub id, or named like another "
+                    "dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
+                )
+        except InputError as error:
+            yield Problem("datasets", f"datasets names {name}: {error}")
     for name, value in sources.items():
         try:
             if value is not None:

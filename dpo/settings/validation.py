@@ -1,6 +1,5 @@
 """Config validation: all problems are reported at once, before anything is loaded. Imports no torch."""
 
-import difflib
 import json
 import os
 import re
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpo import plugins
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, one_sentence, suggest
 from dpo.losses import LOSSES
 from dpo.numbers import count
 from dpo.settings import keys
@@ -60,6 +59,8 @@ def list_conflicts(p: Plan) -> list[tuple]:
          "fsdp_frozen_weights=whole rounds the base, from which a second model as reference would then differ: set "
          "lora.reference=base, or leave it out"),
         # --- lengths and intervals
+        ((data.holdout or 0) > 1 and data.holdout % 1,
+         f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
         (data.max_prompt_length >= data.max_length,
          f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}, or no token is left "
          "for a response"),
@@ -251,18 +252,15 @@ def find_value_problem(key: str, value: Any) -> str | None:
     allowed = KEYS[key]
     how_to_set = f"give {key}=VALUE, {allowed.wanted}"
     if key == "model.name_or_path":
-        how_to_set = f"choose model=pythia28 or another of config/model, or give {key}=DIR_OR_HUB_ID"
+        how_to_set = "give model=DIR_OR_HUB_ID, or choose model=pythia28 or another of config/model"
     if value == MISSING:
         return f"{key} is not set: {how_to_set}"
     if "${" in str(value):
         return f"{key}={value} cannot be resolved: {how_to_set}"
-    return None if allowed.holds(value) else f"{key}={_as_typed(value)} must be {allowed.wanted}"
-
-
-def suggest(given: str, names: Sequence[str]) -> str:
-    """ ": did you mean NAME?" if a name is similar to what was given, else ""."""
-    similar = difflib.get_close_matches(given.lower(), names, n=1)
-    return f": did you mean {similar[0]}?" if similar else ""
+    if allowed.holds(value):
+        return None
+    hint = suggest(str(value), allowed.choices)
+    return f"{key}={_as_typed(value)}{hint and f'{hint} It'} must be {allowed.wanted}"
 
 
 def _as_typed(value: Any) -> Any:
@@ -286,7 +284,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         _leave_removed_out(config, path)
         if config.get("plugins") and config["loss"]["name"] not in LOSSES:
             del config["loss"]  # a plugin's, which decides nothing for those who read an earlier run's config
-        plan = resolve(config)
+        plan = resolve({**keys.BEFORE, **config})
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
     recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}

@@ -9,12 +9,16 @@ import mmap
 import os
 import re
 import resource
+import socket
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from dpo.redaction import redact
 
@@ -221,3 +225,19 @@ def list_own_gpus(*, multi_process: bool) -> list[int]:
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))
+
+
+@cache
+def use_caches_without_hub() -> None:
+    """Let libraries read their caches alone where the Hub's name is not known: each would try for a minute."""
+    import huggingface_hub
+
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    if getproxies():  # which look names up themselves
+        return
+    try:
+        socket.getaddrinfo(hub.hostname, hub.port)
+    except OSError as error:
+        print(f"{hub.hostname} is not known here ({error}): only what was fetched before can be used", file=sys.stderr)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
+        huggingface_hub.constants.HF_HUB_OFFLINE = True

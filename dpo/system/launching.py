@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, NamedTuple
 
-from dpo.errors import InputError, RunError, find_advice, is_lost_contact
+from dpo.errors import InputError, RunError, explaining, find_advice, is_lost_contact
 from dpo.redaction import redact
 from dpo.system.host import (
     count_gpus,
@@ -66,6 +66,8 @@ def launch(
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
         end_process("", status)
     elif process_group:
+        if port is not None:
+            check_port("fsdp_port", port)
         _spawn(worker, world_size, args, port=port or get_open_port(), timeout_secs=timeout_secs)
     else:
         keep_freed_memory()
@@ -116,6 +118,12 @@ def get_open_port() -> int:
         return server.getsockname()[1]
 
 
+def check_port(name: str, port: int) -> None:
+    """Raise InputError for a port that another program has, before other ranks wait there."""
+    with explaining(OSError, lambda why: InputError(f"{name}={port} cannot be used: {why}; choose another port")):
+        socket.create_server(("", port)).close()
+
+
 def choose_backend() -> str:
     return "nccl" if count_gpus() else "gloo"
 
@@ -164,6 +172,8 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     status, message = DONE, ""
     try:
         # let a stop signal kill this process, as no Python handler could run during the calls below
+        if serves_store:
+            check_port("MASTER_PORT", port)
         with handling_signals(signal.SIG_DFL):
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own

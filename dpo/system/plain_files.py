@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining, one_sentence
 
 LONGEST_MARK = 2**14  # characters
 
@@ -96,17 +96,24 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
 
 
-def read_lines(path: Path, mark: str) -> Iterator:
-    """Yield the values of JSON lines to which `append_line` adds, if there is such a file.
+def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
+    """Yield the objects of JSON lines to which `append_line` adds, if there is such a file.
 
-    A last line that was cut off, as by a kill, is removed. InputError for a file that does not begin as `mark` says.
+    A last line that was cut off, as by a kill, is removed. InputError for a file that does not begin as `mark` says, or
+    a line that is no object with values of the types in `form`.
     """
     check_own(path, mark)
     if path.exists():
         content = path.read_bytes()
         end = content.rfind(b"\n") + 1
         os.truncate(path, end)
-        yield from map(json.loads, content[:end].splitlines())
+        for number, line in enumerate(content[:end].splitlines(), start=1):
+            where = f"line {number} of {path} cannot be read: move the file away, so that it is written anew"
+            with explaining((ValueError, RecursionError), lambda why, where=where: InputError(f"{where} ({why})")):
+                value = json.loads(line)
+                if not isinstance(value, dict) or form.keys() - value.keys() or list_wrong(value, form):
+                    raise ValueError(f"it needs {', '.join(form)}")
+                yield value
 
 
 def append_line(path: Path, value: Any) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -31,10 +32,12 @@ from dpo.system.signals import Stopped
 # files of a run
 LOCK = ".lock"
 REPORT = Path("report", "report.html")  # with report=true
+LOCK_TRIES = 50  # within a second
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 RUN_LOG = "log.txt"  # only appended to
+RECORD = "env.json"  # the facts of a run
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
-FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, RUN_LOG)
+FILES = (LOCK, "config.yaml", RECORD, "preflight.json", PROBLEMS, RUN_LOG)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 RECORD_FORM = {"run": str, "seconds_before": (float, NoneType)}  # types of what is read of env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
@@ -59,7 +62,7 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
     if not read_record(run_dir):
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
-    if lock.is_file() and lock.read_bytes()[: len(HOLDER)] in (HOLDER.encode(), b""):
+    if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
         names.remove(LOCK)  # of a run that was killed while it started
     if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
@@ -74,7 +77,13 @@ def lock_run_dir(run_dir: Path) -> IO:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(LOCK_TRIES):  # a report that looks at the run holds the lock for a moment
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(1 / LOCK_TRIES)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         with file:
             file.seek(0)
@@ -153,7 +162,7 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
 def read_record(run_dir: Path) -> dict:
     """The facts in `env.json`; empty unless `write_record` wrote them."""
     try:
-        facts = read_json(run_dir / "env.json")
+        facts = read_json(run_dir / RECORD)
         datetime.fromisoformat(facts["started"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}
@@ -168,7 +177,7 @@ def add_to_record(run_dir: Path, **new_facts: Any) -> None:
 
 
 def _write_facts(run_dir: Path, facts: dict) -> None:
-    with replacing(run_dir / "env.json") as temporary:
+    with replacing(run_dir / RECORD) as temporary:
         write_json(temporary, facts)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining, one_sentence
+from dpo.system.plain_files import check_readable
 from dpo.system.signals import Stopped
 
 
@@ -22,6 +23,8 @@ def load_module(file: Path, problem: str) -> ModuleType:
     A file that is already a module of its name is not run again.
     """
     name = file.stem
+    with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
+        check_readable(file)
     # the loader is given, so that a file of another suffix, or none, fails when it is read
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     former = sys.modules.get(name)
@@ -47,9 +50,18 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
         raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
 
 
+class _Finder(modulefinder.ModuleFinder):
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        """Leave out a directory without `__init__.py`, such as W&B's, at which Python's own method fails."""
+        folders = [Path(folder, name) for folder in path or self.path]
+        if any(folder.is_dir() and not (folder / "__init__.py").exists() for folder in folders):
+            raise ImportError(name)
+        return super().find_module(name, path, parent)
+
+
 def hash_code(file: Path) -> str:
     """Hash a file and what it imports from its directory, also inside functions."""
-    finder = modulefinder.ModuleFinder(path=[str(file.parent)])
+    finder = _Finder(path=[str(file.parent)])
     finder.run_script(str(file))
     paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)

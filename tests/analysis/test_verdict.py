@@ -28,10 +28,23 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
 @pytest.mark.parametrize(
     ("n", "prompts", "accuracy", "says"),
     [
-        (5, 5, 1.0, "chosen response gained on the rejected one (95 % interval 57 % to 100 %): 5 pairs are too few"),
+        (9, 9, 1.0, "chosen response gained on the rejected one: 9 pairs are too few to judge; about 100 would do"),
         (1, 1, 1.0, "1 pair is too few"),
         (256, 256, 2 / 3, "In 171 of 256 held-out pairs the chosen response gained"),
-        (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do"),  # of 20 prompts
+        (
+            20,
+            20,
+            0.8,
+            "In 16 of 20 held-out pairs the chosen response gained on the rejected one (95 % interval 58 % to 92 %): "
+            "better than by chance.",
+        ),
+        (
+            20,
+            20,
+            0.6,
+            "(95 % interval 39 % to 78 %): no better than by chance, as far as 20 pairs tell; about 100 would",
+        ),
+        (256, 20, 2 / 3, "no better than by chance, as far as 256 pairs, which count as 20, tell"),  # of 20 prompts
         (256, 256, 0.3, "worse than by chance"),
     ],
 )
@@ -79,10 +92,10 @@ def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
     ("loss", "last", "counts", "says"),
     [
         ("kto", {"rewards_eval/auc": 1.0}, {"examples": 6, "prompts": 6, "desirable": 3, "undesirable": 3},
-         "an undesirable one 100 % of the time (95 % interval 44 % to 100 %): 3 desirable and 3 undesirable"),
+         "an undesirable one 100 % of the time: 3 desirable and 3 undesirable responses are too few"),
         ("kto", {"rewards_eval/auc": 0.75}, {"desirable": 128, "undesirable": 128},
          "75 % of the time (95 % interval 67 % to 82 %): better"),
-        ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 246, "undesirable": 10}, "10 undesirable responses are too"),
+        ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 252, "undesirable": 4}, "4 undesirable responses are too"),
         ("kto", {}, {"desirable": 256, "undesirable": 0}, "The held-out loss fell from 40 to 30."),  # labels are alike
         ("plackett_luce", {"rewards_eval/accuracies": 0.65}, {"examples": 40, "prompts": 40},
          "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 50 % to 78 %)"),

@@ -77,14 +77,14 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
 
     said = capsys.readouterr().out
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
-    assert re.search(r"train: 54 examples of 27 prompts; desirable: \d+; undesirable: \d+\n", said)
+    assert re.search(r"train: 40 examples of 20 prompts; desirable: \d+; undesirable: \d+\n", said)
     assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(tmp_path / "run", "train"))
     for row in read_ledger(tmp_path / "run").to_pylist():
         assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* needs 20"):
+    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* holdout=2 makes"):
         run("other", *settings)
 
 

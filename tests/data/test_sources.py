@@ -121,24 +121,35 @@ def test_a_split_is_found_by_its_name(tmp_path, split, names, found):
     assert sorted(tmp_path.rglob("*")) == before  # no cache and no lock
 
 
-def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path):
-    # 20 prompts of two rows each: a tenth, 2 prompts, is test
-    rows = [{"prompt": f"{i % 20}:", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(40)]
+@pytest.mark.parametrize(
+    ("holdout", "n_prompts", "n_test"),
+    [
+        *[(None, 3, 1), (None, 30, 10), (None, 60, 20), (None, 300, 30)],  # a tenth, at least 20 and at most a third
+        *[(0.1, 2, 1), (0.1, 70, 7), (0.25, 20, 5), (1, 20, 1), (12.0, 20, 12)],
+    ],
+)
+def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, holdout, n_prompts, n_test):
+    rows = [{"prompt": f"{i}:", "chosen": f" {i} {k}", "rejected": " no"} for k in range(2) for i in range(n_prompts)]
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", rows))}
-    train, test = (get_dataset("mine", split, dataset_sources=source) for split in ("train", "test"))
+    train, test = (get_dataset("mine", s, dataset_sources=source, holdout=holdout) for s in ("train", "test"))
 
-    assert len(test) == 2
+    assert len(test) == n_test
     assert not set(train) & set(test)
-    assert set(train) | set(test) == {f"{i}:" for i in range(20)}
+    assert set(train) | set(test) == {f"{i}:" for i in range(n_prompts)}
     assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
-    assert ["a tenth of the prompts" in note and note.endswith("2 of 20") for note in test.notes].count(True) == 1
+    assert any(f": {n_test} of {n_prompts} prompts; holdout=NUMBER gives another" in note for note in test.notes)
 
 
-def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
-    source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR]))}
-    assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
-    with refused(r"mine \(.*all.jsonl\) has no examples in its train split"):
+def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path):
+    source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR])), "split": str(tmp_path)}
+    with refused(r"mine \(.*all.jsonl\) has 1 different prompt, too few to hold some out: add some"):
         get_dataset("mine", "train", dataset_sources=source)
+    with refused("holdout=2 takes all of them: give less"):
+        get_dataset("mine", "train", dataset_sources=source, holdout=2)
+    for split in ("train", "test"):
+        write_rows(tmp_path / f"{split}.jsonl", [PAIR])
+    data = get_dataset("split", "train", dataset_sources=source, holdout=2)
+    assert "holdout=2 has no effect on split, which has a test split" in data.notes
 
 
 SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV"

@@ -111,7 +111,9 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, who
     run("run", *PRUNED, "n_examples=8")
     full = start("resume=auto", fault=partial(limit_file_size, 500_000))
     assert full.wait() == 1
-    assert re.search(r"checkpoint \S+step-16 could not be written \(.*\); earlier ones are intact", full.text)
+    assert re.search(
+        r"checkpoint \S+step-16 could not be written: the disk is full; earlier ones are intact", full.text
+    )
     assert {path.name for path in find_checkpoints(tmp_path / "run")} == {"step-8"}
     assert_continues(start, whole, tmp_path / "run")
 

@@ -26,22 +26,40 @@ LORA = "lora=lora lr=1e-4 model.archive=null"
 REFUSED = [
     # --- overrides
     ("lr", "lr is not an override: write NAME=VALUE"),
-    ("'datasets=/data/my rows (1).csv'", "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"VALUE\"'"),
-    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: give one, write [A,B] for a list, or -m "),
+    (
+        "'datasets=/data/my rows (1).csv'",
+        "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"/data/my rows (1).csv\"'",
+    ),
+    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: write loss.beta=ONE, [A,B] for a list, or "),
     ("-m model=glob(*)", "model=glob(*) has several values"),
     # --- keys and options
     ("Lr=1", "unknown key Lr: did you mean lr?"),
     ("los=dpo", "unknown key los: did you mean loss?"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
-    ("lora=x", "lora=x is not one of lora, none, qlora"),
+    ("lora=x", "lora=x is unknown (there are lora, none, qlora)"),
     # whether there is a beta is not known
-    ("loss=dppo loss.beta=0.1", f"loss=dppo is not one of {', '.join(sorted(LOSSES))}: did you mean dpo?"),
+    (
+        "loss=dppo loss.beta=0.1",
+        f"loss=dppo is unknown: did you mean dpop or dpo? (there are {', '.join(sorted(LOSSES))}",
+    ),
+    ("loss=dop loss.beta=0.1", "loss=dop is unknown: did you mean dpo or dpop?"),
+    ("model=pythia", "model=pythia is unknown: did you mean pythia28? (model=DIR_OR_HUB_ID takes any other; there are"),
+    ("lr = 2e-5", "lr = 2e-5 has spaces around =: write lr=2e-5"),
+    ("--learning-rate 2e-5", "--learning-rate is not an option here: write lr=2e-5"),
+    ("--beta=1", "--beta is not an option here: settings are NAME=VALUE"),
+    ("--epochs=3", "--epochs is not an option here: write n_epochs=3"),
+    ("loss=dpo loss.beta=0,1", "loss.beta=0,1 has several values: write loss.beta=0.1, [A,B]"),
+    (
+        "experiment=modern lora=lora",
+        "experiment=modern has a learning rate for all weights: give experiment=modern_lora",
+    ),
+    ("holdout=2.5", "holdout=2.5 must be a share below 1, or a whole number of prompts"),
     ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft"),
     # --- values
     # and nothing of local_run_dir, which is made from it
     ("exp_name=???", "exp_name is not set: give exp_name=VALUE, a text"),
-    ("model.name_or_path=???", "model.name_or_path is not set: choose model=pythia28"),
+    ("model.name_or_path=???", "model.name_or_path is not set: give model=DIR_OR_HUB_ID, or choose"),
     ("loss=dpo", "loss.beta is not set: give loss.beta=VALUE, a number above 0"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
     ("lr='${lr}'", "lr=${lr} cannot be resolved"),
@@ -51,11 +69,11 @@ REFUSED = [
     (f"{DPO} loss.label_smoothing=0.5", "loss.label_smoothing=0.5 must be a number in [0, 0.5)"),
     ("lr=nan", "lr=nan must be a number above 0"),
     ("lr={}", "lr={} must be a number above 0"),
-    ("schedule=cos", "schedule=cos must be one of constant, linear, cosine"),
+    ("schedule=cos", "schedule=cos: did you mean cosine? It must be one of constant, linear, cosine"),
     ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     # --- datasets
     ("datasets=3", "datasets=3 must be a text, or a list of distinct ones"),
-    ("datasets=[no/such/pairs]", f"datasets names no/such/pairs: it is none of {NAMES}, no file or"),
+    ("datasets=[no/such/pairs]", "datasets names no/such/pairs: no/such/pairs does not exist in"),
     ("datasets=[me/a,you/a]", f"datasets names you/a: it is none of {NAMES}, no file or"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
