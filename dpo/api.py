@@ -10,8 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -19,7 +20,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
 from dpo.redaction import redact
-from dpo.settings.command_line import check_command_line, parse_key
+from dpo.settings.command_line import PARSER, check_command_line, parse_key
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
@@ -34,10 +35,14 @@ POLL_SECS = 0.3
 START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 
 
-class Result(NamedTuple):
+@dataclass(repr=False)
+class Result:
     """What a run left in its directory; also of a run that still trains, or that a command line started."""
 
     directory: Path
+
+    def __post_init__(self) -> None:
+        self.directory = Path(self.directory)
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -73,20 +78,30 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     """Train as `dpo train` does, under a progress bar.
 
     `keys` are `{"loss": "dpo", "loss.beta": 0.1}`, or what a command line has, `"loss=dpo loss.beta=0.1"`. `data`, in
-    place of the key `datasets`, has the rows of docs/formats.md: a list of mappings or a `datasets.Dataset`. Raises
-    InputError for bad input, and RunError for a run that fails. If it is interrupted, the run first saves a checkpoint.
+    place of the key `datasets`, is a path, or has the rows of docs/formats.md: a list of mappings, a `DataFrame` or a
+    `datasets.Dataset`. Raises InputError for bad input, and RunError for a run that fails. If it is interrupted, the
+    run first saves a checkpoint.
     """
     if isinstance(keys, Mapping):
         overrides = [f"{key}={_write(value)}" for key, value in keys.items()]
     else:
         overrides = shlex.split(keys) if isinstance(keys, str) else [*keys]
-    given = {parse_key(override) for override in overrides}
-    if data is not None:
-        stored = store_rows({"datasets": data})
+    given = {parse_key(override): override for override in overrides}
+    if data is None and not given.keys() & {"datasets", "experiment"}:
+        raise InputError("there is no data: give data=ROWS, or the key datasets")
+    if data is not None and "datasets" in given:
+        raise InputError("data and the key datasets exclude each other: give one of them")
+    if isinstance(data, (str, Path)):
+        overrides.append(f"datasets={_write([data])}")
+    elif data is not None:
+        if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
+            data = data.to_dict("records")
+        place = given.get("local_dirs")
+        stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
         if "dataset_sources" not in stored:
-            raise InputError(f"data is {redact(repr(data))[:100]}: give a list of mappings, or one split of a Dataset")
+            raise InputError(f"data is {redact(repr(data))[:100]}: give a list of rows, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
-    if not given & {"exp_name", "experiment"}:
+    if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
     return Result(_train(overrides))
 

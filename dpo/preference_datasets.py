@@ -196,11 +196,11 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        origin = source.path if source.has_no_splits else f"{source.path} ({split})"
+        origin = source.label if source.has_no_splits else f"{source.label} ({split})"
         rows = _read(load_rows(source, split, cache_dir), source.reader)
         data = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
     if source.has_no_splits and name != "se":  # se makes its own test split
-        return _split(data, split, holdout, f"{name} ({source.path})")
+        return _split(data, split, holdout, f"{name} ({source.label})")
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split: add some")
     return _note_idle(data, split, holdout, name)
@@ -252,7 +252,12 @@ def check_columns(plan: Plan) -> None:
         source = Source.parse(name, value)
         if source.local is None:
             continue
-        options = {"name": name, "origin": source.path, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
+        options = {
+            "name": name,
+            "origin": source.label,
+            "trains_on": trains_on,
+            "with_margins": plan.loss.needs_margins,
+        }
         try:
             recognize(_read(load_rows(source, "train", limit=N_INSPECTED), source.reader), source.columns, **options)
         except InputError:

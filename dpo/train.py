@@ -101,6 +101,7 @@ def dry_run(plan: Plan) -> None:
     Raises InputError wherever the run would, except if it has more processes than this machine has GPUs.
     """
     from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
+    from dpo.data.preflight import describe_example
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.preference_datasets import check_columns, load_data
@@ -117,6 +118,7 @@ def dry_run(plan: Plan) -> None:
     check_parts(plan)
     data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
     check_inputs(resume_point, data, find_model_config(plan))
+    print(*describe_example(plan, data), sep="\n")
     if resume_point is None:
         print(list_first_tasks(plan))
     if plan.online:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import datasets
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,8 +77,22 @@ def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
 def test_bad_input_is_an_error_with_all_problems(keys):
     with refused(r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
-    with refused(r"data is 'rows.csv': give a list of mappings"):
+    with refused(r"data is 3: give a list of rows"):
+        dpo.run(keys, data=3)
+    with refused("datasets names rows.csv: rows.csv does not exist"):
         dpo.run(keys, data="rows.csv")
+    with refused("there is no data: give data=ROWS"):
+        dpo.run(keys)
+    with refused("data and the key datasets exclude each other"):
+        dpo.run({**keys, "datasets": "demo"}, data=ROWS)
+    with refused(r"record 3 of data: chosen is missing"):
+        dpo.run({**keys, "dry_run": True}, data=[*ROWS[:2], {"prompt": "?"}, *ROWS])
+
+
+def test_a_table_of_pandas_is_trained_on_and_lies_where_local_dirs_says(keys, tmp_path):
+    result = dpo.run({**keys, "dry_run": True, "local_dirs": [str(tmp_path / "mine")]}, data=pd.DataFrame(ROWS))
+    assert len(list((tmp_path / "mine").glob("*/dpo-rows/*.jsonl"))) == 1
+    assert dpo.Result(str(result.directory)) == result
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from dpo.analysis.verdict import (
     share_interval,
 )
 from dpo.numbers import count, figure, percent, signed
-from dpo.settings.keys import HELD_OUT_SCORE
+from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
 FEWEST_UPDATES = 20  # fewer say too little
@@ -112,7 +112,10 @@ def without_effect(run: Run) -> str:
 
 
 def clipped(run: Run) -> str:
+    """Not with optimizers to whose steps the norm makes no difference."""
     limit, norms = number(run.setting("max_grad_norm")), run.train.points("grad_norm")[1]
+    if run.setting("optimizer") in STEPS_OF_LR:
+        return ""
     share = (norms > limit).mean() if len(norms) >= FEWEST_UPDATES else 0.0
     return f"grad_norm above {figure(limit)} in {percent(share)} of the updates" if share >= 0.9 else ""
 

@@ -45,13 +45,16 @@ def read_requirements() -> list[Requirement]:
 def list_problems() -> list[str]:
     """Print what there is, and return what is wrong."""
     problems, installed, optional = [], [f"python {platform.python_version()}"], []
-    for requirement in read_requirements():
+    requirements = read_requirements()
+    # of extras that are not used
+    incomplete = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
+    for requirement in requirements:
         name, wanted = requirement.name, requirement.specifier
         if not is_installed(name) and requirement.marker:
             optional.append(name)
         elif not is_installed(name):
             problems.append(f"{name} is not installed: pip install {name}")
-        elif wanted.contains(version(name), prereleases=True):
+        elif wanted.contains(version(name), prereleases=True) or str(requirement.marker) in incomplete:
             installed.append(f"{name} {version(name)}")
         else:
             problems.append(f"{name} {version(name)} does not fit: pip install '{name}{wanted}'")

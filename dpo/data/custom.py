@@ -18,6 +18,7 @@ from dpo.data.schema import (
     PreferenceData,
     Record,
     Row,
+    TableRow,
     common_start,
     get_field,
     list_bad,
@@ -79,6 +80,9 @@ def get_custom(
     if bad and (bad_records == "refuse" or not data):
         raise BadRecordsError(name, bad)
     data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
+    if trains_on == "targets" and "rejected" in recognized.used:
+        kept, left = (recognized.used[field] for field in ("chosen", "rejected"))
+        data.notes.append(f"{origin}: loss=sft learns {kept} and does not use {left}; loss=dpo trains on such pairs")
     if data and reader.has_template and not reader.holds_chats:
         prompt, entry = next(iter(data.items()))
         seen = f"{redact(prompt)[-SHOWN:]!r} + {shorten(''.join(entry['responses'][:1]))}"
@@ -139,7 +143,8 @@ class _Reader:
                 noticed += record.noticed
                 records.append(record._replace(row=number, noticed=()))
             except InputError as error:
-                place = "" if error is row else f"record {number} of {self.origin}: "  # a row's own error names it
+                name = f"row {row.number}" if isinstance(row, TableRow) else f"record {number}"
+                place = "" if error is row else f"{name} of {self.origin}: "  # a row's own error names it
                 bad.append((number, redact(f"{place}{error}")))
         return Chunk(records, bad, template.changes, noticed)
 
@@ -219,7 +224,7 @@ def read_record(row: Mapping, used: Mapping[str, str], tokenizer: Any, *, as_cha
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
         prompt, responses = _read_answers(row, used, row, columns, noticed)
     if not prompt:
-        raise InputError("the prompt is empty: give it a value")
+        raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
     if isinstance(prompt, str):  # tokenization appends EOS
         responses = [remove_final_eos(text, tokenizer) for text in responses]
         if as_chat:

@@ -67,7 +67,8 @@ COUNTS = (  # that the terminal shows
     *("contradictory_labels", "identical_pairs", "control_tokens", "too_long"),
     *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
 )
-WARNINGS = {  # of these counts: what happens, and what changes it; all but the last are of tokens
+WARNINGS = {  # of these counts: what happens, and what changes it
+    "empty_responses": "a response is empty: remove such records, unless an empty answer is what you mean",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
     "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove "
@@ -127,7 +128,8 @@ class SplitReport:
         yield "; ".join(parts)
         for name, warning in WARNINGS.items():
             n = getattr(self, name)
-            total = {"too_long": self.examples + n, "identical_pairs": self.examples}.get(name, self.tokenized)
+            of_texts = {"empty_responses": self.examples, "identical_pairs": self.examples}
+            total = {"too_long": self.examples + n, **of_texts}.get(name, self.tokenized)
             if n and n >= WARNED_FROM * total:
                 yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
 
@@ -483,6 +485,15 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
             f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
             f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
         )
+
+
+def describe_example(plan: Plan, data: TrainingData) -> Iterator[str]:
+    """The first example as the model sees it."""
+    limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
+    [example] = encode_examples(read_examples(data.train, [(0, 0)]), data.encode, **limits)
+    for name, ids in zip(("prompt", *example.roles), (example.prompt, *example.responses), strict=True):
+        text = data.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        yield f"{name} of the first example: {redact(text)!r}"
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:

@@ -40,6 +40,12 @@ RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a cha
 READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
 
 
+class TableRow(dict):
+    """A row of a CSV file, with the number that a spreadsheet shows."""
+
+    number = 0
+
+
 class Record(NamedTuple):
     """A prompt and its responses, from their row to their examples."""
 

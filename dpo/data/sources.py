@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.schema import Row, is_message
+from dpo.data.schema import Row, TableRow, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.redaction import shorten
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, check_exists, find_suffix
@@ -257,7 +257,7 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
     header = []
     end = 0  # line on which the last record ends
     try:
-        for fields in reader:
+        for number, fields in enumerate(reader, start=1):
             begin, end = end + 1, reader.line_num
             if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
                 continue
@@ -275,7 +275,9 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
                     f"names of the columns"
                 )
             else:
-                yield {name: field for name, field in zip(header, fields, strict=False) if name}
+                row = TableRow((name, field) for name, field in zip(header, fields, strict=False) if name)
+                row.number = number
+                yield row
     except csv.Error as error:
         raise InputError(
             f"{file} cannot be read: {error}, in the record that begins on line {end + 1}: quote a field that "

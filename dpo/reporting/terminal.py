@@ -12,6 +12,7 @@ from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.plan import Plan
 
 LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # of a task, filled in by tqdm
+BAR = "{percentage:3.0f}% {remaining} left |{bar}| {desc} {n_fmt}/{total_fmt}{postfix}"  # fits 80 columns
 LINE_SECS = 10  # time between lines about a long task in a log file
 SHOWN_METRICS = {  # of an update: label and significant digits
     "loss/train": ("loss", 4),
@@ -56,11 +57,13 @@ class Progress(Callback):
 
     def on_update(self, update: Update) -> None:
         metrics, n_examples = update.metrics, self._bars[-1].total * self.batch_size
-        facts = [f"{update.number * self.batch_size:,}/{count(n_examples, 'example')}"]
+        facts = []
         for name, (label, digits) in SHOWN_METRICS.items():
             if name in metrics:
                 facts.append(f"{label} {compact(metrics[name], digits)}")
-        facts.append(f"{compact(metrics['examples_per_second'])} ex/s")
+        if not self.show_bar:
+            facts.insert(0, f"{update.number * self.batch_size:,}/{count(n_examples, 'example')}")
+            facts.append(f"{compact(metrics['examples_per_second'])} ex/s")
         self._show(update.number, "  ".join(facts), self.interval)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -86,7 +89,7 @@ class Progress(Callback):
             total=total,
             initial=done,
             desc=what,
-            bar_format=f"{{percentage:3.0f}}% |{{bar:20}}| {LINE}" if self.show_bar else LINE,
+            bar_format=BAR if self.show_bar else LINE,
             file=_find_screen() if self.show_bar else io.StringIO(),
             leave=not self._bars,  # the outermost bar stays
             smoothing=0,  # the time left goes by the mean speed
@@ -94,12 +97,15 @@ class Progress(Callback):
             dynamic_ncols=self.show_bar,
         )
         self._bars.append(bar)
+        start = time.monotonic()
         try:
             yield
         finally:
             if bar in self._bars:  # unless `close` has closed it
                 self._bars.remove(bar)
                 bar.close()
+            if self._bars and self._bars[-1].n == self._bars[-1].initial:  # an evaluation before the first update
+                self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
         """On its bar, or as a line if the last line is older than `interval`."""

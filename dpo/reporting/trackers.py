@@ -75,6 +75,7 @@ class WandbLogger(Callback):
     def on_start(self) -> None:
         if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():  # else the home would fill up
             os.environ["WANDB_CACHE_DIR"] = os.path.abspath(self.plan.run.local_dir)
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         self._table, self._errors = wandb.Table, (wandb.Error, OSError)
@@ -111,11 +112,14 @@ class WandbLogger(Callback):
             # without this, W&B would ask for a key on a terminal; another mode needs none
             needs_key = os.environ.get("WANDB_MODE") in (None, "", "online")
             if not needs_key or wandb.login(prompt=False):
-                return init(mode=None)
+                run = init(mode=None)
+                print(f"W&B: {run.url or run.dir}")
+                return run
         except wandb.Error as error:
             reason = one_sentence(error)
         run = init(mode="offline")
-        print(f"W&B: {reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
+        folder = Path(run.dir).parent
+        print(f"W&B: {reason}, so offline in {folder}: wandb sync {folder}, or wandb.enabled=false")
         return run
 
     def on_update(self, update: Update) -> None:

@@ -130,6 +130,11 @@ class Source(NamedTuple):
         return find_local(self.path)
 
     @property
+    def label(self) -> str:
+        """What messages call it."""
+        return "data" if Path(self.path).parent.name == ROWS_FOLDER else self.path
+
+    @property
     def has_no_splits(self) -> bool:
         """Whether one file or saved dataset holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())

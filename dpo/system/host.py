@@ -23,6 +23,8 @@ from urllib.request import getproxies
 from dpo.redaction import redact
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+COLORS = {"warning": 33, "error": 31, "bad configuration": 31}  # on a terminal: yellow and red
+TROUBLE = re.compile(f"^({'|'.join(COLORS)})(?=:)", re.MULTILINE)
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
 
 
@@ -60,7 +62,10 @@ class _Log(io.FileIO):
 
 class _RedactedText(io.TextIOWrapper):
     def write(self, text: str) -> int:
-        super().write(redact(text))
+        shown = redact(text)
+        if self.isatty() and not os.environ.get("NO_COLOR"):
+            shown = TROUBLE.sub(lambda found: f"\033[{COLORS[found[0]]}m{found[0]}\033[0m", shown)
+        super().write(shown)
         return len(text)
 
 

@@ -177,7 +177,7 @@ def test_without_key_it_goes_offline_says_how_to_upload_and_keeps_what_is_printe
     nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     result = succeeded(train(*command("run", "n_examples=4", "wandb.enabled=true"), **nobody))
 
-    folder = Path(re.search(r"logging offline; upload with: wandb sync (\S+)", result.stdout)[1])
+    folder = Path(re.search(r"so offline in .*: wandb sync (\S+),", result.stdout)[1])
     assert folder.parent == tmp_path / "run" / "wandb"
     assert list(folder.glob("run-*.wandb"))
     text = (folder / "files" / "output.log").read_text()
