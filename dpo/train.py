@@ -23,7 +23,7 @@ from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import RunLog, exiting_on_failure, read_record
+from dpo.system.run_directory import EXAMPLES, RunLog, exiting_on_failure, read_record
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def dry_run(plan: Plan) -> None:
     Raises InputError wherever the run would, except if it has more processes than this machine has GPUs.
     """
     from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
-    from dpo.data.preflight import describe_example
+    from dpo.data.preflight import list_first_examples
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import load_scorer
     from dpo.preference_datasets import check_columns, load_data
@@ -118,7 +118,8 @@ def dry_run(plan: Plan) -> None:
     check_parts(plan)
     data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
     check_inputs(resume_point, data, find_model_config(plan))
-    print(*describe_example(plan, data), sep="\n")
+    for role, text in list_first_examples(plan, data)[0].items():
+        print(f"{role} of the first example: {text!r}")
     if resume_point is None:
         print(list_first_tasks(plan))
     if plan.online:
@@ -151,6 +152,8 @@ def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | No
     """Load data, train and export; `run` is None on all ranks but 0."""
     from dpo.analysis.verdict import print_result
     from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices, keep_template
+    from dpo.data.preflight import list_first_examples
+    from dpo.data.schema import write_lines
     from dpo.models.export import export_last
     from dpo.models.loading import check_blocks, check_model, find_model_config
     from dpo.models.pretrained import take_model
@@ -188,6 +191,7 @@ def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | No
         if run:
             run.record(plan)
             data.report.write(run.directory / "preflight.json")
+            write_lines(run.directory / EXAMPLES, list_first_examples(plan, data))
             RUN_LOG.open(run.directory)
         train(rank, plan, data, models, resume_from)
     elif run:

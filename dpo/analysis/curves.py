@@ -29,6 +29,9 @@ STYLE = [
 ]
 
 
+STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # of means and of evaluations, by metric
+
+
 class Chart(NamedTuple):
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
@@ -58,6 +61,8 @@ CHARTS = (  # in the order of the page
 
 class Line(NamedTuple):
     label: str  # "" if the title says what it is
+    color: int  # of the run, or of the metric if there is one run
+    style: int  # of the metric
     updates: tuple[np.ndarray, np.ndarray]  # (examples, values)
     evaluations: tuple[np.ndarray, np.ndarray]
 
@@ -66,14 +71,15 @@ def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
     """Without the loss, if losses cannot be compared."""
     for chart in CHARTS:
         lines = []
-        for run, metric in product(runs, chart.metrics):
+        for (i, run), (k, metric) in product(enumerate(runs), enumerate(chart.metrics)):
             kind = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
             examples, values = run.eval.points(metric.replace("SPLIT", "eval"))
             if metric.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
                 examples, values = examples[1:], values[1:]  # policy and reference are equal: all pairs tie
             updates = run.train.points(metric.replace("SPLIT", "train"))
             if len(updates[1]) or len(values):
-                lines.append(Line(f"{run.name} {kind}".strip() if len(runs) > 1 else kind, updates, (examples, values)))
+                label, color = (f"{run.name} {kind}".strip(), i) if len(runs) > 1 else (kind, k)
+                lines.append(Line(label, color, k, updates, (examples, values)))
         are_comparable = chart.title != "Loss" or len({run.objective.name for run in runs}) == 1
         if lines and are_comparable:
             yield chart, lines
@@ -95,20 +101,21 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
     with matplotlib.style.context(STYLE):
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")
-        for i, line in enumerate(lines):
-            color, label, (examples, values) = f"C{i}", line.label[:LONGEST_LABEL], line.updates
+        for line in lines:
+            color, label, (examples, values) = f"C{line.color}", line.label[:LONGEST_LABEL], line.updates
+            style, marker = STYLES[line.style]
             if len(values) >= FEWEST_TO_SMOOTH:
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
-                axis.plot(examples, running_mean(values), color=color, label=label)
+                axis.plot(examples, running_mean(values), color=color, linestyle=style, label=label)
             elif len(values):
-                axis.plot(examples, values, color=color, marker=".", label=label)
+                axis.plot(examples, values, color=color, linestyle=style, marker=".", label=label)
             axis.plot(
                 *line.evaluations,
                 color=color,
                 label=None if len(values) else label,  # once in the legend
                 linestyle=":",
                 linewidth=1.1,
-                marker="o",
+                marker=marker,
                 markersize=4,
                 markerfacecolor="white",
                 zorder=3,

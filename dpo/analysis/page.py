@@ -6,6 +6,7 @@ A run starts `python -m dpo.analysis.page RUN OUT` at its end; people use `dpo r
 import base64
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -28,6 +29,7 @@ TITLE_END = "· training report</title>".encode()  # in each page, which is know
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # the files of charts, by title, for those who want no page
 ABSENT = "\N{EN DASH}"
 MOST_SAMPLES, MOST_DRAWN = 16, 4  # prompts; samples.txt has all
+NEXT = ("sample {}", "evaluate {} --judge human", "export {} MY_MODEL", "report {} OTHER_RUN")
 HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
     "Held-out score": ("online_eval/score", +1, figure),
     "Win rate": ("online_eval/win_rate", +1, percent),
@@ -84,14 +86,14 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple
         "names": [run.name for run in runs] if several else (),
         "warnings": warnings,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],
-        "cards": [] if several else list_cards(runs[0]),
+        "groups": {} if several else list_cards(runs[0]),
         "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
     if several:
         results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
         columns = list(dict.fromkeys(label for result in results for label in result))
-        rows = [[" ".join(result.get(label, (ABSENT,))) for label in columns] for result in results]
+        rows = [["\n".join(result.get(label, (ABSENT,))) for label in columns] for result in results]
         context |= {"title": f"{len(runs)} runs compared", "columns": columns}
         context["results"] = [(run.name, row) for run, row in zip(runs, rows, strict=True)]
     else:
@@ -108,6 +110,7 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple
             "results": list_results(run).items(),
             "columns": (),
             "findings": findings,
+            "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in NEXT],
         }
     return jinja.get_template("page.html.jinja").render(context)
 
@@ -133,16 +136,32 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     return results
 
 
-def list_cards(run: Run) -> list[tuple]:
-    """(prompt, answers), each answer as (role, label, text): what the last update drew, and the newest samples."""
+def list_cards(run: Run) -> dict[str, list[tuple]]:
+    """By heading (prompt, texts), each text as (role, label, text)."""
+    examples = [
+        (example["prompt"], [(role, role, str(text)) for role, text in example.items() if role != "prompt"])
+        for example in run.shown
+    ]
+    before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
+    answers = [
+        (line["prompt"], [("policy", "Policy now", line["answer"]), ("reference", "Before", before[line["prompt"]])])
+        for line in run.answers
+        if line["examples"] == run.answers[-1]["examples"] > 0 and line["prompt"] in before
+    ]
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-    cards = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]
+    drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]
+    samples = []
     for sample, label, other in run.compared_samples()[:MOST_SAMPLES]:
         texts = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
         if other is not None:
             texts.append(("reference", label, other))
-        cards.append((sample.get("turns") or sample["prompt"], texts))
-    return cards
+        samples.append((sample.get("turns") or sample["prompt"], texts))
+    return {
+        "Most probable answers, before and after training": answers,
+        "Answers that the last update drew": drawn,
+        "Samples of the newest evaluation": samples,
+        "Data: the first examples, as the model sees them": examples,
+    }
 
 
 def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -39,6 +39,8 @@ from dpo.system.plain_files import write_file
 from dpo.system.run_directory import now
 
 SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
+# options that decide which answers there are
+DRAWN = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,6 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_model_options(parser)
     options = parser.parse_args(arguments)
+    kind, _, file = (options.judge or "").partition(":")
+    if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
+        drawn = judges.read_drawn(file)
+        known = [f"--{name.replace('_', '-')}={drawn[name]}" for name in DRAWN if drawn.get(name) is not None]
+        options = parser.parse_args([*known, *arguments])
     options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in arguments)])
     if not (options.judge or options.lm_eval):
         parser.error("give --judge, --lm-eval or both")
@@ -99,7 +106,7 @@ def judge_answers(options: Any) -> None:
     prompts = load_prompts(origin, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
     pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
     if judge is None:
-        write_form(folder / "judge.html", pairs)
+        write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in DRAWN})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         print(f"then: {redact(options.next_command)}")
         return

@@ -7,6 +7,9 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
+import os
+import re
+import sys
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,9 +20,16 @@ from typing import Any
 from dpo.analysis.page import render_page, write_report
 from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
-from dpo.system.run_directory import REPORT, RUN_LOG, is_locked
+from dpo.system.run_directory import REPORT, is_locked
 
 FOLLOW_SECS = 5  # between two looks at a run that trains
+LONGEST_REQUEST_SECS = 10
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # a browser that went away
+            super().handle_error(request, client_address)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,15 +63,18 @@ def serve(paths: Sequence[Path], port: int) -> None:
     drawing = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = LONGEST_REQUEST_SECS
+
         def do_GET(self) -> None:
             # a page of another site could reach this server by a name that it lets point to 127.0.0.1
-            is_ours = self.headers.get("Host", "") in (f"127.0.0.1:{port}", f"localhost:{port}")
+            host, _, asked_port = self.headers.get("Host", "").lower().partition(":")
+            is_ours = host in ("127.0.0.1", "localhost") and asked_port in (str(port), "" if port == 80 else str(port))
             runs, number = [run for run in list_runs(paths) if run.exists()], self.path.strip("/")
-            chosen = runs[int(number) :][:1] if number.isdecimal() else runs if not number else []
+            chosen = runs[int(number) :][:1] if re.fullmatch("[0-9]{1,9}", number) else runs if not number else []
             try:
                 with drawing:
                     body = look(chosen, links=runs if len(runs) > 1 else ()) if chosen and is_ours else b""
-            except InputError:  # a run that has been deleted
+            except (InputError, OSError):  # a run that has been deleted
                 body = b""
             self.send_response(200 if body else 404 if is_ours else 403)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -75,7 +88,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
             pass
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = _Server(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
         raise InputError(f"--port {port} cannot be served: {error}; give another --port") from error
     port = server.server_port  # of --port 0
@@ -91,7 +104,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
 def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
     """The page of runs as they are now, with links to each."""
     states = tuple(
-        (file.stat().st_mtime_ns, is_locked(run)) if (file := run / RUN_LOG).exists() else () for run in runs
+        (is_locked(run), *((file.name, file.stat().st_mtime_ns) for file in os.scandir(run) if file.is_file()))
+        for run in runs
     )
     pages = (("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))) if links else ()
     return _draw(tuple(runs), pages, states)

@@ -28,7 +28,7 @@ from dpo.data.schema import (
     PreferenceData,
     explain_refusal,
     naming,
-    write_problems,
+    write_lines,
 )
 from dpo.data.table import (
     FOLDER,
@@ -60,6 +60,7 @@ GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preferen
 Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
 SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
+N_SHOWN = 3  # examples in a dry run and in the report
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 COUNTS = (  # that the terminal shows
@@ -261,7 +262,7 @@ class Preflight:
     def write(self, path: Path) -> None:
         facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
         problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
-        write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
+        write_lines(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
         write_json(path, redact(facts))
 
 
@@ -487,13 +488,18 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         )
 
 
-def describe_example(plan: Plan, data: TrainingData) -> Iterator[str]:
-    """The first example as the model sees it."""
+def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
+    """The first examples as the model sees them: the prompt, and responses by role."""
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
-    [example] = encode_examples(read_examples(data.train, [(0, 0)]), data.encode, **limits)
-    for name, ids in zip(("prompt", *example.roles), (example.prompt, *example.responses), strict=True):
-        text = data.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-        yield f"{name} of the first example: {redact(text)!r}"
+    decode = data.encode.tokenizer.decode
+    ids = [(i, 0) for i in range(min(N_SHOWN, len(data.train)))]
+    shown = []
+    for example in encode_examples(read_examples(data.train, ids), data.encode, **limits):
+        texts = [
+            decode(list(part), clean_up_tokenization_spaces=False) for part in (example.prompt, *example.responses)
+        ]
+        shown.append(redact(dict(zip(("prompt", *example.roles), texts, strict=True))))
+    return shown
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:

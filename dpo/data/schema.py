@@ -160,17 +160,17 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
         prefix = f"bad_records-{exp_name.replace('/', '_')[:100]}-"
         with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
             where = f"; {file.name} names all of them"
-        write_problems(
+        write_lines(
             Path(file.name),
             ({"dataset": error.name, "problem": BAD, "record": n, "reason": reason} for n, reason in error.found),
         )
     return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
 
 
-def write_problems(path: Path, problems: Iterable[Mapping]) -> None:
-    """Write one line of JSON for each problem; without any, remove the file, which an earlier run may have left."""
+def write_lines(path: Path, values: Iterable[Mapping]) -> None:
+    """Write one line of JSON for each value; without any, remove the file, which an earlier run may have left."""
     path.unlink(missing_ok=True)
-    if lines := [json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems]:
+    if lines := [json.dumps(value, ensure_ascii=False) + "\n" for value in values]:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 

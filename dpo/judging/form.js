@@ -1,23 +1,24 @@
-const name = "verdicts " + (pairs[0] ? pairs[0].id : "") + pairs.length;
+const name = "verdicts " + (pairs[0] ? pairs[0].pair : "") + pairs.length;
 const verdicts = JSON.parse(localStorage.getItem(name) || "{}");
-let at = Math.max(0, pairs.findIndex(pair => !(pair.id in verdicts)));
+let at = Math.max(0, pairs.findIndex(pair => !(pair.pair in verdicts)));
 const find = id => document.getElementById(id);
 function show() {
   const pair = pairs[at];
   find("prompt").textContent = pair.prompt;
   find("left-text").textContent = pair.left || "(empty)";
   find("right-text").textContent = pair.right || "(empty)";
-  for (const side of ["left", "tie", "right"]) find(side).setAttribute("aria-pressed", verdicts[pair.id] === side);
+  for (const side of ["left", "tie", "right"]) find(side).setAttribute("aria-pressed", verdicts[pair.pair] === side);
   find("done").textContent = Object.keys(verdicts).length;
+  find("end").hidden = Object.keys(verdicts).length < pairs.length;
 }
 function move(by) { at = Math.min(pairs.length - 1, Math.max(0, at + by)); show(); }
 function judge(side) {
-  verdicts[pairs[at].id] = side;
+  verdicts[pairs[at].pair] = side;
   localStorage.setItem(name, JSON.stringify(verdicts));
   move(1);
 }
 function save() {
-  const lines = Object.entries(verdicts).map(([pair, better]) => JSON.stringify({pair, better}) + "\n");
+  const lines = Object.entries(verdicts).map(([pair, better]) => JSON.stringify({pair, better, drawn}) + "\n");
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob(lines, {type: "application/jsonl"}));
   link.download = "verdicts.jsonl";

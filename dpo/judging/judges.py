@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,6 +115,15 @@ def is_shown_swapped(pair: Pair) -> bool:
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 
+def read_drawn(file: str) -> dict:
+    """The options that the verdicts of a page carry, with which their answers were drawn."""
+    with suppress(
+        OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError
+    ):  # `make_file_judge` says what is wrong
+        return dict(json.loads(read_json(Path(file), str.splitlines)[0]).get("drawn", {}))
+    return {}
+
+
 def make_file_judge(file: str) -> Judge:
     """Verdicts of people, or of a program, as `human` saves them: {"pair": ID, "better": "left", "right" or "tie"}."""
     verdicts: dict[str, str] = {}
@@ -131,6 +141,8 @@ def make_file_judge(file: str) -> Judge:
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
         judged = []
+        if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:
+            raise InputError(f"the verdicts of {file} are on other answers: draw these again, with the same options")
         for pair in pairs:
             better = verdicts.get(pair.id)
             winner = {"left": 1.0, "right": 0.0, "tie": 0.5, None: None}[better]

@@ -14,7 +14,10 @@ from dpo.numbers import percent
 from dpo.system.plain_files import check_own, write_file
 
 # files of an evaluation, by the kind of its judge, and how each begins
-FORM = {"judge.html": ".*<title>Which answer is better\\?</title>", "pairs.jsonl": r'\{"id": "\w{16}", "prompt": '}
+FORM = {
+    "judge.html": ".*<title>Which answer is better\\?</title>",
+    "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
+}
 RESULT = {
     "evaluation-{}.html": ".* against .* · evaluation</title>",
     "evaluation-{}.json": r'\{\s*"policy": ',
@@ -40,15 +43,19 @@ def write_result(file: Path, facts: Mapping, pairs: Sequence[Pair], verdicts: Se
     _write(file, "result.html.jinja", facts=facts, cards=cards, n_pairs=len(pairs), percent=percent)
 
 
-def write_form(file: Path, pairs: Sequence[Pair]) -> None:
-    """A page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines."""
+def write_form(file: Path, pairs: Sequence[Pair], drawn: Mapping) -> None:
+    """A page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines.
+
+    `drawn` has the options with which the answers were drawn; each verdict gets them.
+    """
     shown = []
     for pair in pairs:
         left, right = (pair.second, pair.first) if is_shown_swapped(pair) else (pair.first, pair.second)
-        shown.append({"id": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
+        shown.append({"pair": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
     write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(pair)}\n" for pair in shown).encode())
     # in a script, where `<` could end it
-    _write(file, "form.html.jinja", pairs=json.dumps(shown).replace("<", "\\u003c"), n_pairs=len(pairs))
+    scripts = {name: json.dumps(value).replace("<", "\\u003c") for name, value in (("pairs", shown), ("drawn", drawn))}
+    _write(file, "form.html.jinja", **scripts, n_pairs=len(pairs))
 
 
 def _write(file: Path, template: str, **values: Any) -> None:

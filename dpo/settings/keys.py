@@ -82,6 +82,7 @@ class RunPlan(NamedTuple):
     save_every: Count | None
     keep_checkpoints: Annotated[int, ">= 2", CHANGE] | None
     export: Switch
+    check_disk: Switch
     dry_run: Annotated[bool, PER_RUN]
     deterministic: Switch
     trainer: Annotated[Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"], CHANGE]

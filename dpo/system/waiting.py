@@ -3,9 +3,12 @@ signals.
 """
 
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,19 +30,36 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+@contextmanager
+def asking_store() -> Iterator[dist.Store]:
+    """Inside, this process aborts if the store does not answer in time: it never will if rank 0, which serves it, is
+    stopped.
+    """
+    store = default_store()
+    watchdog = threading.Timer(store.timeout.total_seconds(), os.kill, (os.getpid(), signal.SIGABRT))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield store
+    finally:
+        watchdog.cancel()
+
+
 def wait_for(key: str, longest_secs: float | None = None) -> str:
     """Return what another rank sets; raise DistError once a rank has failed, or after `longest_secs`."""
     store, pause = default_store(), 0.005
     longest = LONGEST_WORK * store.timeout.total_seconds() if longest_secs is None else longest_secs
     deadline = time.monotonic() + longest
-    while not store.check([key]):
-        if store.check([FAILURE]):
-            raise dist.DistError(FAILURE)
+    while True:
+        with asking_store():
+            if store.check([key]):
+                return store.get(key).decode()
+            if store.check([FAILURE]):
+                raise dist.DistError(FAILURE)
         if time.monotonic() > deadline:
             raise dist.DistError(f"waited {longest:g} s in vain for {key}")
         time.sleep(pause)  # returns to Python, so that signals are handled
         pause = min(2 * pause, LONGEST_PAUSE)
-    return store.get(key).decode()
 
 
 def meet_rank_0(place: str) -> None:
@@ -61,7 +81,8 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 def _count_call(place: str) -> str:
     """The place with a number, which is the same on every rank, as all ranks make all calls."""
-    return f"{place}, call {default_store().add(f'calls of {dist.get_rank()} at {place}', 1)}"
+    with asking_store() as store:
+        return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
 
 def once_per_machine(make: Callable[[], str]) -> str:

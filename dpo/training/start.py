@@ -122,11 +122,15 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
         n_kept = n_saves if keep is None else min(n_saves, keep + 1)  # and BEST
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
-        free = shutil.disk_usage(plan.run.local_run_dir).free
+        run_dir = Path(plan.run.local_run_dir)
+        n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
+        free = shutil.disk_usage(run_dir).free
         notes.append(
-            f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
-            f"{free / 1e9:.3g} GB are free: {count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
+            f"the run's files take about {n_bytes / 1e9:.3g} GB on disk, where {free / 1e9:.3g} GB are free: "
+            f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
         )
+        if n_bytes - n_there > free and plan.run.check_disk:
+            raise InputError(f"{notes[-1]}; check_disk=false starts it all the same")
     return notes + ([list_first_tasks(plan)] if is_first else [])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.records import drawn, evaluation, rewards, sample, update, write_run
+from support.runs import write_rows
 
 from dpo.analysis.curves import plan_charts
 from dpo.analysis.page import list_settings, render, write_report
@@ -129,13 +130,13 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
 
 def test_newest_samples_are_beside_the_references_or_the_first_as_turns_without_control_tokens(tmp_path):
     text = page_of(made(tmp_path / "run")).texts["section"]
-    assert "Prompt Why? Policy after 160 examples after Reference the reference Settings" in text
+    assert "Why? Policy after 160 examples after Reference the reference" in text
 
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     texts = ((0, "gibberish"), (160, "because"))  # there is no reference
     alone = [{**sample(n, text, prompt=prompt), "turns": "user: Why?"} for n, text in texts]
     text = page_of(made(tmp_path / "alone", samples=alone)).texts["section"]
-    assert "Prompt user: Why? Policy after 160 examples because Policy after 0 examples gibberish" in text
+    assert "user: Why? Policy after 160 examples because Policy after 0 examples gibberish" in text
     assert "<|im_" not in text
 
 
@@ -175,3 +176,24 @@ def test_all_warnings_of_all_runs_are_listed(tmp_path):
     (other / "log.txt").write_text("warning: it snows\n")
     assert "made: it rains" in page_of(one, other).texts["li"]
     assert "b: it snows" in page_of(one, other).texts["li"]
+
+
+def test_data_and_answers_are_shown_long_prompts_are_folded_and_the_next_commands_named(tmp_path):
+    run = made(tmp_path / "a run")
+    write_rows(run / "examples.jsonl", [{"prompt": "Long " * 200, "chosen": "the good", "rejected": "the bad"}])
+    answers = [{"examples": n, "prompt": "Who?", "answer": text} for n, text in ((0, "Me."), (160, "You."))]
+    write_rows(run / "answers.jsonl", answers)
+    page = page_of(run)
+    assert "Who? Policy now You. Before Me." in page.texts["section"]
+    assert "chosen the good rejected the bad" in page.texts["section"]
+    assert page.texts["summary"].startswith("Long Long")
+    assert len(page.texts["summary"]) < 210
+    assert f"dpo sample '{run}'" in page.texts["code"]
+
+
+def test_in_pictures_a_color_is_a_run_and_a_style_chosen_or_rejected(tmp_path):
+    runs = read_runs([made(tmp_path / name, name=name) for name in "ab"])
+    [rewards] = [lines for chart, lines in plan_charts(runs) if chart.title == "Rewards"]
+    assert [(line.label, line.color, line.style) for line in rewards] == [
+        ("a chosen", 0, 0), ("a rejected", 0, 1), ("b chosen", 1, 0), ("b rejected", 1, 1)
+    ]  # fmt: skip

@@ -143,6 +143,8 @@ SOUND = (
     # few pairs
     changed(HEALTHY, **held_out(evaluate(0.6, 0.5)), **counts("test", examples=8, prompts=8)),
     changed(HEALTHY, state="still training", **train(lr=1e-8)),
+    # the size of their gradients makes no difference to Adam's steps
+    changed(HEALTHY, config={"optimizer": "AdamW"}, **train(grad_norm=99.0)),
     # the reference repeats itself too
     changed(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:], ANSWERS[:8] + [LOOP] * 8)),
     # SFT should change lengths

@@ -7,13 +7,17 @@ import json
 import os
 
 import datasets
+import huggingface_hub
 import pytest
 from support.pytests import refused
 from support.runs import write_rows
 
+from dpo.data.custom import get_custom
 from dpo.data.sources import FIRST_BYTES_OF_SHEETS, identify_source, load_rows
 from dpo.errors import InputError
-from dpo.settings.places import SUFFIXES, Source
+from dpo.models.export import find_origin
+from dpo.settings.places import SUFFIXES, Source, check_exists
+from dpo.system.host import use_caches_without_hub
 from preference_datasets import get_dataset
 
 ROWS = [{"chosen": 'a\u2028b, "c"', "rejected": "é"}, {"chosen": "c\td", "rejected": "d\nd\r\nd"}]
@@ -281,3 +285,38 @@ def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_
     with refused(r"somebody/pairs \(split test\).*Unknown split.*point dataset_sources at a local"):
         load_rows(Source("somebody/pairs"), "test", str(tmp_path / "cache"))
     assert list(load_rows(Source("somebody/other"), "test", str(tmp_path / "cache"))) == ROWS[1:]
+
+
+def test_a_path_that_is_not_there_is_said_not_to_exist_with_a_similar_name_before_a_hub_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data" / "mine.csv", [PAIR])
+    with refused("^data/nine.csv does not exist in .*: did you mean mine.csv"):
+        check_exists("data/nine.csv")
+    (tmp_path / "RUNS" / "mine").mkdir(parents=True)
+    (tmp_path / "RUNS" / "mine" / "env.json").touch()
+    with refused("^run or model RUNS/min does not exist in .*: did you mean mine"):
+        find_origin("RUNS/min", hub=True)
+    check_exists("Qwen/Other")  # it may be on the Hub
+
+
+def test_a_hub_whose_name_is_not_known_is_given_up_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: (_ for _ in ()).throw(OSError("no such name")))
+    use_caches_without_hub.cache_clear()
+    use_caches_without_hub()
+    use_caches_without_hub.cache_clear()
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    assert "is not known here (no such name): only what was fetched" in capsys.readouterr().err
+
+
+def test_a_csv_without_names_of_columns_is_told_so_and_rows_have_the_numbers_of_the_sheet(tmp_path, tokenizer):
+    file = tmp_path / "mine.csv"
+    file.write_text("How do I reset my password?,Click it.,No.\nWho are you then?,Me.,Nobody.\n")
+    with refused("the first line of .* should have the names .* 'How do I reset my password"):
+        get_custom(load_rows(Source(str(file)), "train"), str(file), tokenizer)
+    file.write_text("prompt,chosen,rejected\nWho?,Me.,You.\n,,\n\nWhy?,,No.\n")
+    with refused("row 5 of .*: the response to learn is empty: give chosen a value"):
+        get_custom(load_rows(Source(str(file)), "train"), str(file), tokenizer)
+    data = get_custom([PAIR], "mine", tokenizer, trains_on="targets")
+    assert "mine: loss=sft learns chosen and does not use rejected; loss=dpo trains on such pairs" in data.notes

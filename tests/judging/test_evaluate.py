@@ -19,8 +19,9 @@ from support.runs import TINY, make_environment, read_rows, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
+from dpo.commands.sample import main as sample
 from dpo.data.table import Prompt
-from dpo.judging.answers import Contestant
+from dpo.judging.answers import AnswerFile, Contestant
 from dpo.judging.page import check_files
 from dpo.models.panel import Panel, Side
 from dpo.system.host import is_installed
@@ -82,12 +83,14 @@ def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir,
     assert main([str(run_dir), "--judge", "human", *SHORT]) == 0
     command = re.search(r"then: dpo evaluate (.*)", capsys.readouterr().out)[1].split()
     page = Path("out/judge.html").read_text()
-    pairs = json.loads(re.search(r"const pairs = (\[.*\]);", page)[1])
+    pairs, drawn = (json.loads(re.search(rf"const {name} = (.*);", page)[1]) for name in ("pairs", "drawn"))
     assert len(pairs) > 3
     assert "its start" not in page
-    write_rows(Path("verdicts.jsonl"), [{"pair": pair["id"], "better": "left"} for pair in pairs[1:]])
+    verdicts = [{"pair": pair["pair"], "better": "left", "drawn": drawn} for pair in pairs[1:]]
+    write_rows(Path("verdicts.jsonl"), verdicts)
     assert read_rows(Path("out/pairs.jsonl")) == pairs
-    assert main(command) == 0
+    assert "--max-new-tokens" in command  # which the verdicts carry
+    assert main([str(run_dir), "--judge", "verdicts:verdicts.jsonl", "--out", "out"]) == 0
     result = read_result("verdicts")
     assert result["n"] + 1 == len(pairs) == result["n"] + result["invalid"]
 
@@ -219,3 +222,28 @@ def test_lm_eval_runs_a_task_of_ones_own_on_the_exported_model(copied, tmp_path)
     assert main([str(run_dir), "--lm-eval", "where", "--include-path", str(tmp_path / "tasks")]) == 0
     [file] = (run_dir / "evaluation" / "lm-eval").rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["where"]["acc,none"] in (0, 1)
+
+
+@pytest.mark.parametrize("option", ["--seed -1", "--top-k -3", "--max-new-tokens 0", "--temperature nan", "--top-p 2"])
+def test_options_of_answers_are_checked_as_the_keys_of_a_run(option, capsys):
+    for command in (main, sample):
+        with pytest.raises(SystemExit):
+            command(["run", *(["--judge", "human"] if command is main else []), *option.split()])
+        assert re.search(r"must be (an integer|a number)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("line", ['{"key": 3}', "[" * 50_000, "no JSON"])
+def test_a_file_of_answers_that_is_damaged_is_named_with_the_line(line, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    begins = '{"key": "0123456789abcdef", "model": "m", "answer": "a", "tokens": [1], "ended": true}'
+    path.write_text(f"{begins}\n{line}\n")
+    with refused("line 2 of .*answers.jsonl cannot be read: move the file away"):
+        AnswerFile(path)
+
+
+def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, capsys):
+    asked = write_rows(tmp_path / "three.jsonl", [{"prompt": f"Where is {i}?"} for i in range(3)])
+    for name in ("a", "b"):
+        shutil.copytree(TINY, tmp_path / name / "hf")
+    assert main(["a/hf", "b/hf", "--judge", "function:mine.py:score", "--prompts", str(asked), *SHORT]) == 0
+    assert "a/hf wins 0, ties 3 and loses 0 of 3 prompts against b/hf" in capsys.readouterr().out

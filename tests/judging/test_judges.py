@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.pytests import refused
+from support.runs import write_rows
 
 from dpo.data.table import Prompt
 from dpo.judging.answers import Pair
@@ -13,6 +14,7 @@ from dpo.judging.judges import (
     make_file_judge,
     make_scoring_judge,
     make_server_judge,
+    read_drawn,
     read_template,
     read_verdict,
 )
@@ -38,6 +40,10 @@ def make_pair(first: str, second: str, question: str = "Why?") -> Pair:
         ("Response A:\nHello\nResponse B:\nHi", None),
         ("Better: neither", 0.5),
         ("A is longer. More helpful response: B (slightly)", 0),
+        *[(f"Verdict: {tie}", 0.5) for tie in ("a tie", "A tie.", "Tie")],
+        ("Winner: a narrow win for B", None),
+        ("Verdict: A and B are equally good", None),
+        ("I must say which answer is better: A or B.\n\nB", 0),
         ("", None),
     ],
 )
@@ -117,3 +123,13 @@ def test_a_function_scores_both_answers(tmp_path):
     assert [verdict.score for verdict in judge(pairs)] == [1, 0.5, 0]
     with refused("has no function other"):
         make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:other")
+
+
+def test_verdicts_on_other_answers_are_named_as_such(tmp_path):
+    file = write_rows(tmp_path / "verdicts.jsonl", [{"pair": "0" * 16, "better": "left", "drawn": {"seed": 1}}])
+    with refused("the verdicts of .*verdicts.jsonl are on other answers: draw these again"):
+        make_file_judge(str(file))([make_pair("a", "b")])
+    assert read_drawn(str(file)) == {"seed": 1}
+    for content in (b"", b"\xff", b"[" * 100_000, b"[]", b'{"drawn": 3}'):
+        file.write_bytes(content)
+        assert read_drawn(str(file)) == {}

@@ -1,14 +1,16 @@
 """What a run was trained on counts, and not what has since been put in its place."""
 
+import json
 import shutil
 
 from safetensors.torch import load_file, save_file
 from support.pytests import refused
 from support.runs import TINY, write_rows
 
-from dpo.checkpoint.files import MANIFEST
+from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.commands.export import main as export
 from dpo.models.panel import load_panel
+from dpo.system.plain_files import read_json
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -62,3 +64,19 @@ def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run
     with refused(rf"the base {base} has other weights than those .* give --model"):
         load_panel(tmp_path / "run")
     assert len(load_panel(tmp_path / "run", model=moved[1]).sides) == 2
+
+
+def test_a_run_that_was_made_before_holdout_keeps_a_tenth(run, tmp_path):
+    rows = [{"prompt": f"{i}", "chosen": "A", "rejected": "B"} for i in range(40)]
+    settings = (f"datasets=[{write_rows(tmp_path / 'mine.jsonl', rows)}]", "chat=never", "do_first_eval=false")
+    run("run", *settings, "n_examples=4", "holdout=0.1")
+    latest = tmp_path / "run" / "LATEST"
+    manifest = json.loads((latest / MANIFEST).read_text())
+    del manifest["config"]["holdout"]
+    manifest["sha256"] = hash_manifest(manifest)
+    (latest / MANIFEST).write_text(json.dumps(manifest))
+    for n_examples in (8, 12):
+        run("run", *settings, f"n_examples={n_examples}", "resume=auto")
+    assert read_json(tmp_path / "run" / "preflight.json")["test"]["prompts"] == 4
+    with refused(r"holdout=0.5 \(was 0.1\)"):
+        run("run", *settings, "n_examples=16", "holdout=0.5", "resume=auto")

@@ -1,16 +1,33 @@
 """The plugin of docs/plugins.md trains, on one process and several, and is part of what a resume checks."""
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.pytests import succeeded
+from support.pytests import refused, succeeded
 from support.runs import ROOT, read_code, read_metrics, run_python, run_script, small_run, write_rows
 
+from dpo.plugins import run_plugins
+from dpo.system.users_code import hash_code
+
 PLUGIN = read_code(ROOT / "docs" / "plugins.md")
+EXITS = """\
+import sys
+import dpo.plugins
+from dpo.reporting.events import Callback
+
+
+class Exit(Callback):
+    def on_update(self, update):
+        sys.exit(0)
+
+
+dpo.plugins.add_callback("exit", Exit)
+"""
 ALL = ("plugins=[my.py]", "loss=cpo", "loss.beta=2.0", "optimizer=Lion", "lr=1e-4")
 
 
@@ -100,3 +117,21 @@ def test_a_config_file_cannot_name_a_plugin(folder):
     assert result.returncode == 2
     assert "plugins may not be set in a config file" in result.stderr
     assert not (folder / "ran").exists()
+
+
+def test_directories_beside_a_plugin_are_no_obstacle_and_a_fifo_is_refused(folder):
+    for name in ("wandb", "mine"):
+        (folder / name).mkdir()
+    (folder / "mine" / "part.py").write_text("")
+    (folder / "my.py").write_text("import wandb\nimport mine.part\n" + PLUGIN)
+    assert len(hash_code(folder / "my.py")) == 64
+    os.mkfifo(folder / "pipe.py")
+    with refused("pipe.py is not a regular file"):
+        run_plugins([str(folder / "pipe.py")])
+
+
+def test_a_callback_that_exits_is_a_failure(folder):
+    (folder / "my.py").write_text(EXITS)
+    result = train(folder, "plugins=[my.py]", "loss=sft", "datasets=[demo]", "n_examples=4", "do_first_eval=false")
+    assert result.returncode == 1
+    assert "error: a plugin or other code of yours called sys.exit(0)" in result.stderr

@@ -147,3 +147,14 @@ def test_the_converter_of_llama_cpp_gets_the_exported_model(copied, tmp_path, ca
 def test_a_name_that_is_none_is_refused(arguments, copied, capsys):
     assert main([str(copied("run")), *arguments]) == 2
     assert "must be USER/NAME" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, capsys):
+    run_dir = copied("run")
+    (run_dir / "evaluation").mkdir()
+    (run_dir / "evaluation" / "evaluation-x.json").write_text("[]")
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\ntags: []\n---\n# A model\n")
+    complete_card(folder, find_origin(run_dir), "id")
+    assert "evaluation-x.json is no result of dpo evaluate, and is left out" in capsys.readouterr().out

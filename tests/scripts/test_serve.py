@@ -3,6 +3,8 @@
 import http.client
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -57,7 +59,23 @@ def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied
     assert (status, "2 runs compared" in text) == (200, True)
     assert '<a href="/0">first</a>' in text
     assert get(port, "/1", host=f"localhost:{port}")[0] == 200
-    outside = ("/2", "/-1", "/second", "/third", "/first/config.yaml", "/../secret", "/%2e%2e/runs/first/config.yaml")
+    assert get(port, "/1", host=f"LOCALHOST:{port}")[0] == 200
+    with (tmp_path / "runs" / "second" / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "train", "examples": 4000, "updates": 1000}\n')
+    assert "1,000 of" in get(port, "/1")[1]  # whatever file has news
+    with socket.create_connection(("127.0.0.1", port)) as impatient:
+        impatient.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
+        impatient.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed with a reset
+    outside = (
+        f"/{'1' * 5000}",
+        "/2",
+        "/-1",
+        "/second",
+        "/third",
+        "/first/config.yaml",
+        "/../secret",
+        "/%2e%2e/runs/first/config.yaml",
+    )
     for path in outside:
         assert get(port, path) == (404, "")
     for host in ("example.org", f"127.0.0.1:{port}.example.org", "127.0.0.1:80"):
@@ -66,6 +84,7 @@ def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied
     assert get(port, "/")[0] == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 0
+    assert "Traceback" not in process.text
 
 
 @pytest.mark.slow
@@ -102,7 +121,7 @@ def test_people_judge_in_a_browser_by_keys_and_buttons_and_save_their_verdicts(t
     from judging.test_judges import make_pair
 
     pairs = [make_pair(f"</script><b>first {i}", f"second {i}", f"Question {i}?") for i in range(3)]
-    write_form(tmp_path / "judge.html", pairs)
+    write_form(tmp_path / "judge.html", pairs, {"seed": 0})
     with opening_browser(tmp_path) as browser:
         browser.open((tmp_path / "judge.html").as_uri())
         shown = browser.run("document.getElementById('left-text').innerText")
@@ -112,10 +131,13 @@ def test_people_judge_in_a_browser_by_keys_and_buttons_and_save_their_verdicts(t
         browser.open((tmp_path / "judge.html").as_uri())  # what was judged is remembered
         assert browser.run("document.getElementById('done').innerText") == "2"
         assert browser.run("document.getElementById('prompt').innerText") == "Question 2?"
+        assert browser.run("document.getElementById('end').hidden")
         browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: '3'}))")
+        assert not browser.run("document.getElementById('end').hidden")
         browser.run("document.getElementById('save').click()")
         saved, deadline = tmp_path / "verdicts.jsonl", time.monotonic() + 20
         while not saved.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
     lines = read_rows(Path(saved))
-    assert lines == [{"pair": p.id, "better": side} for p, side in zip(pairs, ("left", "tie", "right"), strict=True)]
+    expected = zip(pairs, ("left", "tie", "right"), strict=True)
+    assert lines == [{"pair": pair.id, "better": side, "drawn": {"seed": 0}} for pair, side in expected]

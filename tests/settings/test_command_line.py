@@ -10,6 +10,7 @@ from support.runs import train
 from support.trainers import compose as compose_run
 
 import train as train_script
+from dpo.commands import main as dpo_command
 from dpo.settings import plan
 from dpo.settings.command_line import check_command_line
 from trainers import BasicTrainer
@@ -120,3 +121,32 @@ def test_a_failed_job_costs_no_other_one(has_run_dir, command, tmp_path):
     assert [run.name.rpartition("_")[2] for run in runs] == ["0", "1"]
     assert [(run / "LATEST").exists() for run in runs] == [False, True]
     assert yaml.safe_load((runs[1] / "config.yaml").read_text())["local_run_dir"] == str(runs[1])
+
+
+# --- models and commands ----------------------------------------------------------------------------------------------
+
+
+def test_model_takes_a_directory_or_hub_id_but_first_a_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my model", "gpt2-large"):
+        (tmp_path / name).mkdir()
+
+    def find_model(option: str) -> tuple:
+        _, plan = check_command_line([option, "exp_name=x"])
+        return plan.model.name_or_path, plan.model.reference_dtype
+
+    assert find_model("model=my model") == ("my model", None)
+    assert find_model("model=Qwen/Some-1B") == ("Qwen/Some-1B", None)
+    assert find_model("model=gpt2-large")[0] == "gpt2-large"
+    said = capsys.readouterr().err.splitlines()
+    assert said[1] == "model=Qwen/Some-1B is taken for model.name_or_path=Qwen/Some-1B"
+    assert said[2] == "model=gpt2-large is taken for its config; the directory is model=./gpt2-large"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("trian", "did you mean train?"), ("loss=dpo", "settings go to dpo train"), (".", "such as dpo report .")],
+)
+def test_a_slip_in_the_name_of_a_command_gets_what_to_type(command, says, capsys):
+    assert dpo_command([command]) == 2
+    assert says in capsys.readouterr().err.splitlines()[0]

@@ -44,10 +44,14 @@ REFUSED = [
         f"loss=dppo is unknown: did you mean dpop or dpo? (there are {', '.join(sorted(LOSSES))}",
     ),
     ("loss=dop loss.beta=0.1", "loss=dop is unknown: did you mean dpo or dpop?"),
-    ("model=pythia", "model=pythia is unknown: did you mean pythia28? (model=DIR_OR_HUB_ID takes any other; there are"),
+    (
+        "model=pythia2",
+        "model=pythia2 is unknown: did you mean pythia28? (model=DIR_OR_HUB_ID takes any other; there are",
+    ),
     ("lr = 2e-5", "lr = 2e-5 has spaces around =: write lr=2e-5"),
     ("--learning-rate 2e-5", "--learning-rate is not an option here: write lr=2e-5"),
-    ("--beta=1", "--beta is not an option here: settings are NAME=VALUE"),
+    ("--x=1", "--x is not an option here: settings are NAME=VALUE, and the options are -m, --multirun"),
+    ("--beta=1", "--beta is not an option here: write loss.beta=1"),
     ("--epochs=3", "--epochs is not an option here: write n_epochs=3"),
     ("loss=dpo loss.beta=0,1", "loss.beta=0,1 has several values: write loss.beta=0.1, [A,B]"),
     (

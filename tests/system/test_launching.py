@@ -5,6 +5,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from support.runs import ROOT, assert_gone, make_environment, run_python
 
 from dpo.errors import InputError, RunError
 from dpo.system.host import python_command
-from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
+from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, check_port, find_rank_env, get_open_port, launch
 from dpo.system.pool import map_chunks
 
 TESTS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"  # where processes find this file
@@ -212,3 +213,12 @@ def test_no_child_runs_what_lies_in_the_current_directory(start, tmp_path, monke
     assert subprocess.run(**python_command("-c", "import socket, dpo")).returncode == 0
     start(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_port_that_is_taken_is_one_sentence_at_once(tmp_path, monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=rf"fsdp_port={port} cannot be used: .*in use.*; choose another port"):
+            launch(add_up, 2, tmp_path, process_group=True, port=port)
+        with pytest.raises(InputError, match=rf"MASTER_PORT={port} cannot be used"):
+            check_port("MASTER_PORT", port)

@@ -1,10 +1,12 @@
 """A run's directory is its own, and holds no secrets."""
 
+import fcntl
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 from datetime import datetime
 
 import pytest
@@ -15,6 +17,7 @@ from support.pytests import refused, slow
 from support.runs import ROOT
 
 from dpo.redaction import redact
+from dpo.system.host import print_whatever_happens
 from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_record
 
 
@@ -156,3 +159,28 @@ def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends
         assert text.startswith(before)
         assert text.removeprefix(before).splitlines()[0] == printed[0]
         assert set(printed) <= set(text.removeprefix(before).splitlines())
+
+
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path):
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.3, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        lock_run_dir(tmp_path).close()
+    (tmp_path / ".lock").write_text("p")  # as on a full disk
+    check_free(tmp_path)
+
+
+@pytest.mark.parametrize(("is_terminal", "no_color", "shown"), [
+    (True, "", "\033[33mwarning\033[0m: hot\na warning: cold\n\033[31merror\033[0m: x\n"),
+    (True, "1", "warning: hot\na warning: cold\nerror: x\n"),
+    (False, "", "warning: hot\na warning: cold\nerror: x\n"),
+])  # fmt: skip
+def test_warnings_and_errors_have_colors_on_a_terminal_alone(is_terminal, no_color, shown, monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr("dpo.system.host._RedactedText.isatty", lambda self: is_terminal)
+    with (tmp_path / "out").open("w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(sys, "stderr", file)
+        print_whatever_happens()
+        print("warning: hot\na warning: cold\nerror: x", flush=True)
+    assert (tmp_path / "out").read_text() == shown

@@ -1,6 +1,8 @@
 """Ranks wait for one that works alone, while it makes progress."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,17 @@ def test_a_rank_0_that_hangs_while_it_works_alone_ends_the_run_after_a_stated_ti
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5") as raised:
         launch(hang_on_a_disk, 2, process_group=True, **options)
     assert "waited 2.5 s in vain for rank 0 at a place" in str(raised.value)
+
+
+def stop_on_rank_0(rank: int, world_size: int) -> None:
+    after_rank_0("a place", lambda: os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 else None)
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_is_stopped_ends_the_run_though_its_store_never_answers():
+    options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {LOST_CONTACT: 5}}}
+    with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5"):
+        launch(stop_on_rank_0, 2, process_group=True, **options)
 
 
 def fail_alone(rank: int, world_size: int) -> None:
