@@ -23,7 +23,7 @@ from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import EXAMPLES, RunLog, exiting_on_failure, read_record
+from dpo.system.run_directory import FIRST_EXAMPLES, RunLog, exiting_on_failure, read_record
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
                 work_in_run_dir(run, rank, plan, models)
             except SystemExit as ending:  # its status may be 0
                 raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
-            except OSError as error:  # of any file of the run
+            except OSError as error:  # from whatever wrote a file
                 if not is_disk_full(error):
                     raise
                 raise RunError(f"the disk is full: {error}; resume=auto continues from the newest step-N") from error
@@ -191,7 +191,7 @@ def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | No
         if run:
             run.record(plan)
             data.report.write(run.directory / "preflight.json")
-            write_lines(run.directory / EXAMPLES, list_first_examples(plan, data))
+            write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
             RUN_LOG.open(run.directory)
         train(rank, plan, data, models, resume_from)
     elif run:

@@ -29,7 +29,7 @@ STYLE = [
 ]
 
 
-STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # of means and of evaluations, by metric
+LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # for means and evaluations, by metric
 
 
 class Chart(NamedTuple):
@@ -61,8 +61,8 @@ CHARTS = (  # in the order of the page
 
 class Line(NamedTuple):
     label: str  # "" if the title says what it is
-    color: int  # of the run, or of the metric if there is one run
-    style: int  # of the metric
+    color: int  # one per run, or per metric if there is one run
+    style: int  # one per metric
     updates: tuple[np.ndarray, np.ndarray]  # (examples, values)
     evaluations: tuple[np.ndarray, np.ndarray]
 
@@ -103,7 +103,7 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
         axis = picture.add_subplot(xlabel="examples")
         for line in lines:
             color, label, (examples, values) = f"C{line.color}", line.label[:LONGEST_LABEL], line.updates
-            style, marker = STYLES[line.style]
+            style, marker = LINE_STYLES[line.style]
             if len(values) >= FEWEST_TO_SMOOTH:
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 axis.plot(examples, running_mean(values), color=color, linestyle=style, label=label)

@@ -16,7 +16,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count, figure
 from dpo.redaction import redact
 from dpo.system.plain_files import check_readable, read_json, read_yaml
-from dpo.system.run_directory import EXAMPLES, RUN_LOG, is_locked
+from dpo.system.run_directory import FIRST_EXAMPLES, RUN_LOG, is_locked
 
 WARNS = "warning: "  # how a warning on the terminal begins
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
@@ -144,7 +144,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     run.preflight = _read_mapping(run, "preflight.json", read_json)
     lines = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    run.shown = _read_objects(run, EXAMPLES, {"prompt"})
+    run.shown = _read_objects(run, FIRST_EXAMPLES, {"prompt"})
     lines = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
     run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
     run.drawn = [line for line in lines if "completions" in line]

@@ -188,8 +188,8 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     """The plan with what a run chooses when it begins: the date that a chat template writes, and its precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
-    for key, value in BEFORE.items() if resume_point else ():
-        if plan.values[key] is None:
+    for key, value in BEFORE.items():
+        if resume_point and plan.values[key] is None:
             plan = plan.change(key, recorded.get(key, value))
     today = recorded.get("chat_template_date") or date.today().isoformat()
     plan = plan.change("chat_template_date", plan.chat.template_date or today)

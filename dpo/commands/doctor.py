@@ -46,7 +46,7 @@ def list_problems() -> list[str]:
     """Print what there is, and return what is wrong."""
     problems, installed, optional = [], [f"python {platform.python_version()}"], []
     requirements = read_requirements()
-    # of extras that are not used
+    # extras that are not used
     incomplete = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
     for requirement in requirements:
         name, wanted = requirement.name, requirement.specifier

@@ -136,6 +136,8 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
             raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
+        elif public:
+            print(f"{name} exists, and stays as private or public as it is: --public is for a new one")
         message = f"Trained by dpo {__version__}"
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=[*PUSHED.split()])
     print(f"pushed to {api.endpoint}/{name}")

@@ -13,7 +13,7 @@ N_RESAMPLES = 10_000  # of the bootstrap; of a fit, which takes longer, a tenth
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
 FEWEST_ON_A_SIDE = 0.1  # share of prompts on which either answer is the longer one, for the same
 RIDGE = 0.1  # penalty of the squared slope, in units of one prompt's log-likelihood
-SHOWN = 0.1  # difference from one half
+SMALLEST_SHOWN = 0.1  # difference from one half
 DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
 NEWTON_STEPS = 25
 
@@ -36,13 +36,13 @@ class Summary(NamedTuple):
     losses: int
     rate: Rate
     smallest: float  # difference from one half that the sample could show
-    missing: int  # prompts with which it could show a difference of SHOWN
+    missing: int  # prompts with which it could show a difference of SMALLEST_SHOWN
     controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
 
     def describe(self, name: str, other: str) -> str:
         judged = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{judged} against {other}: win rate {self.rate}."
-        more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SHOWN:.0f} points away"
+        more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
         if self.n < FEWEST:
             return f"{text} So few say little; {more} from 50 %."
         text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
@@ -71,7 +71,7 @@ def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Su
         losses=losses,
         rate=find_rate(values, generator),
         smallest=min(0.5, DETECTABLE * deviation / len(values) ** 0.5),
-        missing=max(0, math.ceil((DETECTABLE * deviation / SHOWN) ** 2) - len(values)),
+        missing=max(0, math.ceil((DETECTABLE * deviation / SMALLEST_SHOWN) ** 2) - len(values)),
         controlled=controlled,
     )
 

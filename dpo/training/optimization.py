@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo import plugins
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.adapters import trained_parameters
 from dpo.parallel.sharding import optimized
 from dpo.settings.keys import Optimizer, TrainingPlan
@@ -42,7 +42,13 @@ def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.opti
 
 
 def check_optimizer(training: TrainingPlan) -> None:
-    make_optimizer(training, torch.nn.Linear(1, 1))
+    """Raise InputError for an optimizer that cannot be made, or cannot take a step."""
+    layer = torch.nn.Linear(1, 1)
+    optimizer = make_optimizer(training, layer)
+    layer(torch.ones(1)).sum().backward()
+    what = f"optimizer={training.optimizer} with optimizer_args={training.optimizer_args} cannot take a step"
+    with explaining_library(lambda error: InputError(f"{what}: {one_sentence(error)}")):
+        optimizer.step()
 
 
 def count_states(training: TrainingPlan) -> int:

@@ -164,3 +164,9 @@ def test_a_run_whose_16_bit_weights_hardly_change_is_told_the_share(way, command
     shares, log = find_result("large", "optimizer=AdamW", "lr=1e-2")
     assert 0.1 < (shares[4] or 0) < 1
     assert told not in log
+
+
+def test_an_optimizer_that_cannot_take_a_step_is_refused_before_training():
+    training = make_plan({}).training._replace(optimizer="Adam", optimizer_args={"differentiable": True})
+    with refused(r"optimizer=Adam with optimizer_args=\{'differentiable': True\} cannot take a step: .*leaf"):
+        check_optimizer(training)
