@@ -162,7 +162,8 @@ def find_warnings(p: Plan) -> list[str]:
         (p.trains_half_precision and 0 < lost_decay < keys.LOST_CHANGE[p.model.policy_dtype],
          f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
          f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
-        (p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and os.path.isdir(p.model.name_or_path),
+        (p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and os.path.isdir(p.model.name_or_path)
+         and not p.model.random_init,
          "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null"),
         (p.dims.world_size > 1 and p.model.autocast not in (None, "auto"),
          f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: set "
