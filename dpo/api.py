@@ -35,14 +35,14 @@ POLL_SECS = 0.3
 START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a run left in its directory; also of a run that still trains, or that a command line started."""
 
     directory: Path
 
     def __post_init__(self) -> None:
-        self.directory = Path(self.directory)
+        object.__setattr__(self, "directory", Path(self.directory))
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -89,8 +89,8 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     given = {parse_key(override): override for override in overrides}
     if data is None and not given.keys() & {"datasets", "experiment"}:
         raise InputError("there is no data: give data=ROWS, or the key datasets")
-    if data is not None and "datasets" in given:
-        raise InputError("data and the key datasets exclude each other: give one of them")
+    if data is not None and (idle := given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}):
+        raise InputError(f"data and {', '.join(idle)} exclude each other: give one")
     if isinstance(data, (str, Path)):
         overrides.append(f"datasets={_write([data])}")
     elif data is not None:
@@ -99,7 +99,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         place = given.get("local_dirs")
         stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
         if "dataset_sources" not in stored:
-            raise InputError(f"data is {redact(repr(data))[:100]}: give a list of rows, or one split of a Dataset")
+            raise InputError(f"data is {redact(repr(data))[:100]}: give rows, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
     if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")

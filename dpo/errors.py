@@ -1,7 +1,6 @@
 """Errors that a user reads as one sentence."""
 
 import difflib
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -37,6 +36,8 @@ class SamplingFailed(Exception):
 
 def one_sentence(error: BaseException) -> str:
     """Its message on one readable line without lone surrogates and secrets, or its class."""
+    if is_disk_full(error):
+        return "the disk is full"
     is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
     words = [type(error).__name__] * is_value_alone + str(error).split()
     text = redact(" ".join(words))[:LONGEST].encode(errors="backslashreplace").decode()
@@ -92,8 +93,18 @@ def is_memory_error(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
-    is_torchs = isinstance(error, RuntimeError) and "inline_container" in str(error)  # its writer says no more
-    return is_torchs or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # the libraries that write tensors have errors of their own, torch's often without the cause
+    return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "unexpected pos "))
+
+
+@contextmanager
+def explaining_full_disk() -> Iterator:
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise RunError(f"the disk is full: {error.filename or 'a file'} could not be written") from error
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -186,7 +186,7 @@ def get_dataset(
     if name in DATASETS and not configured.get(name):
         return _get_added(name, split, tokenizer, holdout, options)
     if place == "":  # the demo
-        return _note_idle(get_demo(split), split, holdout, name)
+        return get_demo(split)
     if place is None:
         raise InputError(
             f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data give "
@@ -203,7 +203,7 @@ def get_dataset(
         return _split(data, split, holdout, f"{name} ({source.label})")
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split: add some")
-    return _note_idle(data, split, holdout, name)
+    return data
 
 
 def _get_added(name: str, split: str, tokenizer: Any, holdout: float | None, options: Mapping) -> PreferenceData:
@@ -211,7 +211,7 @@ def _get_added(name: str, split: str, tokenizer: Any, holdout: float | None, opt
     rows, test_rows = (DATASETS[name](part) for part in ("train", "test"))
     rows = list(rows if split == "train" or test_rows is None else test_rows)
     data = get_custom(rows, f"{name} ({split})", tokenizer, name=name, **options)
-    return _split(data, split, holdout, name) if test_rows is None else _note_idle(data, split, holdout, name)
+    return _split(data, split, holdout, name) if test_rows is None else data
 
 
 def _split(data: PreferenceData, split: str, holdout: float | None, what: str) -> PreferenceData:
@@ -221,12 +221,6 @@ def _split(data: PreferenceData, split: str, holdout: float | None, what: str) -
         raise InputError(f"dataset {what} has {count(n, 'different prompt')}, too few to hold some out: {fix}")
     test.notes.append(f"test split of {what}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
     return data if split == "train" else test
-
-
-def _note_idle(data: PreferenceData, split: str, holdout: float | None, name: str) -> PreferenceData:
-    if holdout is not None and split == "train":
-        data.notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
-    return data
 
 
 def _read(rows: Sequence, reader: str | None) -> Sequence:

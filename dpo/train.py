@@ -7,7 +7,8 @@ error. What needs torch is imported inside functions, so that bad input is refus
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dpo.errors import InputError, RunError, is_disk_full
+from dpo.errors import InputError, RunError, explaining_full_disk
 from dpo.settings.command_line import check_command_line, exit_with, place_job
 from dpo.settings.keys import CONFIG_DIR, PRECISION, load_plugins
 from dpo.settings.places import store_rows
@@ -72,8 +73,9 @@ def run(plan: Plan) -> None:
     for warning in find_warnings(plan) if is_rank_0 else ():
         print(f"warning: {warning}")
     if plan.run.dry_run:
-        if is_rank_0:
-            dry_run(plan)
+        with explaining_ends():
+            if is_rank_0:
+                dry_run(plan)
         return
     if is_rank_0:
         print(describe(plan), flush=True)  # flushed, as importing torch takes seconds
@@ -98,7 +100,7 @@ def run(plan: Plan) -> None:
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing.
 
-    Raises InputError wherever the run would, except if it has more processes than this machine has GPUs.
+    Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
     """
     from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
     from dpo.data.preflight import list_first_examples
@@ -137,15 +139,18 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
             from dpo.checkpoint.resume import opening_run
             from dpo.reporting.table import list_logs
         load_plugins(plan.run.plugins)
-        with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
-            try:
-                work_in_run_dir(run, rank, plan, models)
-            except SystemExit as ending:  # its status may be 0
-                raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
-            except OSError as error:  # from whatever wrote a file
-                if not is_disk_full(error):
-                    raise
-                raise RunError(f"the disk is full: {error}; resume=auto continues from the newest step-N") from error
+        with explaining_ends(), opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
+            work_in_run_dir(run, rank, plan, models)
+
+
+@contextmanager
+def explaining_ends() -> Iterator:
+    """Inside, an exit that the user's code asks for is a failure, and so is a full disk."""
+    try:
+        with explaining_full_disk():
+            yield
+    except SystemExit as ending:  # its status may be 0
+        raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
 
 
 def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | None) -> None:

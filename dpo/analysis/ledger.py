@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.settings.places import check_exists
 from dpo.system.plain_files import check_readable, replacing
 
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
@@ -68,6 +69,7 @@ def write_parquet(run_dir: Path) -> None:
 
 def read_ledger(run_dir: Path) -> pa.Table:
     """All rows so far, in one chunk, so that a file made of them does not depend on the appends."""
+    check_exists(run_dir, is_local=True)
     if not (run_dir / STREAM).exists():
         raise InputError(f"{run_dir} has no {STREAM}: give the directory of a run with ledger=true")
     return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()

@@ -29,7 +29,7 @@ TITLE_END = "· training report</title>".encode()  # in each page, which is know
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # the files of charts, by title, for those who want no page
 ABSENT = "\N{EN DASH}"
 MOST_SAMPLES, MOST_DRAWN = 16, 4  # prompts; samples.txt has all
-NEXT = ("sample {}", "evaluate {} --judge human", "export {} MY_MODEL", "report {} OTHER_RUN")
+NEXT = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")  # commands
 HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
     "Held-out score": ("online_eval/score", +1, figure),
     "Win rate": ("online_eval/win_rate", +1, percent),
@@ -110,9 +110,13 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple
             "results": list_results(run).items(),
             "columns": (),
             "findings": findings,
-            "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in NEXT],
+            "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in list_next(run)],
         }
     return jinja.get_template("page.html.jinja").render(context)
+
+
+def list_next(run: Run) -> tuple[str, ...]:
+    return NEXT if (run.path / "LATEST").exists() else NEXT[:1]
 
 
 def list_results(run: Run) -> dict[str, tuple[str, str]]:

@@ -181,8 +181,7 @@ def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = 
 
 
 def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
-    is_one = counted.startswith("1 ") and " and " not in counted
-    return f": {counted} {'is' if is_one else 'are'} too few to judge; about {enough} would do"
+    return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
 
 
 def print_result(run_dir: Path) -> None:

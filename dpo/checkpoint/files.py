@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dpo.errors import InputError, RunError, is_disk_full, one_sentence
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
@@ -91,10 +91,9 @@ def _explaining(directory: Path) -> Iterator:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        why = "the disk is full" if is_disk_full(error) else one_sentence(error)
         is_first = not find_checkpoints(directory.parent)
         then = "there is no earlier one" if is_first else "earlier ones are intact, and resume=auto continues"
-        raise RunError(f"checkpoint {directory} could not be written: {why}; {then}") from error
+        raise RunError(f"checkpoint {directory} could not be written: {one_sentence(error)}; {then}") from error
 
 
 def write_state(path: Path, content: Mapping) -> None:

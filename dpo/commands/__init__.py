@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from dpo import __version__
-from dpo.errors import InputError, RunError, suggest
+from dpo.errors import InputError, RunError, explaining_full_disk, suggest
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS
 from dpo.system import host
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_command(work: Callable, *, when_interrupted: str = "") -> int:
     """Do the work of a command; its exit status, after one sentence about a failure that is no bug."""
     try:
-        work()
+        with explaining_full_disk():
+            work()
     except (InputError, RunError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -102,8 +103,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     option("--temperature", type=parse_as("sample_temperature"), help="0: the most probable token")
     option("--top-p", type=parse_as("sample_top_p"), help="0.9: only the most probable 90 percent")
     option("--top-k", type=parse_as("sample_top_k"), help="tokens to draw from, 0: all")
-    option("--seed", type=parse_as("seed"), default=0, help="of prompts that are chosen, and of answers (default: 0)")
-    option("--max-new-tokens", type=parse_count, default=256, help="of an answer (default: 256)")
+    option("--seed", type=parse_as("seed"), default=0, help="default: 0")
+    option("--max-new-tokens", type=parse_count, default=256, help="default: 256")
 
 
 def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:

@@ -38,6 +38,7 @@ from dpo.system.host import is_installed, python_command
 from dpo.system.plain_files import write_file
 from dpo.system.run_directory import now
 
+JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
 SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
 # options that decide which answers there are
 DRAWN = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     option = parser.add_argument
     option("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a directory or a Hub id")
     option("other", metavar="OTHER", nargs="?", help="default: what training began from")
-    option("--judge", metavar="JUDGE", help="human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL")
+    option("--judge", metavar="JUDGE", help=JUDGES)
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
     option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
     option(
@@ -173,8 +174,7 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
         return judges.make_server_judge(server, template)
     if kind in ("reward_model", "function") and place:
         return judges.make_scoring_judge(scorer=kind, **{kind: place})
-    kinds = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME, or the URL of a server"
-    raise InputError(f"--judge {options.judge} is not known: give {kinds}")
+    raise InputError(f"--judge {options.judge} is not known: give {JUDGES}")
 
 
 def answer_both(contestants: Sequence[Contestant], prompts: Sequence, file: Path, options: Any) -> tuple:

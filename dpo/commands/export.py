@@ -105,11 +105,15 @@ def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
         record = read_run(run_dir)
         texts = ["## Results", escape_markdown(describe_result(record))]
         for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
-            found = read_json(result)
             form = {"settings": dict, "sentences": list}
-            if not isinstance(found, dict) or form.keys() - found.keys() or list_wrong(found, form):
-                print(f"{result} is no result of dpo evaluate, and is left out")
-            elif found["settings"].get("model") == str(origin.policy):
+            try:
+                found = read_json(result)
+                if not isinstance(found, dict) or form.keys() - found.keys() or list_wrong(found, form):
+                    raise InputError(f"{result} is no result of dpo evaluate")
+            except InputError as error:
+                print(f"left out of the card: {error}")
+                continue
+            if found["settings"].get("model") == str(origin.policy):
                 sentences = [f"Judged by {result.stem.partition('-')[2]}:", *map(str, found["sentences"])]
                 texts.append(escape_markdown(" ".join(sentences)))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):

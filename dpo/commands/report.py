@@ -9,6 +9,7 @@ browser of this machine, follows runs that train, and ends on Ctrl-C. Exit statu
 
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any
 from dpo.analysis.page import render_page, write_report
 from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
+from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
 FOLLOW_SECS = 5  # between two looks at a run that trains
@@ -52,6 +54,7 @@ def list_runs(paths: Sequence[Path]) -> list[Path]:
     """Runs, and in place of a directory without one those inside."""
     runs = []
     for path in paths:
+        check_exists(path, is_local=True)
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside
     return runs
@@ -63,12 +66,19 @@ def serve(paths: Sequence[Path], port: int) -> None:
     drawing = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = LONGEST_REQUEST_SECS
+        def handle(self) -> None:
+            # a client may send a byte at a time for ever
+            deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
+            deadline.start()
+            try:
+                super().handle()
+            finally:
+                deadline.cancel()
 
         def do_GET(self) -> None:
             # a page of another site could reach this server by a name that it lets point to 127.0.0.1
-            host, _, asked_port = self.headers.get("Host", "").lower().partition(":")
-            is_ours = host in ("127.0.0.1", "localhost") and asked_port in (str(port), "" if port == 80 else str(port))
+            host = self.headers.get("Host", "").lower().removesuffix(f":{port}")
+            is_ours = host in ("127.0.0.1", "localhost")
             runs, number = [run for run in list_runs(paths) if run.exists()], self.path.strip("/")
             chosen = runs[int(number) :][:1] if re.fullmatch("[0-9]{1,9}", number) else runs if not number else []
             try:

@@ -18,6 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0
     for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):
+        if not path.exists():
+            status = 1
+            print(f"missing  {redact(str(path))}")
+            continue
         for checkpoint in find_checkpoints(path) or [path]:
             try:
                 n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())

@@ -123,11 +123,11 @@ def recognize(
     form = next((form for form in fitting if all(candidates[field] for field in form)), nearest)
     # that a response is the better one in every record is no fix if a verdict says which is
     to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
-    are_sentences = any(len(column.split()) > 3 for column in present)
+    are_sentences = any(len(column.split()) > 3 or column.endswith((".", "?", "!")) for column in present)
     if isinstance(rows[0], TableRow) and are_sentences and not any(candidates.values()):
         raise InputError(
-            f"the first line of {origin} should have the names of its columns, and {shorten(present[0])} looks like "
-            f"data: write a line such as prompt,chosen,rejected above it"
+            f"the first line of {origin} names columns, and {shorten(present[0])} looks like data: write a line "
+            f"such as prompt,chosen,rejected above it"
         )
     if not fitting or any(len(candidates[field]) != 1 for field in form):
         raise InputError(

@@ -69,7 +69,7 @@ COUNTS = (  # that the terminal shows
     *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
 )
 WARNINGS = {  # of these counts: what happens, and what changes it
-    "empty_responses": "a response is empty: remove such records, unless an empty answer is what you mean",
+    "empty_responses": "a response is empty: remove the record, unless you mean it",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
     "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove "
@@ -374,6 +374,8 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
             )
             _check_suits(plan, name, loaded)
             held_out[name] = loaded.held_out
+            if data.holdout and split == "train" and not loaded.held_out:
+                notes.append(f"holdout={data.holdout} has no effect on {name}, which has a test split")
             notes.extend(loaded.notes)
             report.problems += [(name, number, BAD, reason) for number, reason in loaded.bad_records]
             yield name, loaded
@@ -461,7 +463,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         if plan.loss.mismatched and counts.prompts < 2:
             raise InputError(
                 f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another: "
-                f"give 2 prompts or more in each split; holdout=2 makes a test split of one file"
+                f"give 2 or more in each split, such as by holdout=2"
             )
         if not plan.loss.takes_weights and counts.effective_examples is not None:
             raise InputError(

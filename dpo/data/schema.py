@@ -129,7 +129,7 @@ class PreferenceData(dict[str, Entry]):
         if size is None:
             n_held_out = min(max(len(prompts) // 10, FEWEST_HELD_OUT), len(prompts) // 3)
         else:
-            n_held_out = int(size * len(prompts) if size < 1 else size)
+            n_held_out = int(size * len(prompts) + 1e-9 if size < 1 else size)
         random.Random(42).shuffle(prompts)
         selected = set(prompts[: max(1, n_held_out)])
         self.held_out = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)

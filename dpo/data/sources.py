@@ -85,7 +85,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
     path = source.local
     if path is None or source.subset:
         return ArrowRows(_load_from_hub(source, split, cache_dir))
-    check_exists(source.path, "dataset source")
+    check_exists(source.path)
     files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     if not files:
         return ArrowRows(_load_from_hub(source, split, cache_dir))

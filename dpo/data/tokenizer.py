@@ -24,7 +24,7 @@ DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 def explaining_load_errors(what: str, name: str):
     """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
-    check_exists(name, what)
+    check_exists(name)
     if find_local(name) is None:
         use_caches_without_hub()
 

@@ -19,10 +19,13 @@ from dpo.system.host import choose_device
 from dpo.system.plain_files import read_json
 
 TEMPLATES = Path(__file__).parent / "templates"
-# the end of a line with a verdict, such as `More helpful: "A"`; the letter alone, as "a" is also an article
-CHOSEN = r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))[^\w\n(]*(?:\([^)\n]*\))?[^\w\n]*$"
-LABELLED = re.compile(rf"\b(?i:better|preferred|more helpful|winner|verdict)\b[\w ]*[^\w\n]*:{CHOSEN}", re.MULTILINE)
-LAST = re.compile(rf"(?:[\w ]{{1,20}}:)?{CHOSEN}")
+# the end of a line with a verdict: the letter alone, as "a" is also an article, and perhaps a reason
+CHOSEN = (
+    r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))"
+    r"[^\w\n]*(?:\([^)\n]*\)|(?:because|as|since) .*)?[^\w\n]*$"
+)
+LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
+LABELLED = re.compile(rf"{LABELS}[\w ]*[^\w\n]*:{CHOSEN}", re.MULTILINE)
 SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # of the answer that is shown as A
 
 
@@ -89,9 +92,8 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
 
 
 def read_verdict(reply: str) -> float | None:
-    """The score of answer A, by the last line or else the last labelled one; None if the reply names no winner."""
-    last = LAST.fullmatch(reply.strip().rpartition("\n")[2])
-    chosen = [last[1]] if last else LABELLED.findall(reply)
+    """The score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
+    chosen = LABELLED.findall(reply) or re.findall(f"^{CHOSEN}", reply.strip().rpartition("\n")[2])
     return SCORES[chosen[-1].lower()] if chosen else None
 
 
@@ -118,9 +120,10 @@ def is_shown_swapped(pair: Pair) -> bool:
 def read_drawn(file: str) -> dict:
     """The options that the verdicts of a page carry, with which their answers were drawn."""
     with suppress(
-        OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError
+        OSError, ValueError, AttributeError, TypeError, RecursionError
     ):  # `make_file_judge` says what is wrong
-        return dict(json.loads(read_json(Path(file), str.splitlines)[0]).get("drawn", {}))
+        lines = filter(str.strip, read_json(Path(file), str.splitlines))
+        return dict(json.loads(next(lines, "{}")).get("drawn", {}))
     return {}
 
 

@@ -13,7 +13,7 @@ from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.numbers import percent
 from dpo.system.plain_files import check_own, write_file
 
-# files of an evaluation, by the kind of its judge, and how each begins
+# files of an evaluation, by the kind of its judge, and how each begins; pairs were once known by `id`
 FORM = {
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',

@@ -3,18 +3,19 @@
 import ipaddress
 import json
 import os
+import queue
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPErrorProcessor, HTTPHandler, ProxyHandler, Request, build_opener
 
 import tqdm
 
@@ -29,7 +30,8 @@ BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which ano
 LONGEST_REPLY = 512  # tokens
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
-OPEN = threading.local()  # the `sockets` of the call that this thread makes
+LARGEST_REPLY = 2**24  # bytes; what comes after is not read
+T = TypeVar("T")
 
 
 class _AsTheyCome(HTTPErrorProcessor):
@@ -40,23 +42,7 @@ class _AsTheyCome(HTTPErrorProcessor):
     https_response = http_response
 
 
-class _Listed:
-    """A connection that another thread can end, as a server may send a byte at a time for ever."""
-
-    def connect(self) -> None:
-        super().connect()
-        OPEN.sockets.append(self.sock)
-
-
-class _Connection(_Listed, HTTPConnection):
-    pass
-
-
-class _SecureConnection(_Listed, HTTPSConnection):
-    pass
-
-
-class _ConnectionHere(_Connection):
+class _ConnectionHere(HTTPConnection):
     """Checks where it leads, as a name may lead elsewhere than when it was looked up."""
 
     def connect(self) -> None:
@@ -66,20 +52,9 @@ class _ConnectionHere(_Connection):
             raise OSError(f"{self.host} led to this machine before, and now to {peer}")
 
 
-class _Handler(HTTPHandler):
-    connection = _Connection
-
+class _HandlerHere(HTTPHandler):
     def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(self.connection, request)
-
-
-class _HandlerHere(_Handler):
-    connection = _ConnectionHere
-
-
-class _SecureHandler(HTTPSHandler):
-    def https_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(_SecureConnection, request)
+        return self.do_open(_ConnectionHere, request)
 
 
 def _is_loopback(address: str) -> bool:
@@ -97,28 +72,24 @@ def _is_here(url: str) -> bool:
     return all(_is_loopback(str(address[0])) for *_, address in found)
 
 
-@contextmanager
-def _closing_after(seconds: float) -> Iterator:
-    """Inside, connections of this thread end when the time is up, and then this raises TimeoutError."""
-    OPEN.sockets = sockets = []
-    end = time.monotonic() + seconds
+def _call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Call in a thread that is abandoned when the time is up: a server may send a byte at a time for ever."""
+    results = queue.SimpleQueue()
 
-    def close() -> None:
-        for connected in sockets:
-            with suppress(OSError):  # it is closed
-                connected.shutdown(socket.SHUT_RDWR)
+    def work() -> None:
+        try:
+            results.put((call(), None))
+        except Exception as error:
+            results.put((None, error))
 
-    timer = threading.Timer(seconds, close)
-    timer.start()
+    threading.Thread(target=work, daemon=True).start()
     try:
-        yield
-    except (OSError, HTTPException):
-        if time.monotonic() < end:
-            raise
-    finally:
-        timer.cancel()
-    if time.monotonic() >= end:  # what was read may not be all
-        raise TimeoutError(f"no whole reply within {seconds:g} s")
+        result, error = results.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no whole reply within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result
 
 
 class Server:
@@ -132,7 +103,7 @@ class Server:
         self.cache, self.parallel, self.timeout = cache, parallel, timeout
         kept = read_lines(cache, REPLY_MARK, {"key": str, "reply": str})
         self._replies = {line["key"]: line["reply"] for line in kept}
-        handlers, self._lock = [_AsTheyCome(), _SecureHandler()], threading.Lock()
+        handlers, self._lock = [_AsTheyCome()], threading.Lock()
         self._key = next((key for name in KEYS if (key := os.environ.get(name, "").strip())), None)
         if self._key and not re.fullmatch("[!-~]+", self._key):  # a header cannot hold others
             raise InputError(f"the key in {' or '.join(KEYS)} has a space, line break or the like: set it without")
@@ -143,8 +114,6 @@ class Server:
             handlers += [ProxyHandler({}), _HandlerHere()]
         elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {' or '.join(KEYS)} unencrypted: give an https URL")
-        else:
-            handlers.append(_Handler())
         self._opener = build_opener(*handlers)
         self.model = model or self._find_model()
 
@@ -197,15 +166,18 @@ class Server:
         failure: Exception = OSError("not asked")
         for number in range(N_TRIES):
             try:
-                with _closing_after(self.timeout), self._opener.open(request, timeout=self.timeout) as response:
-                    content = response.read()
-                if response.status // 100 == 2:
+                status, content = _call_within(self.timeout, partial(self._fetch, request))
+                if status // 100 == 2:
                     return json.loads(content)
-                failure = OSError(f"status {response.status}: {content.decode(errors='replace')}")
-                if response.status not in BUSY:
+                failure = OSError(f"status {status}: {content.decode(errors='replace')}")
+                if status not in BUSY:
                     break
             except (OSError, HTTPException) as error:
                 failure = error
             if number + 1 < N_TRIES:
                 time.sleep(WAIT_SECS * 2**number)
         raise failure
+
+    def _fetch(self, request: Request) -> tuple[int, bytes]:
+        with self._opener.open(request, timeout=self.timeout) as response:
+            return response.status, response.read(LARGEST_REPLY)

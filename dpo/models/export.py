@@ -133,7 +133,7 @@ def find_origin(
     run's. `run_plan` is the run's, whose trust `trust_remote_code`
     replaces.
     """
-    check_exists(str(path), "run or model")
+    check_exists(str(path))
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):

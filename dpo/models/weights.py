@@ -16,6 +16,7 @@ from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import CONFIG, POLICY, adapter_weights, base_weights, explaining_adapter
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
+from dpo.settings.places import check_exists
 from dpo.system.plain_files import read_json
 
 # buffers that transformers stored in 2023, and computes today
@@ -54,8 +55,8 @@ def find_archive(archive: str | Path) -> Path:
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
-    what = "is neither a policy.pt nor a directory that contains one" if path.exists() else "does not exist"
-    raise InputError(f"{archive} {what}")
+    check_exists(path, is_local=True)
+    raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
 
 
 def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:

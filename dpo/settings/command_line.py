@@ -100,9 +100,8 @@ def exit_with(problems: list[str]) -> NoReturn:
 def parse(arguments: list[str]) -> CommandLine:
     """Parse a command line; InputError for an option that is unknown, abbreviated or refused."""
     options, overrides, config_dir = [], [], None
-    for name, sign, value in zip(arguments, arguments[1:], arguments[2:], strict=False):
-        if sign == "=":
-            raise InputError(f"{name} = {value} has spaces around =: write {name}={value}")
+    if spaced := re.search(r"(?:^|\0)([\w./@]+)(?:\0=\0|\0=|=\0)([^\0=]+)(?=\0|$)", "\0".join(arguments)):
+        raise InputError(f"{spaced[1]} = {spaced[2]} has spaces around =: write {spaced[1]}={spaced[2]}")
     remaining = iter(arguments)
     for argument in remaining:
         name, equals, value = argument.partition("=")
@@ -137,14 +136,16 @@ def _find_setting(name: str, value: str) -> str:
 
 def _place_model(override: str, line: CommandLine) -> list[str]:
     """Let `model` also name a directory or a model of the Hub; the configs of `model` go first."""
-    value = override.removeprefix("model=")
-    is_config = value in line.list_options("model")
-    if value == override or (find_local(value) is None and not HUB_ID.fullmatch(value)):
+    values = override.removeprefix("model=").split(",")
+    are_configs = {*values} <= {*line.list_options("model")}
+    are_places = all(find_local(value) is not None or HUB_ID.fullmatch(value) for value in values)
+    if not override.startswith("model=") or not are_places:
         return [override]
+    placed = f"model.name_or_path={','.join(map(_quote, values))}"
     if is_rank_0():
-        taken = f"its config; the directory is model=./{value}" if is_config else f"model.name_or_path={value}"
-        print(f"model={value} is taken for {taken}", file=sys.stderr)
-    return [override] if is_config else ["model=blank_model_bfloat16", f"model.name_or_path={_quote(value)}"]
+        taken = f"its config; the directory is model=./{values[0]}" if are_configs else placed
+        print(f"{override} is taken for {taken}", file=sys.stderr)
+    return [override] if are_configs else ["model=blank_model_bfloat16", placed]
 
 
 def _quote(value: str) -> str:

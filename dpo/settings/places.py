@@ -72,19 +72,19 @@ def find_suffix(name: str) -> str:
 def find_local(name: str) -> Path | None:
     """The local path that a name stands for; None if it may be a Hub id."""
     path = Path(os.path.expanduser(name))
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name) or path.exists()
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
     # else a run that is not there would be looked for on the Hub
     is_run = "/" in name and any(path.parent.glob(f"*/{RECORD}"))
-    return path if is_path or is_run else None
+    return path if is_path or is_run or os.path.exists(path) else None
 
 
-def check_exists(name: str, what: str = "") -> None:
-    """Raise InputError, with `what` should be there, for a path where nothing is, before a Hub is asked for it."""
-    path = find_local(name)
-    if path is not None and not path.exists():
+def check_exists(name: str | Path, *, is_local: bool = False) -> None:
+    """Raise InputError for a path where nothing is, before a Hub is asked for it; `is_local`: it is no Hub id."""
+    path = Path(name) if is_local else find_local(str(name))
+    if path is not None and not os.path.exists(path):
         near = suggest(path.name, os.listdir(path.parent), likeness=0.5) if path.parent.is_dir() else ""
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise InputError(f"{what} {path} does not exist{where}{near}".lstrip())
+        raise InputError(f"{path} does not exist{where}{near}")
 
 
 class Source(NamedTuple):
@@ -155,7 +155,7 @@ def place_datasets(values: Mapping) -> dict:
     for name in datasets:
         path, last_part = Source(name).local, os.path.basename(os.path.abspath(os.path.expanduser(name)))
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
-        is_there = path.exists() if path else HUB_ID.fullmatch(name)
+        is_there = os.path.exists(path) if path else HUB_ID.fullmatch(name)
         if is_there and not has_source(name, sources) and not has_source(new_name, sources):
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name

@@ -23,8 +23,7 @@ from urllib.request import getproxies
 from dpo.redaction import redact
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-COLORS = {"warning": 33, "error": 31, "bad configuration": 31}  # on a terminal: yellow and red
-TROUBLE = re.compile(f"^({'|'.join(COLORS)})(?=:)", re.MULTILINE)
+TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  # has a color on a terminal
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
 
 
@@ -64,7 +63,7 @@ class _RedactedText(io.TextIOWrapper):
     def write(self, text: str) -> int:
         shown = redact(text)
         if self.isatty() and not os.environ.get("NO_COLOR"):
-            shown = TROUBLE.sub(lambda found: f"\033[{COLORS[found[0]]}m{found[0]}\033[0m", shown)
+            shown = TROUBLE.sub("\033[33m\\g<0>\033[0m", shown)
         super().write(shown)
         return len(text)
 
@@ -243,6 +242,6 @@ def use_caches_without_hub() -> None:
     try:
         socket.getaddrinfo(hub.hostname, hub.port)
     except OSError as error:
-        print(f"{hub.hostname} is not known here ({error}): only what was fetched before can be used", file=sys.stderr)
+        print(f"{hub.hostname} is not known here ({error}): only its cache is used", file=sys.stderr)
         os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
         huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -51,19 +51,26 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 
 
 class _Finder(modulefinder.ModuleFinder):
+    """Also takes directories without `__init__.py`, at which Python's own method fails: all of their code counts."""
+
+    def __init__(self, folder: Path):
+        super().__init__(path=[str(folder)])
+        self.found: set[Path] = set()
+
     def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        """Leave out a directory without `__init__.py`, such as W&B's, at which Python's own method fails."""
-        folders = [Path(folder, name) for folder in path or self.path]
-        if any(folder.is_dir() and not (folder / "__init__.py").exists() for folder in folders):
-            raise ImportError(name)
+        for package in (Path(folder, name) for folder in path or self.path):
+            has_module = (package / "__init__.py").exists() or package.with_suffix(".py").exists()
+            if package.is_dir() and not has_module:
+                self.found.update(package.rglob("*.py"))
+                raise ImportError(name)
         return super().find_module(name, path, parent)
 
 
 def hash_code(file: Path) -> str:
     """Hash a file and what it imports from its directory, also inside functions."""
-    finder = _Finder(path=[str(file.parent)])
+    finder = _Finder(file.parent)
     finder.run_script(str(file))
-    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    paths = finder.found | {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 

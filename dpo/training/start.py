@@ -130,7 +130,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
             f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
         )
         if n_bytes - n_there > free and plan.run.check_disk:
-            raise InputError(f"{notes[-1]}; check_disk=false starts it all the same")
+            raise InputError(f"{notes[-1]}; or set check_disk=false")
     return notes + ([list_first_tasks(plan)] if is_first else [])
 
 

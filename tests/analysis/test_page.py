@@ -186,9 +186,10 @@ def test_data_and_answers_are_shown_long_prompts_are_folded_and_the_next_command
     page = page_of(run)
     assert "Who? Policy now You. Before Me." in page.texts["section"]
     assert "chosen the good rejected the bad" in page.texts["section"]
-    assert page.texts["summary"].startswith("Long Long")
-    assert len(page.texts["summary"]) < 210
-    assert f"dpo sample '{run}'" in page.texts["code"]
+    assert [attributes for tag, attributes in page.elements if tag == "details"][-1] == {}  # it is folded
+    assert page.texts["code"].startswith(f"dpo report '{run}' OTHER_RUN")
+    (run / "LATEST").mkdir()
+    assert f"dpo sample '{run}'" in page_of(run).texts["code"]
 
 
 def test_in_pictures_a_color_is_a_run_and_a_style_chosen_or_rejected(tmp_path):

@@ -84,7 +84,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* holdout=2 makes"):
+    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* such as by holdout=2"):
         run("other", *settings)
 
 

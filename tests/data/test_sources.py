@@ -144,16 +144,16 @@ def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_p
     assert any(f": {n_test} of {n_prompts} prompts; holdout=NUMBER gives another" in note for note in test.notes)
 
 
-def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path):
-    source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR])), "split": str(tmp_path)}
+def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path, run, capsys):
+    source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR]))}
     with refused(r"mine \(.*all.jsonl\) has 1 different prompt, too few to hold some out: add some"):
         get_dataset("mine", "train", dataset_sources=source)
     with refused("holdout=2 takes all of them: give less"):
         get_dataset("mine", "train", dataset_sources=source, holdout=2)
     for split in ("train", "test"):
         write_rows(tmp_path / f"{split}.jsonl", [PAIR])
-    data = get_dataset("split", "train", dataset_sources=source, holdout=2)
-    assert "holdout=2 has no effect on split, which has a test split" in data.notes
+    run("run", f"datasets={tmp_path}", "holdout=2", "dry_run=true", "chat=never", "batch_size=1")
+    assert "holdout=2 has no effect on" in capsys.readouterr().out
 
 
 SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV"
@@ -294,7 +294,7 @@ def test_a_path_that_is_not_there_is_said_not_to_exist_with_a_similar_name_befor
         check_exists("data/nine.csv")
     (tmp_path / "RUNS" / "mine").mkdir(parents=True)
     (tmp_path / "RUNS" / "mine" / "env.json").touch()
-    with refused("^run or model RUNS/min does not exist in .*: did you mean mine"):
+    with refused("^RUNS/min does not exist in .*: did you mean mine"):
         find_origin("RUNS/min", hub=True)
     check_exists("Qwen/Other")  # it may be on the Hub
 
@@ -307,13 +307,13 @@ def test_a_hub_whose_name_is_not_known_is_given_up_at_once(monkeypatch, capsys):
     use_caches_without_hub()
     use_caches_without_hub.cache_clear()
     assert huggingface_hub.constants.HF_HUB_OFFLINE
-    assert "is not known here (no such name): only what was fetched" in capsys.readouterr().err
+    assert "is not known here (no such name): only its cache is used" in capsys.readouterr().err
 
 
 def test_a_csv_without_names_of_columns_is_told_so_and_rows_have_the_numbers_of_the_sheet(tmp_path, tokenizer):
     file = tmp_path / "mine.csv"
     file.write_text("How do I reset my password?,Click it.,No.\nWho are you then?,Me.,Nobody.\n")
-    with refused("the first line of .* should have the names .* 'How do I reset my password"):
+    with refused("the first line of .* names columns, and 'How do I reset my password"):
         get_custom(load_rows(Source(str(file)), "train"), str(file), tokenizer)
     file.write_text("prompt,chosen,rejected\nWho?,Me.,You.\n,,\n\nWhy?,,No.\n")
     with refused("row 5 of .*: the response to learn is empty: give chosen a value"):

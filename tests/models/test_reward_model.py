@@ -221,7 +221,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         for folder, said in said_of.items():
             with refused(rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)
-        with refused(r"^reward model .*nowhere does not exist$"):
+        with refused(r"nowhere does not exist$"):
             load(str(tmp_path / "nowhere"))
 
 

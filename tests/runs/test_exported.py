@@ -83,13 +83,13 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
 
 def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, "the disk is full")
 
     monkeypatch.setattr("dpo.models.export.save_torch_state_dict", fail)
     run("run", "n_examples=8")
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the run is complete")]
     assert "its export failed: " in line
-    assert "No space left on device" in line
+    assert "the disk is full" in line
     check_complete(tmp_path / "run" / "LATEST")
     assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
 

@@ -122,9 +122,13 @@ def test_a_config_file_cannot_name_a_plugin(folder):
 def test_directories_beside_a_plugin_are_no_obstacle_and_a_fifo_is_refused(folder):
     for name in ("wandb", "mine"):
         (folder / name).mkdir()
-    (folder / "mine" / "part.py").write_text("")
-    (folder / "my.py").write_text("import wandb\nimport mine.part\n" + PLUGIN)
-    assert len(hash_code(folder / "my.py")) == 64
+    (folder / "helper").mkdir()  # beside helper.py
+    (folder / "my.py").write_text("import wandb\nimport mine.part\nimport helper\n" + PLUGIN)
+    digests = {hash_code(folder / "my.py")}
+    for changed in ("mine/part.py", "helper.py"):
+        (folder / changed).write_text("changed = True")
+        digests.add(hash_code(folder / "my.py"))
+    assert len(digests) == 3
     os.mkfifo(folder / "pipe.py")
     with refused("pipe.py is not a regular file"):
         run_plugins([str(folder / "pipe.py")])

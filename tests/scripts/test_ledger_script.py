@@ -77,4 +77,4 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir)]) == 0
     note = capsys.readouterr().out.splitlines()[-1]
-    assert note.startswith(f"Texts are not shown: dataset source {mine} does not exist")
+    assert note.startswith(f"Texts are not shown: {mine} does not exist")

@@ -152,9 +152,10 @@ def test_a_name_that_is_none_is_refused(arguments, copied, capsys):
 def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, capsys):
     run_dir = copied("run")
     (run_dir / "evaluation").mkdir()
-    (run_dir / "evaluation" / "evaluation-x.json").write_text("[]")
+    for name, content in {"x": "[]", "y": "{", "z": "[" * 100_000}.items():
+        (run_dir / "evaluation" / f"evaluation-{name}.json").write_text(content)
     folder = tmp_path / "export"
     folder.mkdir()
     (folder / "README.md").write_text("---\ntags: []\n---\n# A model\n")
     complete_card(folder, find_origin(run_dir), "id")
-    assert "evaluation-x.json is no result of dpo evaluate, and is left out" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("left out of the card: ") == 3

@@ -12,7 +12,7 @@ from support.trainers import compose as compose_run
 import train as train_script
 from dpo.commands import main as dpo_command
 from dpo.settings import plan
-from dpo.settings.command_line import check_command_line
+from dpo.settings.command_line import check_command_line, parse
 from trainers import BasicTrainer
 
 NEEDED = "exp_name=x model.name_or_path=gpt2"
@@ -138,8 +138,9 @@ def test_model_takes_a_directory_or_hub_id_but_first_a_config(tmp_path, monkeypa
     assert find_model("model=my model") == ("my model", None)
     assert find_model("model=Qwen/Some-1B") == ("Qwen/Some-1B", None)
     assert find_model("model=gpt2-large")[0] == "gpt2-large"
+    assert '++model.name_or_path="./a","./b"' in parse(["-m", "model=./a,./b"]).overrides
     said = capsys.readouterr().err.splitlines()
-    assert said[1] == "model=Qwen/Some-1B is taken for model.name_or_path=Qwen/Some-1B"
+    assert said[1] == 'model=Qwen/Some-1B is taken for model.name_or_path="Qwen/Some-1B"'
     assert said[2] == "model=gpt2-large is taken for its config; the directory is model=./gpt2-large"
 
 

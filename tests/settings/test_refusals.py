@@ -48,7 +48,7 @@ REFUSED = [
         "model=pythia2",
         "model=pythia2 is unknown: did you mean pythia28? (model=DIR_OR_HUB_ID takes any other; there are",
     ),
-    ("lr = 2e-5", "lr = 2e-5 has spaces around =: write lr=2e-5"),
+    *[(spaced, "lr = 2e-5 has spaces around =: write lr=2e-5") for spaced in ("lr = 2e-5", "lr= 2e-5", "lr =2e-5")],
     ("--learning-rate 2e-5", "--learning-rate is not an option here: write lr=2e-5"),
     ("--x=1", "--x is not an option here: settings are NAME=VALUE, and the options are -m, --multirun"),
     ("--beta=1", "--beta is not an option here: write loss.beta=1"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import tqdm
@@ -171,7 +172,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(("is_terminal", "no_color", "shown"), [
-    (True, "", "\033[33mwarning\033[0m: hot\na warning: cold\n\033[31merror\033[0m: x\n"),
+    (True, "", "\033[33mwarning\033[0m: hot\na warning: cold\n\033[33merror\033[0m: x\n"),
     (True, "1", "warning: hot\na warning: cold\nerror: x\n"),
     (False, "", "warning: hot\na warning: cold\nerror: x\n"),
 ])  # fmt: skip
@@ -184,3 +185,10 @@ def test_warnings_and_errors_have_colors_on_a_terminal_alone(is_terminal, no_col
         print_whatever_happens()
         print("warning: hot\na warning: cold\nerror: x", flush=True)
     assert (tmp_path / "out").read_text() == shown
+
+
+def test_a_run_that_would_not_fit_on_the_disk_is_refused_unless_told_otherwise(run, monkeypatch):
+    monkeypatch.setattr("dpo.training.start.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with refused(r"the run's files take about .* on disk, where 1e-06 GB are free: .*; or set check_disk=false"):
+        run("run", "n_examples=4")
+    run("run", "n_examples=4", "check_disk=false")
