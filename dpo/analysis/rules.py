@@ -112,7 +112,7 @@ def without_effect(run: Run) -> str:
 
 
 def clipped(run: Run) -> str:
-    """Not with optimizers to whose steps the norm makes no difference."""
+    """Clipping matters only to optimizers whose steps grow with the gradient."""
     limit, norms = number(run.setting("max_grad_norm")), run.train.points("grad_norm")[1]
     if run.setting("optimizer") in STEPS_OF_LR:
         return ""

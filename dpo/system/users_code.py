@@ -51,7 +51,7 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 
 
 class _Finder(modulefinder.ModuleFinder):
-    """Also takes directories without `__init__.py`, at which Python's own method fails: all of their code counts."""
+    """Python's finder fails at directories without `__init__.py`: this one counts all of their code."""
 
     def __init__(self, folder: Path):
         super().__init__(path=[str(folder)])
