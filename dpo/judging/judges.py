@@ -119,9 +119,8 @@ def is_shown_swapped(pair: Pair) -> bool:
 
 def read_drawn(file: str) -> dict:
     """The options that the verdicts of a page carry, with which their answers were drawn."""
-    with suppress(
-        OSError, ValueError, AttributeError, TypeError, RecursionError
-    ):  # `make_file_judge` says what is wrong
+    # `make_file_judge` says what is wrong
+    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         lines = filter(str.strip, read_json(Path(file), str.splitlines))
         return dict(json.loads(next(lines, "{}")).get("drawn", {}))
     return {}

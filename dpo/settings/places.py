@@ -82,7 +82,7 @@ def check_exists(name: str | Path, *, is_local: bool = False) -> None:
     """Raise InputError for a path where nothing is, before a Hub is asked for it; `is_local`: it is no Hub id."""
     path = Path(name) if is_local else find_local(str(name))
     if path is not None and not os.path.exists(path):
-        near = suggest(path.name, os.listdir(path.parent), likeness=0.5) if path.parent.is_dir() else ""
+        near = suggest(path.name, os.listdir(path.parent), likeness=0.5) if os.path.isdir(path.parent) else ""
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise InputError(f"{path} does not exist{where}{near}")
 
