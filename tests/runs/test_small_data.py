@@ -36,7 +36,7 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     ]
     result = succeeded(train(
         "loss=dpo", "loss.beta=0.1", f"model.name_or_path={TINY}", "exp_name=small", "ledger=true",
-        "do_first_sampling=true", "eval_every=1000",
+        "do_first_sampling=true", "eval_every=1000", "holdout=0.1",
         "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
         "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
     ))  # fmt: skip
