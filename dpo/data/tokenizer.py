@@ -126,7 +126,7 @@ def _write_literal(value: Any) -> str:
 def _write_date(date: str) -> str:
     with explaining(ValueError, lambda message: InputError(f"chat_template_date={date} is no date: {message}")):
         day = datetime.fromisoformat(date)
-    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYFDeT" for sign in ("", "-")]
+    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
     filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(day.strftime(d))})" for d in directives)
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
