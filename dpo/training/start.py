@@ -188,7 +188,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(first_loss):
         raise InputError(
-            f"self-test: the first {loss.name} loss is {first_loss}: choose a loss.beta closer to 0.1, or smaller margins"
+            f"self-test: the first {loss.name} loss is {first_loss}: choose a loss.beta closer to 0.1, or smaller "
+            "margins"
         )
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
     if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * size:
