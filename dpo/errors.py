@@ -1,6 +1,7 @@
 """Errors that a user reads as one sentence."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -94,7 +95,7 @@ def is_memory_error(error: BaseException) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
     # the libraries that write tensors have errors of their own, torch's often without the cause
-    return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "unexpected pos "))
+    return bool(re.search(r"\[Errno (27|28|122)\]|\(os error (27|28)\)|unexpected pos", str(error)))
 
 
 @contextmanager

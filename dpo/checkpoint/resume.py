@@ -186,7 +186,7 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
 
 
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
-    """The plan with what a run chooses when it begins: the date that a chat template writes, and its precision."""
+    """The plan with what a run keeps from its beginning: holdout, the date that a chat template writes, precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
     for key, value in BEFORE.items():
         if resume_point and plan.values[key] is None:

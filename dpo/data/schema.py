@@ -169,10 +169,11 @@ def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) 
 
 def write_lines(path: Path, values: Iterable[Mapping]) -> None:
     """Write one line of JSON for each value; without any, remove the file, which an earlier run may have left."""
-    path.unlink(missing_ok=True)
     if lines := [json.dumps(value, ensure_ascii=False) + "\n" for value in values]:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    else:
+        path.unlink(missing_ok=True)
 
 
 # --- fields and messages -------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
     """Notes on processes and devices, the model, the samples, and the disk that the run needs.
 
-    Every process must call it.
+    Every process must call it; rank 0 raises InputError if the disk has no room for the run.
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]

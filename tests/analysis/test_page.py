@@ -180,13 +180,15 @@ def test_all_warnings_of_all_runs_are_listed(tmp_path):
 
 def test_data_and_answers_are_shown_long_prompts_are_folded_and_the_next_commands_named(tmp_path):
     run = made(tmp_path / "a run")
-    write_rows(run / "examples.jsonl", [{"prompt": "Long " * 200, "chosen": "the good", "rejected": "the bad"}])
+    write_rows(
+        run / "examples.jsonl", [{"prompt": "Long " * 200, "chosen": "the good", "rejected": "the bad"}, {"prompt": 3}]
+    )
     answers = [{"examples": n, "prompt": "Who?", "answer": text} for n, text in ((0, "Me."), (160, "You."))]
     write_rows(run / "answers.jsonl", answers)
     page = page_of(run)
     assert "Who? Policy now You. Before Me." in page.texts["section"]
     assert "chosen the good rejected the bad" in page.texts["section"]
-    assert [attributes for tag, attributes in page.elements if tag == "details"][-1] == {}  # it is folded
+    assert [attributes for tag, attributes in page.elements if tag == "details"][-2] == {}  # it is folded
     assert page.texts["code"].startswith(f"dpo report '{run}' OTHER_RUN")
     (run / "LATEST").mkdir()
     assert f"dpo sample '{run}'" in page_of(run).texts["code"]

@@ -11,7 +11,7 @@ from support.runs import PARTS
 
 from dpo.checkpoint import files
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, point, prune, tidy
-from dpo.errors import RunError
+from dpo.errors import RunError, one_sentence
 
 
 def write_checkpoint(directory: Path, states: Any, *, step_idx: int = 8, metrics: Any = None, **facts: Any) -> Path:
@@ -153,3 +153,17 @@ def test_what_this_run_did_not_write_is_neither_pruned_nor_replaced(foreign, tmp
 
     assert {path: path.lstat().st_mtime_ns for path in before} == before
     assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-1", "step-24", "step-32", "step-8"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 25771392 vs 25771284"), True),
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), True),
+        (RuntimeError("inline_container.cc:747] open file failed with strerror: Is a directory"), False),
+        (OSError("413 Client Error: File too large"), False),  # of a server
+    ],
+)
+def test_a_full_disk_is_told_from_other_failures(error, is_full):
+    assert (one_sentence(error) == "the disk is full") == is_full

@@ -6,7 +6,7 @@ import pytest
 from support.pytests import refused
 from support.runs import read_rows, write_rows
 
-from dpo.data.schema import SHOWN
+from dpo.data.schema import SHOWN, BadRecordsError, explain_refusal, write_lines
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
@@ -77,3 +77,11 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, capsys):
         found = {(each["problem"], each["record"]) for each in problems}
         assert {(kind, n) for kind, n in found if kind == "bad record" or "pair" in kind} == expected
         assert "duplicated pairs: 1; contradictory pairs: 1; " in capsys.readouterr().out
+
+
+def test_a_long_name_of_a_run_hides_no_refusal_and_nothing_of_an_earlier_run_is_left(tmp_path):
+    error = explain_refusal(BadRecordsError("mine", [(1, "it is empty")]), tmp_path, "a" * 250)
+    [file] = tmp_path.iterdir()
+    assert f"{file.name} names all of them" in str(error)
+    write_lines(file, [])
+    assert not file.exists()
