@@ -202,7 +202,7 @@ def get_dataset(
     if source.has_no_splits and name != "se":  # se makes its own test split
         return _split(data, split, holdout, f"{name} ({source.label})")
     if not data:
-        raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split: add some")
+        raise InputError(f"dataset {name!r} ({source.path}) has no examples in its {split} split: add some")
     return data
 
 

@@ -74,8 +74,6 @@ def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
         for (i, run), (k, metric) in product(enumerate(runs), enumerate(chart.metrics)):
             kind = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
             examples, values = run.eval.points(metric.replace("SPLIT", "eval"))
-            if metric.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
-                examples, values = examples[1:], values[1:]  # policy and reference are equal: all pairs tie
             updates = run.train.points(metric.replace("SPLIT", "train"))
             if len(updates[1]) or len(values):
                 label, color = (f"{run.name} {kind}".strip(), i) if len(runs) > 1 else (kind, k)

@@ -46,7 +46,10 @@ class Log:
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) where the metric is a number."""
         is_finite = np.isfinite(self[name])
-        return self.examples[is_finite], self[name][is_finite]
+        examples, values = self.examples[is_finite], self[name][is_finite]
+        if name.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
+            return examples[1:], values[1:]  # before training policy and reference are equal: all pairs tie
+        return examples, values
 
     def last(self, name: str) -> float:
         """NaN if there is none."""

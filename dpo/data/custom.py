@@ -174,7 +174,7 @@ class _Reader:
         if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
             raise InputError(
                 f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
-                f"with {n_scores}: remove some, or train with a loss of pairs, such as loss=dpo"
+                f"with {n_scores}: remove some or set loss=dpo"
             )
 
 

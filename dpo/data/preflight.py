@@ -467,14 +467,13 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
             )
         if not plan.loss.takes_weights and counts.effective_examples is not None:
             raise InputError(
-                f"{place} has a column weight, and loss={plan.loss.name} takes none: remove the column, or choose "
-                f"another loss, such as loss=dpo"
+                f"{place} has a column weight, and loss={plan.loss.name} takes none: remove the column, or set loss=dpo"
             )
     train = report.train
     if 0 < train.examples <= train.identical_pairs + train.pairs_cut_alike and (plan.n_offline or not plan.online):
         raise InputError(
             f"in all {count(train.examples, 'pair')} of the train split of {datasets} both responses are the same, as "
-            f"written, rendered or cut to max_length: change what makes them so"
+            f"written, rendered or cut to max_length"
         )
     if report.examples_per_epoch < batch_size:
         n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
@@ -510,7 +509,7 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     if texts and getattr(tokenizer, "chat_template", None):
         yield (
             f"the text of {' and '.join(texts)} is used without the tokenizer's chat template: for a chat model, give "
-            f"messages, or chat=always for texts of your own"
+            f"messages, or set chat=always"
         )
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -147,7 +147,7 @@ class BadRecordsError(InputError):
 
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
-    lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]
+    lines = [f"dataset {name!r}: {count(len(found), 'record')} that cannot be used"]
     lines += [reason for _, reason in found[:SHOWN]]
     return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
 

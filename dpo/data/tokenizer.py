@@ -127,7 +127,8 @@ def _write_date(date: str) -> str:
     with explaining(ValueError, lambda message: InputError(f"chat_template_date={date} is no date: {message}")):
         day = datetime.fromisoformat(date)
     directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
-    filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(day.strftime(d))})" for d in directives)
+    texts = {"%%": "\0"} | {d: day.strftime(d) for d in directives} | {"\0": "%"}
+    filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(text)})" for d, text in texts.items())
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 

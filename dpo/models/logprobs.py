@@ -213,7 +213,7 @@ def install_scalar_head(model: Any) -> None:
     elif not isinstance(head, ScalarHead):
         raise InputError(
             f"loss=bradley_terry needs a sequence classification model with a linear head `{HEAD}`, with one "
-            f"output and no bias, and {type(model).__name__} is not one: choose another model"
+            f"output and no bias, and {type(model).__name__} is not one"
         )
 
 

@@ -104,8 +104,8 @@ def match_names(
 
 def ambiguity(model: Any, place: str) -> InputError:
     return InputError(
-        f"in {place}, which has more parts than text, the weights of the text part ({type(model).__name__}) cannot be "
-        f"told from the others: give a model for text alone"
+        f"in {place} the weights of the text part ({type(model).__name__}) cannot be told from the others: use "
+        f"a text-only model"
     )
 
 

@@ -83,10 +83,10 @@ def seeded_generators(*numbers: int) -> Iterator:
 def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
     """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
-    module = load_module(path, f"online.function={function}: {path} cannot be run")
+    module = load_module(path, f"{function}: {path} cannot be run")
     users_function = getattr(module, name, None)
     if not callable(users_function):
-        raise InputError(f"online.function={function}: {path} has no function {name}")
+        raise InputError(f"{function}: {path} has no function {name}")
     return lambda prompts, answers: users_function(
         [prompt.text for prompt in prompts], [answer.text for answer in answers]
     )

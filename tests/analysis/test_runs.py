@@ -21,6 +21,14 @@ def test_a_complete_run(tmp_path):
     assert (run.samples, run.drawn) == ([sample(8, "yes", "no")], [drawn(8)])
 
 
+def test_ties_before_training_are_no_accuracy(tmp_path):
+    ties, after = ({**evaluation(at, 0.69), "rewards_eval/accuracies": share} for at, share in ((0, 0.0), (2, 0.5)))
+    first = read_run(write_run(tmp_path / "first", [ties]))
+    assert "Held-out accuracy" not in list_results(first)
+    both = read_run(write_run(tmp_path / "both", [ties, after]))
+    assert both.eval.points("rewards_eval/accuracies")[1].tolist() == [0.5]
+
+
 def test_the_state_of_a_run_is_told_by_its_lock_and_by_what_it_left(tmp_path):
     folder = write_run(tmp_path, LINES[:3], updates=10)
     with (folder / ".lock").open("a") as lock:

@@ -238,7 +238,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         with pytest.raises(InputError) as error:
             get_custom([{**base, **change}], "mine", tokenizer, trains_on=trains_on, with_margins=True)
         assert message in str(error.value), change
-        assert str(error.value).startswith("dataset mine: 1 record that cannot be used\n  - record 1 of mine")
+        assert str(error.value).startswith("dataset 'mine': 1 record that cannot be used\n  - record 1 of mine")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
     options = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer}
     with pytest.raises(InputError) as error:
         get_dataset("mine", "train", **options)
-    assert str(error.value).startswith("dataset mine: 2 records that cannot be used")
+    assert str(error.value).startswith("dataset 'mine': 2 records that cannot be used")
     assert str(error.value).count(reason) == 2
     assert [f"{n} of {file}" in str(error.value) for n in range(1, 6)] == [False, True, False, True, False]
 
@@ -42,7 +42,7 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
     assert kept == {1, 3, 5}
     assert [number for number, _ in splits[0].bad_records] == [2, 4]
     notes = [note for split in splits for note in split.notes]
-    assert sum("warning: left out: dataset mine: 2 records" in note for note in notes) == 1
+    assert sum("warning: left out: dataset 'mine': 2 records" in note for note in notes) == 1
 
     file.write_text(text + "\n")
     with refused(r"record|line"):

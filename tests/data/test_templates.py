@@ -1,6 +1,7 @@
 """Chat templates: tools, responses of several turns, and what a template changes."""
 
 import json
+from datetime import datetime
 
 import pytest
 from support.formats import (
@@ -264,6 +265,15 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
     assert text == f"\nnow <user>Which colour?{EOS}\n"
     assert date[:4] not in exported.chat_template
     assert identify_tokenizer(exported) is None  # it writes the day on which it is used
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%R, %-d. %B", "100%%d", "%%%Y%%"])
+def test_a_template_writes_the_date_as_strftime_does(form, chat, tmp_path):
+    (tmp_path / "template.jinja").write_text(f"{{{{ strftime_now('{form}') }}}} {{{{ messages[0].content }}}}")
+    tokenizer, date = chat(None), "2025-02-09"
+    bind_template(tokenizer, ChatPlan(str(tmp_path / "template.jinja"), {}, date), date=date)
+    text = tokenizer.apply_chat_template(ASK, tokenize=False)
+    assert text == f"{datetime.fromisoformat(date).strftime(form)} {ASK[0]['content']}"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from support.runs import ROOT, assert_gone, make_environment, run_python
 
 from dpo.errors import InputError, RunError
 from dpo.system.host import python_command
-from dpo.system.launching import LOST_CONTACT, PATIENCE, RankEnv, check_port, find_rank_env, get_open_port, launch
+from dpo.system.launching import BAD_INPUT, LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
 from dpo.system.pool import map_chunks
 
 TESTS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'system'}"  # where processes find this file
@@ -220,5 +221,10 @@ def test_a_port_that_is_taken_is_one_sentence_at_once(tmp_path, monkeypatch):
         port = other.getsockname()[1]
         with pytest.raises(InputError, match=rf"fsdp_port={port} cannot be used: .*in use.*; choose another port"):
             launch(add_up, 2, tmp_path, process_group=True, port=port)
-        with pytest.raises(InputError, match=rf"MASTER_PORT={port} cannot be used"):
-            check_port("MASTER_PORT", port)
+        environment = make_environment(
+            PYTHONPATH=TESTS, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        rank_0 = warm.run("-c", FAILING_RANK, str(tmp_path), "raise", timeout=60, environment=environment)
+    said = rf"error: MASTER_PORT={port} cannot be used: .*in use.*; choose another port\n"
+    assert re.fullmatch(said, rank_0.stderr)
+    assert rank_0.returncode == BAD_INPUT

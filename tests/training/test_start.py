@@ -25,10 +25,9 @@ def policy(tiny_llama):
     return copy.deepcopy(tiny_llama)
 
 
-def check(policy, reference=None, loss=DPO, reference_dtype="float32", autocast=None) -> str:
+def check(policy, reference=None, loss=DPO, reference_dtype="float32", autocast=None, examples=PAIRS) -> str:
     reference = reference and Reference(reference, None, ReferenceLogps(0, 2))
     objective = Objective(policy, reference, Padded(), Mesh(), find_loss(loss), autocast=autocast)
-    examples = PAIRS
     if objective.loss.trains_on == "targets":
         examples = [example._replace(responses=example.responses[:1], roles=TRAINS_ON["targets"]) for example in PAIRS]
     dtypes = {"model.policy_dtype": "float32", "model.reference_dtype": reference_dtype}
@@ -67,6 +66,15 @@ def test_a_model_that_looks_at_later_tokens_is_refused(dtype, autocast, policy):
         check(transformers.BertLMHeadModel(config).to(dtype), loss={"name": "sft"}, autocast=autocast)
     config.is_decoder, config.hidden_dropout_prob, config.attention_probs_dropout_prob = True, 0.0, 0.0
     check(transformers.BertLMHeadModel(config).to(dtype), loss={"name": "sft"}, autocast=autocast)
+
+
+def test_a_margin_that_overflows_is_refused_with_what_to_change(policy, tiny_llama):
+    loss = DPO | {"offset_by_margin": True}
+    usual, huge = ([pair._replace(margin=margin) for pair in PAIRS] for margin in (2.0, 1e308))
+    note = check(policy, tiny_llama, loss, examples=usual)
+    assert note.startswith("self-test passed: first loss 2.126928")  # ln(1 + e^2)
+    with refused("the first dpo loss is inf: choose a loss.beta closer to 0.1, or smaller margins"):
+        check(policy, tiny_llama, loss, examples=huge)
 
 
 def test_dropout_is_found(policy, tiny_llama):
