@@ -4,15 +4,23 @@ The table was made by the code of af2ec09b, which recognized formats by writing 
 what they become may not. Later came responses that repeat their prompt, and `function_call`.
 """
 
+import copy
+import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import templates
 from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gpt, human, system, user
+from support.tokenizers import BEFORE_ANSWER, TOKENIZERS, make_template
 
 from dpo.data.custom import get_custom
+from dpo.data.examples import encode_examples, list_examples
 from dpo.data.table import iterate_prompts
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
 from dpo.settings.places import FORMS
 
 Q, YES, NO = "Which colour?", "Blue.", "Green."
@@ -259,3 +267,34 @@ def test_a_record_becomes_the_prompt_and_responses_that_it_always_became(frozen,
             kept["cuts"] = {text: cuts for text, cuts in zip(prompt.responses, prompt.cuts, strict=True) if cuts}
         kept |= {name: values for name in ("weights", "margins") if (values := getattr(prompt, name))}
         assert kept == frozen.others, row
+
+
+TEMPLATES = templates.ALL | {f"before answers a {name}": make_template(text) for name, text in BEFORE_ANSWER.items()}
+TOKENS = Path(__file__).parent / "frozen_tokens.json"  # by tokenizer and template a digest for each of TABLE
+
+
+def hash_tokens(frozen: Frozen, tokenizer) -> str:
+    """A digest of token ids, scored positions, roles, weights and margins of what each row becomes."""
+    trains_on, _ = KINDS[frozen.kind]
+    found = {}
+    for row in frozen.rows:
+        try:
+            data = get_custom([row], "mine", tokenizer, trains_on=trains_on, chat=frozen.chat, with_margins=True)
+            prompts = iterate_prompts([("mine", data)], trains_on)
+            texts = [each for prompt in prompts for each in list_examples(prompt) or [(prompt, 0)]]
+            examples = encode_examples(texts, TextEncoder(tokenizer), max_length=512, max_prompt_length=128)
+        except InputError:
+            examples = []
+        made = [(e.prompt, e.responses, e.cuts, e.roles, e.weight, e.margin) for e in examples]
+        found[hashlib.sha256(json.dumps(made).encode()).hexdigest()[:10]] = made
+    assert len(found) == 1, f"rows of one kind become different things: {found}"
+    return min(found)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_have_the_token_ids_and_scored_positions_that_they_always_had(template, kind):
+    tokenizer = copy.deepcopy(TOKENIZERS[kind])
+    tokenizer.chat_template = TEMPLATES[template]
+    digests = [hash_tokens(frozen, tokenizer) for frozen in TABLE]
+    assert digests == json.loads(TOKENS.read_text())[f"{kind}, {template}"]

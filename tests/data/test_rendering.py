@@ -6,47 +6,25 @@ import re
 import pytest
 from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, encode, show_scored, system, user
 from support.pytests import refused
+from support.templates import (
+    BEGIN,
+    BY_ROLE,
+    CALLS,
+    CLOSE,
+    FIRST_SYSTEM,
+    PLAIN,
+    SYSTEM_IN_QUESTION,
+    THINKING,
+    TRIMMED,
+    WITHOUT_THOUGHTS,
+    make,
+)
 
 from dpo.data.custom import get_custom
 from dpo.data.schema import Record
 from dpo.data.templates import ChatTemplate
 
 EOS = "<|endoftext|>"
-BEGIN, CLOSE = "<{{ m.role }}>", "{{ eos_token }}\n"
-OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
-def make(turn: str, before: str = "") -> str:
-    return before + "{% for m in messages %}" + turn + "{% endfor %}" + OPEN
-
-
-PLAIN = make(BEGIN + "{{ m.content }}" + CLOSE)
-# as Zephyr's, which knows three roles
-BY_ROLE = make("{% if m.role in ('user', 'assistant', 'system') %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}")
-FIRST_SYSTEM = make(
-    "{% if m.role != 'system' or loop.first %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}",
-)
-TRIMMED = make(BEGIN + "{{ m.content | trim }}" + CLOSE)
-WITHOUT_THOUGHTS = make(BEGIN + "{{ m.content.split('</think>')[-1] }}" + CLOSE)
-SYSTEM_IN_QUESTION = (  # as Mistral's, which writes it before the last question
-    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>"
-    "{% if loop.index0 == messages | length - 1 or m.role == 'user' and loop.index0 == 2 %}{{ messages[0].content }}"
-    "{% endif %}{{ m.content }}{{ eos_token }}\n{% endif %}{% endfor %}" + OPEN
-)
-THINKING = (  # as Qwen3's: thoughts stay behind the last question alone
-    "{% set seen = namespace(last=0) %}{% for m in messages %}"
-    "{% if m.role == 'user' %}{% set seen.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
-    "{% set parts = m.content.split('</think>') %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' and loop.index0 > seen.last %}<think>{{ m.reasoning_content or parts[0][7:] }}</think>"
-    "{% endif %}{{ parts[-1] }}{{ eos_token }}\n{% endfor %}" + OPEN
-)
-CALLS = (  # JSON, JSON in JSON, and tags
-    "{{ (m.tool_calls or []) | tojson }}",
-    "{{ (m.tool_calls or []) | tojson(indent=4) }}",
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ (c.function.arguments | tojson) | tojson }}{% endfor %}",
-    "{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
-    "<p={{ k }}>\n{{ v }}\n</p>{% endfor %}{% endfor %}",
-)
 DEVELOPER, CUSTOMER = {"role": "developer", "content": "Be kind."}, {"role": "customer", "content": "Which?"}
 GOOD = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
 

@@ -7,7 +7,6 @@ import pytest
 from support.formats import (
     ASK,
     CALL,
-    END,
     RESULT,
     SKY,
     TOOLS,
@@ -21,6 +20,7 @@ from support.formats import (
 )
 from support.pytests import refused
 from support.runs import TINY
+from support.templates import THINKING_WITH_TOOLS, TRIMMED_WITH_TOOLS
 from transformers import AutoTokenizer
 
 from dpo.data import preflight
@@ -35,16 +35,6 @@ from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
 from dpo.settings.keys import ChatPlan
 
-# like Qwen3's: thinking stays only after the last question, and the last turn begins with it
-THINKING = (
-    "{% set seen = namespace(question=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set seen.question = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' and loop.index0 < seen.question %}{{ m.content.split('</think>')[-1] }}"
-    "{% elif m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think></think>{{ m.content }}"
-    "{% else %}{{ m.reasoning_content }}{{ m.content }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}" + END
-)
 LOOKED_UP = {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("Green.")], "tools": TOOLS}
 EOS = "<|endoftext|>"
 
@@ -180,7 +170,7 @@ END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
             WITH_TOOLS.replace("<{{ m.role }}>", "{% if m.tool_calls and loop.last %}So.{% endif %}<{{ m.role }}>"),
             f"|Blue.{EOS}",
         ),
-        (THINKING, f"|<think></think>Blue.{EOS}"),
+        (THINKING_WITH_TOOLS, f"|<think></think>Blue.{EOS}"),
     ],
 )
 def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning_says_so(template, seen, chat):
@@ -214,21 +204,21 @@ def test_a_prompt_that_is_no_prefix_is_refused(template, message, chat):
         get_custom([row], "mine", chat(template))
 
 
-TRIMMED = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content | trim }}")
-
-
-@pytest.mark.parametrize("template", [WITH_TOOLS, TRIMMED, THINKING])
+@pytest.mark.parametrize("template", [WITH_TOOLS, TRIMMED_WITH_TOOLS, THINKING_WITH_TOOLS])
 @pytest.mark.parametrize("begun", ['{"value": ', "a", "\n"])
 def test_a_prefilled_answer_is_continued(template, begun, chat):
     """In training, where it is asked for an answer, and in what a reward model gets."""
     tokenizer, prompt = chat(template), [*ASK, assistant(begun)]
     header = f"<user>Which colour?{EOS}\n<assistant>"
     more, said = [user("So?"), *SKY], f"2}}{EOS}\n<user>So?{EOS}\n<assistant>Blue."
-    if template is THINKING:  # in which turns before others would begin otherwise
+    if template is THINKING_WITH_TOOLS:  # in which turns before others would begin otherwise
         header, more, said = f"{header}<think></think>", [], "2}"
     row = {"prompt": prompt, "chosen": [assistant("1}")], "rejected": [assistant("2}"), *more]}
     [(text, entry)] = get_custom([row], "mine", tokenizer).items()
-    assert (text, entry["responses"]) == (header + (begun.lstrip() if template is TRIMMED else begun), ["1}", said])
+    assert (text, entry["responses"]) == (
+        header + (begun.lstrip() if template is TRIMMED_WITH_TOOLS else begun),
+        ["1}", said],
+    )
     assert asked(prompt, tokenizer) == text
     stored = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
     assert as_messages(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
