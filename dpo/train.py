@@ -88,7 +88,7 @@ def run(plan: Plan) -> None:
                 None,
                 RUN_LOG.hand_over(),
                 process_group=plan.trainer.multi_process,
-                port=plan.run.fsdp_port,
+                port=plan.fsdp.fsdp_port,
                 timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
@@ -231,12 +231,12 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
     plan = resolve(store_rows(config), world_size=world_size, with_plugins=True)
     if plan.trainer.multi_process:
         plan = plan.change("world_size", world_size)
-        if world_size > 1 and plan.run.fsdp_port is None and "MASTER_PORT" not in os.environ:
+        if world_size > 1 and plan.fsdp.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError("fsdp_port is null: give all processes the same port, such as utils.get_open_port()")
     raise_problems(find_problems(plan))
     makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if makes_group:
-        init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=choose_backend())
+        init_distributed(rank, world_size, port=plan.fsdp.fsdp_port or get_open_port(), backend=choose_backend())
     # the default name of the directory contains the time, which differs between processes
     plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
     described = f"{describe(plan)}\n"

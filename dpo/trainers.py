@@ -131,7 +131,7 @@ class Trainer:
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             is_last = i == len(batch.microbatches)
-            announce_backward(self.policy, is_last=is_last, reduce_once=self.plan.fsdp.reduce_once)
+            announce_backward(self.policy, is_last=is_last, reduce_once=self.plan.fsdp.fsdp_reduce_once)
             microbatch = microbatch.to(objective.device)
             losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
             objective.weigh(losses, microbatch, context).backward()

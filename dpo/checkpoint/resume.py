@@ -192,7 +192,7 @@ def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
         if resume_point and plan.values[key] is None:
             plan = plan.change(key, recorded.get(key, value))
     today = recorded.get("chat_template_date") or date.today().isoformat()
-    plan = plan.change("chat_template_date", plan.chat.template_date or today)
+    plan = plan.change("chat_template_date", plan.chat.chat_template_date or today)
     return decide_autocast(plan, recorded if resume_point else None)
 
 
@@ -218,7 +218,7 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
 
 def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
-    manifest, named = resume_point.manifest if resume_point else {}, plan.chat.template
+    manifest, named = resume_point.manifest if resume_point else {}, plan.chat.chat_template
     if "chat_template" not in manifest or named != manifest["config"].get("chat_template"):
         return named
     if named:

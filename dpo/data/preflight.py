@@ -368,7 +368,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDat
                 tokenizer=tokenizer,
                 trains_on=trains_on,
                 with_margins=plan.loss.needs_margins,
-                chat=data.chat,
+                chat=plan.chat.chat,
                 bad_records=data.bad_records,
                 holdout=data.holdout,
             )
@@ -450,7 +450,7 @@ def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Iden
     made_from = [
         *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
         *(data.max_length, data.max_prompt_length, data.truncation, data.unpair, data.list_pairs),
-        *(data.chat, data.bad_records, data.holdout, plan.online.max_new_tokens if plan.online else None),
+        *(plan.chat.chat, data.bad_records, data.holdout, plan.online.max_new_tokens if plan.online else None),
     ]
     made_from.append(hash_files([Path(inspect.getfile(get_dataset)), *PACKAGE_DIR.rglob("*.py")]))
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]

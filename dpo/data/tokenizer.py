@@ -68,7 +68,7 @@ def load_tokenizer(
         tokenizer.media_tokens = find_media_tokens(tokenizer, config)
         tokenizer.end_tokens = find_end_tokens(tokenizer, name, config, cache_dir=cache_dir)
     if chat is not None:
-        bind_template(tokenizer, chat, date=chat.template_date)
+        bind_template(tokenizer, chat, date=chat.chat_template_date)
     return tokenizer
 
 
@@ -84,20 +84,20 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
 
     `date`, in ISO's form, is what `strftime_now` writes in place of the time of rendering.
     """
-    if isinstance(chat.template, KeptTemplate):
-        tokenizer.chat_template = json.loads(chat.template)
-    elif chat.template is not None:
-        path = Path(chat.template).expanduser()
-        unread = f"chat_template={chat.template} cannot be read"
+    if isinstance(chat.chat_template, KeptTemplate):
+        tokenizer.chat_template = json.loads(chat.chat_template)
+    elif chat.chat_template is not None:
+        path = Path(chat.chat_template).expanduser()
+        unread = f"chat_template={chat.chat_template} cannot be read"
         with explaining((OSError, UnicodeDecodeError), lambda why: InputError(f"{unread}: {why}")):
             check_readable(path)
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         if not tokenizer.chat_template.strip():
-            raise InputError(f"chat_template={chat.template} is empty: write a template into it")
+            raise InputError(f"chat_template={chat.chat_template} is empty: write a template into it")
     tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
     texts = tokenizer.chat_template or ""
     settings = []  # of arguments that the caller does not give
-    for name, value in sorted(chat.template_args.items()):
+    for name, value in sorted(chat.chat_template_args.items()):
         if not re.search(rf"\b{re.escape(name)}\b", str(texts)):
             raise InputError(
                 f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "

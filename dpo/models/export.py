@@ -177,10 +177,10 @@ def _choose_template(plan: Plan, given: str | Path | None, manifest: Mapping, pa
         for key in ("chat_template_args", "chat_template_date"):
             plan = plan.change(key, manifest["config"].get(key))
         return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
-    if plan.chat.template is not None:
+    if plan.chat.chat_template is not None:
         raise InputError(
-            f"{path} is of a run that kept the path of its chat template, {plan.chat.template}, and not the text: give "
-            f"--template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
+            f"{path} is of a run that kept the path of its chat template, {plan.chat.chat_template}, and not "
+            f"the text: give --template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
         )
     return plan
 

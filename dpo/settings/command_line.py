@@ -76,7 +76,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
         line = parse(arguments)
     except InputError as error:
         exit_with([str(error)])
-    if not {*HELP}.isdisjoint(line.options):
+    if set(HELP) & set(line.options):
         print(help_text())
         sys.exit()
     if VERSION in line.options:

@@ -85,10 +85,8 @@ class RunPlan(NamedTuple):
     check_disk: Switch
     dry_run: Annotated[bool, PER_RUN]
     deterministic: Switch
-    trainer: Annotated[Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"], CHANGE]
+    trainer: str  # one of TRAINERS
     world_size: Count | None
-    fsdp_port: Annotated[int, "[1, 65535]", CHANGE] | None
-    fsdp_shard_size: Count | None
     tensor_parallel_size: Count | None
     collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGE]
     minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
@@ -107,10 +105,12 @@ class RunPlan(NamedTuple):
 
 
 class FSDPPlan(NamedTuple):
-    frozen_weights: Annotated[Literal["whole", "sharded"], CHANGE] | None
-    reshard_after_forward: Switch
-    reduce_once: Switch
-    reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
+    fsdp_port: Annotated[int, "[1, 65535]", CHANGE] | None
+    fsdp_shard_size: Count | None
+    fsdp_frozen_weights: Annotated[Literal["whole", "sharded"], CHANGE] | None
+    fsdp_reshard_after_forward: Switch
+    fsdp_reduce_once: Switch
+    fsdp_reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
 
 
 class ModelPlan(NamedTuple):
@@ -161,9 +161,10 @@ class OnlinePlan(NamedTuple):
 
 
 class ChatPlan(NamedTuple):
-    template: Text | None  # in place of the tokenizer's
-    template_args: Mapping
-    template_date: Name | None  # None: that of rendering
+    chat: Literal["auto", "always", "never"]
+    chat_template: Text | None  # in place of the tokenizer's
+    chat_template_args: Mapping
+    chat_template_date: Name | None  # None: that of rendering
 
 
 class DataPlan(NamedTuple):
@@ -173,7 +174,6 @@ class DataPlan(NamedTuple):
     bad_records: Literal["refuse", "skip"]
     unpair: bool
     list_pairs: Literal["all", "best_worst"]
-    chat: Literal["auto", "always", "never"]
     batch_size: Size
     eval_batch_size: Count
     gradient_accumulation_steps: Count
@@ -226,13 +226,15 @@ class WandbPlan(NamedTuple):
     artifacts: Switch
 
 
-SECTIONS = {  # by their names in a Plan, with the prefix of their keys
+# by their names in a Plan, with what their keys begin with; plan.fsdp.fsdp_port and plan.model.archive are the keys
+# fsdp_port and model.archive
+SECTIONS = {
     "run": (RunPlan, ""),
     "data": (DataPlan, ""),
     "training": (TrainingPlan, ""),
     "evaluation": (EvaluationPlan, ""),
-    "fsdp": (FSDPPlan, "fsdp_"),
-    "chat": (ChatPlan, "chat_"),
+    "fsdp": (FSDPPlan, ""),
+    "chat": (ChatPlan, ""),
     "wandb": (WandbPlan, "wandb."),
     "model": (ModelPlan, "model."),
     "lora": (AdapterPlan, "lora."),
@@ -278,7 +280,7 @@ def read_key(annotation: Any) -> Key:
     if may_be_null:
         annotation = get_args(annotation)[0]
     plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
-    bounds = next((mark for mark in marks if isinstance(mark, str)), "")
+    bounds = "".join(mark for mark in marks if isinstance(mark, str))
     resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
     choices = get_args(plain) if get_origin(plain) is Literal else ()
     has_type, wanted = TYPES.get(plain, (lambda v: v in choices, f"one of {', '.join(choices)}"))
@@ -315,6 +317,7 @@ def _list_keys() -> dict[str, Key]:
         types = get_type_hints(section, include_extras=True)
         annotations |= {f"{prefix}{name}": annotation for name, annotation in types.items()}
     del annotations["dataset_sources"]  # `places.py` reads it
+    annotations["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGE]
     annotations["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
     return {key: read_key(annotation) for key, annotation in annotations.items()}
 

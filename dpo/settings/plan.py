@@ -148,7 +148,7 @@ def resolve(config: DictConfig | Mapping, *, world_size: int | None = None, with
 def flatten(config: DictConfig) -> dict:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
     nested: Any = OmegaConf.to_container(config)
-    known = {*KEYS, *keys.OPEN_MAPPINGS}  # an empty section is no key
+    known = {*KEYS, "dataset_sources"}  # an empty section is no key
     values = {key: value for key, value in dotted(nested) if value != {} or key in known}
     for key, value in values.items():
         if "${" in str(value):

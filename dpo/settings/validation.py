@@ -33,8 +33,8 @@ def list_conflicts(p: Plan) -> list[tuple]:
         (several and run.world_size not in (None, processes),
          f"world_size={run.world_size}, but {processes} processes were launched: leave it out"),
         (several and p.dims.replicate_size * p.dims.shard_size * p.dims.tensor_size != processes,
-         f"fsdp_shard_size={run.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not divide "
-         f"the {processes} processes"),
+         f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does "
+         f"not divide the {processes} processes"),
         (0 < p.gpus < count_processes_here(processes) and not run.dry_run,
          f"{count(count_processes_here(processes), 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set "
          f"world_size={p.gpus}, or start as many on each machine"),
@@ -55,7 +55,7 @@ def list_conflicts(p: Plan) -> list[tuple]:
          "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
         (p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
          f"lora=qlora does not work with trainer={run.trainer} on {p.gpus} GPUs: choose trainer=FSDPTrainer"),
-        (p.fsdp.frozen_weights == "whole" and not p.can_hold_frozen_whole,
+        (p.fsdp.fsdp_frozen_weights == "whole" and not p.can_hold_frozen_whole,
          "fsdp_frozen_weights=whole rounds the base, from which a second model as reference would then differ: set "
          "lora.reference=base, or leave it out"),
         # --- lengths and intervals
@@ -140,7 +140,7 @@ def _find_missing_packages(p: Plan) -> Iterator[Problem]:
     # fmt: on
     for what, needed, package in needs:
         if needed and not is_installed(package):
-            yield Problem("", f"{what} needs {package}, which is not installed: pip install {package}")
+            yield Problem("", f"{what} needs {package}: pip install {package}")
 
 
 def find_warnings(p: Plan) -> list[str]:

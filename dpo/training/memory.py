@@ -90,12 +90,12 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         units = [weights.difference(*blocks), *blocks]  # the root is the first
         # the root stays gathered; of the blocks the running and the next one do, or all
         root, *sizes = (_count(unit & trained if is_whole else unit, compute_size) for unit in units)
-        gathered = root + (2 * max(sizes) if plan.fsdp.reshard_after_forward else sum(sizes))
+        gathered = root + (2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes))
         held["gathered"] = gathered // dims.tensor_size
         # gradients of the largest unit, or all until the last backward pass of an update
-        waits = plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1
+        waits = plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1
         reduced = [trained] if waits else [unit & trained for unit in units]
-        itemsize = DTYPES[plan.fsdp.reduce_dtype].itemsize
+        itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
         held["reduced"] = max(_count(unit, itemsize) for unit in reduced) // dims.tensor_size
     return held
 
@@ -206,8 +206,8 @@ class _FusedAttention(torch.autograd.Function):
 def decide_frozen_weights(plan: Plan) -> str | None:
     """Hold frozen weights "whole" on GPUs if that takes at most MAX_HELD_SHARE, else "sharded"; None without any."""
     has_frozen_weights = plan.lora is not None or plan.reference == "model"
-    if plan.fsdp.frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
-        return plan.fsdp.frozen_weights
+    if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
+        return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
     held = count_held(plan, find_policy_structure(plan, plan.model.policy_dtype), "whole").total()

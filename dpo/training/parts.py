@@ -76,7 +76,7 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     frozen = decide_frozen_weights(plan)
     if mesh.any(frozen == "sharded"):
         frozen = "sharded"
-    if frozen != plan.fsdp.frozen_weights:
+    if frozen != plan.fsdp.fsdp_frozen_weights:
         progress.line(f"frozen weights are {frozen} on every process (fsdp_frozen_weights)")
     return frozen == "whole"
 
@@ -141,8 +141,8 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
             mesh,
             block_name=plan.model.block_name,
             compute_dtype=DTYPES[compute_dtype],
-            reduce_dtype=DTYPES[plan.fsdp.reduce_dtype],
-            reshard_after_forward=plan.fsdp.reshard_after_forward,
+            reduce_dtype=DTYPES[plan.fsdp.fsdp_reduce_dtype],
+            reshard_after_forward=plan.fsdp.fsdp_reshard_after_forward,
             frozen_whole=frozen_whole,
         )
     if plan.trainer.cuts_layers:

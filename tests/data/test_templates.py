@@ -243,8 +243,8 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
         DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
     )
     tokenizer, exported = chat(None), chat(None)
-    bind_template(tokenizer, ChatPlan(str(file), arguments, date), date=date)
-    bind_template(exported, ChatPlan(str(file), arguments, date))
+    bind_template(tokenizer, ChatPlan("auto", str(file), arguments, date), date=date)
+    bind_template(exported, ChatPlan("auto", str(file), arguments, date))
     end = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}" if "odd" in arguments else ""
     text = f"{begins}Which colour?{EOS}\n<assistant>{end}"
     assert asked(ASK, tokenizer) == text
@@ -261,7 +261,7 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
 def test_a_template_writes_the_date_as_strftime_does(form, chat, tmp_path):
     (tmp_path / "template.jinja").write_text(f"{{{{ strftime_now('{form}') }}}} {{{{ messages[0].content }}}}")
     tokenizer, date = chat(None), "2025-02-09"
-    bind_template(tokenizer, ChatPlan(str(tmp_path / "template.jinja"), {}, date), date=date)
+    bind_template(tokenizer, ChatPlan("auto", str(tmp_path / "template.jinja"), {}, date), date=date)
     text = tokenizer.apply_chat_template(ASK, tokenize=False)
     assert text == f"{datetime.fromisoformat(date).strftime(form)} {ASK[0]['content']}"
 
@@ -282,9 +282,9 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
     if text is not None:
         (tmp_path / "a").write_text(text)
     with refused(message):
-        bind_template(chat(None), ChatPlan(str(tmp_path / "a"), arguments, None))
+        bind_template(chat(None), ChatPlan("auto", str(tmp_path / "a"), arguments, None))
     with refused("has enable_thinking, which the chat template does not read"):
-        bind_template(chat(None), ChatPlan(None, {"enable_thinking": True}, None))
+        bind_template(chat(None), ChatPlan("auto", None, {"enable_thinking": True}, None))
 
 
 @pytest.mark.parametrize("options", [{"split_special_tokens": True}, {"extra_special_tokens": {"x_token": "<x>"}}])

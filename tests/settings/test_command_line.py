@@ -92,7 +92,7 @@ def test_a_process_makes_its_plan_once_and_hands_it_on(way, command, tiny_llama,
 def test_what_follows_from_a_changed_value_agrees_with_it():
     former = plan.make_plan({"trainer": "FSDPTrainer", "fsdp_frozen_weights": "sharded"}, world_size=2)
     changed = former.change("fsdp_frozen_weights", "whole").change("model.policy_dtype", "bfloat16")
-    assert (changed.values["fsdp_frozen_weights"], changed.fsdp.frozen_weights) == ("whole", "whole")
+    assert (changed.values["fsdp_frozen_weights"], changed.fsdp.fsdp_frozen_weights) == ("whole", "whole")
     assert (former.compute_dtype, changed.compute_dtype, changed.dims) == ("float32", "bfloat16", former.dims)
 
 
