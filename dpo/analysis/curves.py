@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from dpo.errors import needing
 
 FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
 LONGEST_LABEL = 48
-SOFTWARE = "dpo report"  # in the metadata of each picture, which is known by it
+SOFTWARE = "dpo report"  # in the metadata of each picture, which marks it as ours
 STYLE = [
     "tableau-colorblind10",
     {
@@ -27,8 +26,6 @@ STYLE = [
         "axes.spines.right": False,
     },
 ]
-
-
 LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # for means and evaluations, by metric
 
 
@@ -39,7 +36,7 @@ class Chart(NamedTuple):
     baseline: float | None = None  # height of a horizontal line: 0, or the accuracy of chance
 
 
-CHARTS = (  # in the order of the page
+CHARTS = (
     Chart("Loss", ("loss/SPLIT",)),
     Chart("Reward accuracy", ("rewards_SPLIT/accuracies",), in_percent=True, baseline=0.5),
     Chart("Area under the ROC curve of rewards", ("rewards_eval/auc",), baseline=0.5),
@@ -68,29 +65,33 @@ class Line(NamedTuple):
 
 
 def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Without the loss, if losses cannot be compared."""
+    """Yield the charts of which there are values, with their lines; not of losses that cannot be compared."""
+    has_one_loss = len({run.objective.name for run in runs}) == 1
     for chart in CHARTS:
         lines = []
-        for (i, run), (k, metric) in product(enumerate(runs), enumerate(chart.metrics)):
-            kind = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
-            examples, values = run.eval.points(metric.replace("SPLIT", "eval"))
-            updates = run.train.points(metric.replace("SPLIT", "train"))
-            if len(updates[1]) or len(values):
-                label, color = (f"{run.name} {kind}".strip(), i) if len(runs) > 1 else (kind, k)
-                lines.append(Line(label, color, k, updates, (examples, values)))
-        are_comparable = chart.title != "Loss" or len({run.objective.name for run in runs}) == 1
-        if lines and are_comparable:
+        for i, run in enumerate(runs):
+            for k, metric in enumerate(chart.metrics):
+                evaluations = run.eval.points(metric.replace("SPLIT", "eval"))
+                updates = run.train.points(metric.replace("SPLIT", "train"))
+                label = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
+                color = k
+                if len(runs) > 1:
+                    label = f"{run.name} {label}".strip()
+                    color = i
+                if len(updates[1]) or len(evaluations[1]):
+                    lines.append(Line(label, color, k, updates, evaluations))
+        if lines and (has_one_loss or chart.title != "Loss"):
             yield chart, lines
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Windows are about a fifteenth of all values, at least 5, and cut at both ends."""
+    """Average over windows of about a fifteenth of all values, at least 5; they are cut at both ends."""
     window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
-    """Without pyplot no window opens, and no global state changes."""
+    """Draw a chart as a PNG; without pyplot no window opens, and no global state changes."""
     with needing("matplotlib"):
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -100,8 +101,10 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
         picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
         axis = picture.add_subplot(xlabel="examples")
         for line in lines:
-            color, label, (examples, values) = f"C{line.color}", line.label[:LONGEST_LABEL], line.updates
+            color = f"C{line.color}"
+            label = line.label[:LONGEST_LABEL]
             style, marker = LINE_STYLES[line.style]
+            examples, values = line.updates
             if len(values) >= FEWEST_TO_SMOOTH:
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 axis.plot(examples, running_mean(values), color=color, linestyle=style, label=label)
@@ -110,7 +113,7 @@ def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
             axis.plot(
                 *line.evaluations,
                 color=color,
-                label=None if len(values) else label,  # once in the legend
+                label=None if len(values) else label,  # a line is once in the legend
                 linestyle=":",
                 linewidth=1.1,
                 marker=marker,

@@ -15,7 +15,8 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.places import check_exists
 from dpo.system.plain_files import check_readable, replacing
 
-STREAM, PARQUET = "ledger.arrows", "ledger.parquet"
+STREAM = "ledger.arrows"
+PARQUET = "ledger.parquet"
 SCHEMA = pa.schema(  # what an example does not have is null
     {
         "example": "string",
@@ -34,7 +35,7 @@ SCHEMA = pa.schema(  # what an example does not have is null
         "margin": "float64",
         "weight": "float64",
         "offset": "float64",
-        # of a drawn pair
+        # further columns of pairs that the policy drew
         "tie": "bool",
         "prompt": "large_string",  # all rows together may exceed 2 GB
         "chosen": "large_string",
@@ -50,7 +51,7 @@ LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference d
 
 
 def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
-    """Append in one write, to an empty or missing stream after the schema."""
+    """Append rows in one write; an empty or missing stream first gets the schema."""
     with stream.open("ab") as file:
         if file.tell() == 0:
             file.write(SCHEMA.serialize())
@@ -68,22 +69,22 @@ def write_parquet(run_dir: Path) -> None:
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
-    """All rows so far, in one chunk, so that a file made of them does not depend on the appends."""
+    """Return all rows so far, in one chunk, so that a file made of them does not depend on the appends."""
     check_exists(run_dir, is_local=True)
     if not (run_dir / STREAM).exists():
-        raise InputError(f"{run_dir} has no {STREAM}: give the directory of a run with ledger=true")
+        raise InputError(f"{run_dir} has no {STREAM}: pass the directory of a run with ledger=true")
     return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()
 
 
 def find_end(stream: Path, size: int) -> int:
-    """Of the last append within the first `size` bytes; 0 if the stream does not begin like a ledger."""
+    """Find where the last append within the first `size` bytes ends; 0 if the stream does not begin like a ledger."""
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
     return 0
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
-    """The rows of each complete append, and the byte where it ends; first no rows, and the end of the schema."""
+    """Yield no rows and the byte where the schema ends, then the rows of each complete append and where it ends."""
     check_readable(stream)
     with stream.open("rb") as file:
         with explaining_library(lambda why: InputError(f"{stream} cannot be read as a ledger: {one_sentence(why)}")):
@@ -102,7 +103,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             yield pa.Table.from_batches([batch]), file.tell()
 
 
-class Pair(NamedTuple):
+class PairHistory(NamedTuple):
     """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
 
     example: str
@@ -113,7 +114,7 @@ class Pair(NamedTuple):
     last_margin: float
     relative_margin: float  # mean of its margins, each divided by the median size of margins in its period and split
     texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
-    scores: tuple[float, float] | None = None  # of chosen and rejected, for drawn pairs
+    scores: tuple[float, float] | None = None  # chosen's and rejected's, for drawn pairs
 
 
 class LedgerSummary(NamedTuple):
@@ -122,66 +123,76 @@ class LedgerSummary(NamedTuple):
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again whose margin was never above 0
-    never_flipped: list[Pair]
+    never_flipped: list[PairHistory]
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
-    suspected_noise: list[Pair]
+    suspected_noise: list[PairHistory]
 
 
-def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Ties, and visits before the first update, tell nothing of a pair."""
-    margins, updates = table["margin"].to_numpy(), table["update"].to_numpy()
+def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
+    """Find pairs that were always ranked wrong; ties, and visits before the first update, tell nothing of a pair."""
+    margins = table["margin"].to_numpy()
+    updates = table["update"].to_numpy()
     is_train = pc.equal(table["split"], "train").to_numpy()
     # a training row has the number of its own update, from 1; an evaluation row has the number of updates before it
     is_before_first_update = np.where(is_train, updates == 1, updates == 0)
-    is_finite, is_tie = np.isfinite(margins), pc.fill_null(table["tie"], False).to_numpy()
+    is_finite = np.isfinite(margins)
+    is_tie = pc.fill_null(table["tie"], False).to_numpy()
     # before the first update policy and reference are equal, and margins are rounding errors; if they differ from the
     # start, margins are larger, and LARGEST_ROUNDING is taken
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
 
     # margins grow while training, so each is compared with the margins of its period and split
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # (visits,)
-    margins, last_update = margins[rows], updates.max(initial=1)
+    margins = margins[rows]
+    last_update = updates.max(initial=1)
     periods = np.ceil(updates[rows] * min(PERIODS, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
         within = periods == period
         scale = max(np.median(abs(margins[within])), rounding)
-        relative_margins[within] = margins[within] / scale if scale > 0 else 0.0
+        if scale > 0:
+            relative_margins[within] = margins[within] / scale
 
     visits = table.select(["example", "split"]).take(rows)
     for name, values in (("margin", margins), ("relative", relative_margins), ("row", rows)):
         visits = visits.append_column(name, pa.array(values))
-    pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(
-        [
-            *(("margin", function) for function in ("count", "max", "first", "last")),
-            *(("relative", "mean"), ("row", "first")),
-        ]
-    )
-    wrong = pairs.filter(pc.field("margin_max") <= -rounding).sort_by(
-        [("relative_mean", "ascending"), ("split", "descending")]  # training pairs first
-    )
-    never_flipped = wrong.filter(pc.field("margin_count") >= 2)
+    statistics = [("margin", function) for function in ("count", "max", "first", "last")]
+    statistics += [("relative", "mean"), ("row", "first")]
+    pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
+    wrong = pairs.filter(pc.field("margin_max") <= -rounding)
+    wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
+    was_seen_again = pc.field("margin_count") >= 2
+    never_flipped = wrong.filter(was_seen_again)
     suspected_noise = wrong.filter(pc.field("relative_mean") <= -1)
     return LedgerSummary(
         rows=len(table),
         examples=len(table["example"].unique()),
         truncated=len(table.filter(table["truncated"])["example"].unique()),
-        n_seen_again=len(pairs.filter(pc.field("margin_count") >= 2)),
+        n_seen_again=len(pairs.filter(was_seen_again)),
         n_never_flipped=len(never_flipped),
-        never_flipped=_make_pairs(table, never_flipped.slice(0, top)),
+        never_flipped=_make_histories(table, never_flipped.slice(0, top)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=_make_pairs(table, suspected_noise.slice(0, top)),
+        suspected_noise=_make_histories(table, suspected_noise.slice(0, top)),
     )
 
 
-def _make_pairs(table: pa.Table, found: pa.Table) -> list[Pair]:
-    pairs = []
-    for pair in found.to_pylist():
+def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
+    histories = []
+    for pair in pairs.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()
-        numbers = (pair[name] for name in ("margin_count", "margin_first", "margin_last", "relative_mean"))
-        drawn = {}
+        history = PairHistory(
+            row["example"],
+            row["dataset"],
+            row["split"],
+            pair["margin_count"],
+            pair["margin_first"],
+            pair["margin_last"],
+            pair["relative_mean"],
+        )
         if row["tie"] is not None:
-            drawn["texts"] = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-            drawn["scores"] = row["score_chosen"], row["score_rejected"]
-        pairs.append(Pair(row["example"], row["dataset"], row["split"], *numbers, **drawn))
-    return pairs
+            history = history._replace(
+                texts={name: row[name] for name in ("prompt", "chosen", "rejected")},
+                scores=(row["score_chosen"], row["score_rejected"]),
+            )
+        histories.append(history)
+    return histories

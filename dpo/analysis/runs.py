@@ -18,12 +18,12 @@ from dpo.redaction import redact
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, RUN_LOG, is_locked
 
-WARNS = "warning: "  # how a warning on the terminal begins
+WARNING = "warning: "  # the level at the beginning of a line of log.txt
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
 def number(value: Any) -> float:
-    """NaN for what is no number."""
+    """Return a number as it is, and NaN for anything else."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
@@ -44,7 +44,7 @@ class Log:
         return bool(np.isfinite(self[name]).any())
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(examples, values) where the metric is a number."""
+        """Return examples and values where the metric is a number."""
         is_finite = np.isfinite(self[name])
         examples, values = self.examples[is_finite], self[name][is_finite]
         if name.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
@@ -52,7 +52,7 @@ class Log:
         return examples, values
 
     def last(self, name: str) -> float:
-        """NaN if there is none."""
+        """Return the last value that is a number; NaN if there is none."""
         _, values = self.points(name)
         return values[-1] if len(values) else math.nan
 
@@ -74,7 +74,7 @@ class Run:
     answers: Sequence[dict] = ()  # the policy's most probable, before and after training
     nonfinite: Sequence[int] = ()  # updates with NaN or infinity, whose examples were saved
     best: int | None = None  # number of examples at the checkpoint that BEST names
-    warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
+    warnings: dict[str, int] = field(default_factory=dict)  # how often log.txt has each
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
@@ -107,23 +107,30 @@ class Run:
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Means over the first and last tenth of the updates, at least ten; NaN without any."""
+        """Return means over the first and last tenth of the updates, at least ten; NaN without any."""
         _, values = self.train.points(name)
+        if not len(values):
+            return math.nan, math.nan
         tenth = max(10, len(values) // 10)
-        return (values[:tenth].mean(), values[-tenth:].mean()) if len(values) else (math.nan, math.nan)
+        return values[:tenth].mean(), values[-tenth:].mean()
 
     def now(self, name: str) -> float:
         return self.ends(name)[1]
 
     def compared_samples(self) -> list[tuple]:
-        """(sample, label, text) of the newest samples: the reference's text, or the policy's first to the prompt."""
-        compared, earliest = [], self.samples[0]["examples"] if self.samples else 0
+        """Return (sample, label, text) of the newest samples; the text is the reference's, or the policy's first."""
+        if not self.samples:
+            return []
+        compared = []
+        earliest = self.samples[0]["examples"]
         first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
         for sample in self.samples:
             if sample["examples"] == self.samples[-1]["examples"]:
-                label, text = "Reference", sample["reference"]
+                label = "Reference"
+                text = sample["reference"]
                 if text is None and sample["examples"] > earliest:
-                    label, text = f"Policy after {count(earliest, 'example')}", first.get(sample["prompt"])
+                    label = f"Policy after {count(earliest, 'example')}"
+                    text = first.get(sample["prompt"])
                 compared.append((sample, label, text))
         return compared
 
@@ -138,29 +145,36 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
 def read_run(path: Path, *, ended: bool = False) -> Run:
-    """`ended`: the run has ended, although its process holds the lock. Raises InputError for what is no run."""
+    """Read a run; `ended` means that it has ended, although its process holds the lock.
+
+    Raises InputError for what is no run.
+    """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
-    lines = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})
-    run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
+    metrics = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})
+    run.train = Log([line for line in metrics if line["split"] == "train"])
+    run.eval = Log([line for line in metrics if line["split"] == "eval"])
     run.shown = _read_objects(run, FIRST_EXAMPLES, {"prompt"})
-    lines = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
-    run.samples = [{"reference": None, **line} for line in lines if "policy" in line]
-    run.drawn = [line for line in lines if "completions" in line]
+    samples = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
+    run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
+    run.drawn = [line for line in samples if "completions" in line]
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    run.warnings = Counter(line.removeprefix(WARNS) for line in _read_lines(run, RUN_LOG) if line.startswith(WARNS))
-    names = [entry.name for entry in run.path.iterdir()]
-    run.nonfinite = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"nonfinite-(\d+)", name)))
-    # the link may lead nowhere, or to a checkpoint that was deleted
+    logged = [line for line in _read_lines(run, RUN_LOG) if line.startswith(WARNING)]
+    run.warnings = Counter(line.removeprefix(WARNING) for line in logged)
+    updates = []
+    for entry in run.path.iterdir():
+        if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):
+            updates.append(int(found[1]))
+    run.nonfinite = sorted(updates)
     best = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
-    run.best = int(best[1]) if best and best[0] in names else None
+    if best and (run.path / best[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
+        run.best = int(best[1])
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
-    # the last evaluation comes after all updates
-    if run.eval.last("updates") >= run.count("updates") > 0:
+    if run.eval.last("updates") >= run.count("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
     elif not ended and is_locked(run.path):
         run.state = "still training"
@@ -170,40 +184,46 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
-    """If two have the same name, all are called by their paths."""
-    runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
-    if len({run.name for run in runs}) < len(runs):
-        for run in runs:
+    """Read runs, each once; if two have the same name, all are called by their paths."""
+    runs = {}
+    for path in paths:
+        run = read_run(path, ended=ended)
+        runs[run.path] = run
+    if len({run.name for run in runs.values()}) < len(runs):
+        for run in runs.values():
             run.name = redact(str(run.path))
-    return runs
+    return list(runs.values())
 
 
 def _read_mapping(run: Run, name: str, read: Callable) -> dict:
-    """If it cannot be read, note why among the run's problems."""
+    """Read a file; if it cannot be read, note why among the run's problems, and return {}."""
     try:
         value = read(run.path / name)
         if isinstance(value, dict):
             return value
-        run.problems.append(f"{name} holds no mapping")
+        problem = "holds no mapping"
     except FileNotFoundError:
-        run.problems.append(f"{name} is missing")
+        problem = "is missing"
     except (InputError, OSError) as error:
-        run.problems.append(f"{name} cannot be read: {error}")
+        problem = f"cannot be read: {error}"
+    run.problems.append(f"{name} {problem}")
     return {}
 
 
 def _read_lines(run: Run, name: str) -> list[str]:
-    """The complete lines; none if there is no file."""
-    if not (run.path / name).exists():
+    """Return the complete lines of a file; none if it does not exist."""
+    file = run.path / name
+    if not file.exists():
         return []
-    check_readable(run.path / name)
-    # without what follows the last newline: it is being written, or was when the run died
-    return (run.path / name).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    check_readable(file)
+    # what follows the last newline is being written, or was when the run died
+    return file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
 def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict]:
-    """Objects with these keys; other lines are a problem."""
-    objects, n_unreadable = [], 0
+    """Return objects with these keys; other lines are a problem."""
+    objects = []
+    n_unreadable = 0
     for line in _read_lines(run, name):
         try:
             value = json.loads(line)
@@ -219,14 +239,19 @@ def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict]:
 
 
 def describe_answers(record: Mapping) -> list[tuple]:
-    """(role, label, text) of the best answer, of others in order, and of the worst."""
-    answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
+    """Return (role, label, text) of the best answer, of others in order, and of the worst."""
+    answers = record["completions"]
+    best = record["best"]  # an index, as is `worst`
+    worst = record["worst"]
     ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
     if record.get("flipped") is True:  # a label drawn at random has preferred the worst
         ranks = {worst: ("chosen", "worst, chosen"), best: ("rejected", "best, rejected")}
     described = []
     for i in sorted(range(len(answers)), key=lambda i: (i != best, i == worst)):
+        answer = answers[i]
         role, rank = ranks.get(i, ("other", "another"))
-        label = f"{rank}: score {figure(answers[i]['score'])}, {count(answers[i]['tokens'], 'token')}"
-        described.append((role, label + ("" if answers[i]["ended"] else ", cut off"), answers[i]["text"]))
+        label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
+        if not answer["ended"]:
+            label += ", cut off"
+        described.append((role, label, answer["text"]))
     return described

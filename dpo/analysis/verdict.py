@@ -8,6 +8,7 @@ from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import PRECISION
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
+ADVICE = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -15,7 +16,7 @@ COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
 FEWEST = 10  # fewer are too few whatever they say
-NAMES = {  # of the responses, by kind of example
+RESPONSES = {  # names of the two sides, by kind of example
     "targets": {"chosen": "targets"},
     "labels": {"chosen": "desirable", "rejected": "undesirable"},
     "pairs": {"chosen": "chosen", "rejected": "rejected"},
@@ -31,19 +32,24 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
 
 
 def n_evaluated(run: Run, what: str = "examples") -> float:
-    n_asked, n_available = number(run.setting("n_eval_examples", 256)), run.count(f"test.{what}")
-    return min(n_asked, n_available) if n_available > 0 else n_asked
+    n_wanted = number(run.setting("n_eval_examples", 256))
+    n_available = run.count(f"test.{what}")
+    return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
 
 def n_effective(run: Run) -> float:
     """Evaluated examples, where those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2."""
-    n, n_examples = n_evaluated(run), run.count("test.examples")
-    for part in (run.count("test.effective_examples"), run.count("test.prompts")):
-        n *= part / n_examples if 0 < part < n_examples else 1  # all count if the counts are lost
+    n = n_evaluated(run)
+    n_examples = run.count("test.examples")
+    for name in ("test.effective_examples", "test.prompts"):
+        share = run.count(name) / n_examples
+        if 0 < share < 1:  # false if the counts are lost
+            n *= share
     return n
 
 
 def describe_result(run: Run) -> str:
+    """Say whether the model changed, and whether it is better on held-out data."""
     if run.train.has("online/score"):
         better = _describe_scores(run)
     elif not run.eval.has("loss/eval") or run.eval.points("loss/eval")[0][-1] == 0:
@@ -62,13 +68,16 @@ def describe_change(run: Run) -> str:
     changes, rounding = find_changes_per_token(run)
     facts = []
     if n_answers:
-        differ = f"{'differ' if n_differ > 1 else 'differs'} from those before training"
-        facts.append(f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts {differ}")
+        verb = "differ" if n_differ > 1 else "differs"
+        answers = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
+        facts.append(f"{answers} {verb} from those before training")
     if changes:
-        names = NAMES[run.objective.trains_on]
+        names = RESPONSES[run.objective.trains_on]
         moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
-        note = f" (rounding: {figure(rounding, 1)})" if rounding else ""
-        facts.append(f"the log-probability per token of held-out responses moved: {moved}{note}")
+        fact = f"the log-probability per token of held-out responses moved: {moved}"
+        if rounding:
+            fact += f" (rounding: {figure(rounding, 1)})"
+        facts.append(fact)
     largest = max(map(abs, changes.values()), default=0.0)
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]
@@ -77,20 +86,22 @@ def describe_change(run: Run) -> str:
         return ""
     if not n_answers and largest <= rounding and rounding > COARSE:
         return f"Whether the model changed cannot be told: {facts[0]}."
+    advice = ""
     if not n_differ and changes and largest <= rounding:
         verb = "did not change"
+        advice = ADVICE
     elif largest >= SMALL_CHANGE and n_answers and not n_differ:
         verb = "changed, but not its answers"
     elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= n_answers)):
         verb = "changed"
     else:
         verb = "hardly changed"
-    advice = ": raise lr, or train longer" if verb in ("did not change", "hardly changed") else ""
+        advice = ADVICE
     return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 
 def compare_answers(run: Run) -> tuple[int, int]:
-    """How many answers differ from those before training, and of how many."""
+    """Count the answers that differ from those before training, and those that can be compared."""
     before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
     now = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] > 0}  # the newest of each prompt
     shared = before.keys() & now.keys()
@@ -98,9 +109,9 @@ def compare_answers(run: Run) -> tuple[int, int]:
 
 
 def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
-    """Mean changes since the evaluation before the first update, by side, and their rounding."""
+    """Return mean changes since the evaluation before the first update, by side, and their rounding."""
     changes = {}
-    size = 1.0  # of the log-probability of a token
+    size = 1.0  # nats per token
     for side in ("chosen", "rejected"):
         n_tokens = run.count(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
@@ -112,28 +123,33 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
 
 
 def _describe_scores(run: Run) -> str:
-    before, after = map(figure, run.ends("online/score"))
-    text = f"The mean score of the policy's answers was {before} at first and is {after} now"
+    before, now = run.ends("online/score")
+    text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(now)} now"
     text += f", at online/kl {figure(run.now('online/kl'))}."
-    score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
+    score = run.eval.last("online_eval/score")
+    win_rate = run.eval.last("online_eval/win_rate")
     if not math.isfinite(score):
         return text
     text += f" On held-out prompts it is {figure(score)}"
-    if not math.isfinite(win_rate):
-        return f"{text}."
-    n = n_evaluated(run, "prompts")
-    judged = _judge(share_interval(win_rate, n), n, count(n, "prompt"))
-    return f"{text}, with a win rate of {percent(win_rate)} against the reference{judged}."
+    if math.isfinite(win_rate):
+        n = n_evaluated(run, "prompts")
+        text += f", with a win rate of {percent(win_rate)} against the reference"
+        text += _compare_with_chance(share_interval(win_rate, n), n, count(n, "prompt"))
+    return f"{text}."
 
 
 def _describe_loss(run: Run) -> str:
-    """SFT's loss, a sum over tokens, is given per token."""
+    """Compare losses at first and at last; SFT's, sums over tokens, are given per token."""
     _, losses = run.eval.points("loss/eval")
-    name, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
+    name = "loss"
+    few = ""
+    n_tokens = run.count("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
-        name, losses = "loss per token", losses if run.setting("sft_loss") == "mean" else losses / n_tokens
+        name = "loss per token"
+        if run.setting("sft_loss") != "mean":
+            losses = losses / n_tokens
         if n_effective(run) < FEWEST:
-            few = _say_too_few(count(n_evaluated(run), "target"))
+            few = _say_too_few(count(n_evaluated(run), "target"), ENOUGH)
     if losses[-1] == losses[0]:
         return f"The held-out {name} is {figure(losses[-1])}{few}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
@@ -141,7 +157,8 @@ def _describe_loss(run: Run) -> str:
 
 
 def _describe_pairs(run: Run) -> str:
-    accuracy, n_examples = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
+    accuracy = run.eval.last(EVAL_ACCURACY)
+    n_examples = n_evaluated(run)
     if run.objective.trains_on == "lists":
         counted = count(n_examples, "list")
         text = f"{percent(accuracy)} of the pairs in {count(n_examples, 'held-out list')} are ranked right"
@@ -153,35 +170,40 @@ def _describe_pairs(run: Run) -> str:
     n = n_effective(run)
     if round(n) != n_examples:
         counted += f", which count as {round(n):,},"
-    return f"{text}{_judge(share_interval(accuracy, n), n, counted)}."
+    return f"{text}{_compare_with_chance(share_interval(accuracy, n), n, counted)}."
 
 
 def _describe_labels(run: Run) -> str:
-    auc, share = run.eval.last("rewards_eval/auc"), n_effective(run) / run.count("test.examples")
+    auc = run.eval.last("rewards_eval/auc")
+    share = n_effective(run) / run.count("test.examples")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
-    n_desirable, n_undesirable = (run.count(f"test.{label}") * share for label in ("desirable", "undesirable"))
+    n_desirable = run.count("test.desirable") * share
+    n_undesirable = run.count("test.undesirable") * share
     n = min(n_desirable, n_undesirable)
     if not n > 0:  # the counts are lost
         return f"{text}."
     counted = f"{n_desirable:,.0f} desirable and {n_undesirable:,.0f} undesirable responses"
     # the variance of an AUC is at most that of a share of the rarer responses
-    return f"{text}{_judge(share_interval(auc, n), 2 * n, counted, f'{ENOUGH // 2} of each')}."
+    return f"{text}{_compare_with_chance(share_interval(auc, n), 2 * n, counted, f'{ENOUGH // 2} of each')}."
 
 
-def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = str(ENOUGH)) -> str:
-    """A share's interval, and what it proves against chance."""
+def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, enough: object = ENOUGH) -> str:
+    """Return a share's interval, and what it proves against chance."""
     if n < FEWEST:
         return _say_too_few(counted, enough)
     low, high = interval
     text = f" (95 % interval {percent(low)} to {percent(high)})"
     if low > 0.5:
         return f"{text}: better than by chance"
-    text = f"{text}: {'worse' if high < 0.5 else 'no better'} than by chance, as far as {counted} tell"
-    return f"{text}; about {enough} would tell more" if high >= 0.5 and n < ENOUGH else text
+    if high < 0.5:
+        return f"{text}: worse than by chance, as far as {counted} tell"
+    text += f": no better than by chance, as far as {counted} tell"
+    return f"{text}; about {enough} would tell more" if n < ENOUGH else text
 
 
-def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
-    return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
+def _say_too_few(counted: str, enough: object) -> str:
+    verb = "is" if counted.startswith("1 ") else "are"
+    return f": {counted} {verb} too few to judge; about {enough} would do"
 
 
 def print_result(run_dir: Path) -> None:

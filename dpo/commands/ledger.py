@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dpo.analysis.ledger import Pair, read_ledger, summarize
+from dpo.analysis.ledger import PairHistory, read_ledger, summarize_ledger
 from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
@@ -35,7 +35,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
     return texts
 
 
-def list_pairs(pairs: Sequence[Pair], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def list_pairs(pairs: Sequence[PairHistory], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     for pair in pairs:
         scores = "" if pair.scores is None else "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
         yield (
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def print_summary(run_dir: Path, top: int) -> None:
-    summary = summarize(read_ledger(run_dir), top=top)
+    summary = summarize_ledger(read_ledger(run_dir), top=top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     texts, note = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, ""
     if wanted := {pair.example for pair in pairs} - texts.keys():

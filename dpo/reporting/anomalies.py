@@ -3,7 +3,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from dpo.analysis.rules import collapsed
+from dpo.analysis.rules import find_collapse
 from dpo.analysis.runs import read_run
 from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
@@ -93,7 +93,7 @@ class CollapseWarner(Callback):
     _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if not self._has_warned and (numbers := collapsed(read_run(self.run_dir))):
+        if not self._has_warned and (numbers := find_collapse(read_run(self.run_dir))):
             self._has_warned = True
             advice = "it seldom recovers: stop, and start again with a tenth of lr, more warmup_steps or a larger batch"
             self.log(f"warning: the run has collapsed: {numbers}; {advice}")

@@ -9,7 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from support.pytests import refused
 
-from dpo.analysis.ledger import PARQUET, SCHEMA, STREAM, Pair, append, read_ledger, summarize, write_parquet
+from dpo.analysis.ledger import (
+    PARQUET,
+    SCHEMA,
+    STREAM,
+    PairHistory,
+    append,
+    read_ledger,
+    summarize_ledger,
+    write_parquet,
+)
 from dpo.errors import InputError
 
 
@@ -23,7 +32,7 @@ def table_of(*rows: dict[str, Any]) -> pa.Table:
 
 
 def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_first_update():
-    summary = summarize(
+    summary = summarize_ledger(
         table_of(
             *(visit(name, 1, 0.0) for name in ("wrong", "flips", "once")),  # the policy is the reference
             visit("wrong", 2, -0.1),
@@ -39,8 +48,8 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     assert (summary.rows, summary.examples) == (11, 5)
     assert (summary.n_seen_again, summary.n_never_flipped) == (3, 2)
     assert summary.never_flipped == [
-        Pair("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
-        Pair("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
+        PairHistory("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
+        PairHistory("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
     ]
 
 
@@ -58,7 +67,7 @@ def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_not_wrong():
         drawn("wrong", 2, -0.3, (2.0, 1.0)),
         *(drawn(f"right{i}", 2, 0.1, (2.0, 1.0)) for i in range(3)),
     ]
-    summary = summarize(table_of(*rows))
+    summary = summarize_ledger(table_of(*rows))
     assert [(pair.example, pair.texts, pair.scores) for pair in summary.suspected_noise] == [
         ("wrong", {"prompt": "Why?", "chosen": " wrong", "rejected": " no"}, (2.0, 1.0)),
         ("given", None, None),
@@ -69,18 +78,18 @@ def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_not_wrong():
 def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise():
     before = [visit("a", 0, 0.0005, split="eval"), visit("b", 0, -0.0004, split="eval")]  # float16 reference
     after = [visit(name, update, -0.0004) for name in ("c", "d", "e") for update in (2, 3)]
-    summary = summarize(table_of(*before, *after))
+    summary = summarize_ledger(table_of(*before, *after))
     assert (summary.n_never_flipped, summary.n_suspected_noise) == (0, 0)
 
     trained = [visit("c", 9, -0.2), visit("c", 10, -0.2), visit("d", 10, 0.1)]
-    assert [pair.example for pair in summarize(table_of(*before, *trained)).suspected_noise] == ["c"]
+    assert [pair.example for pair in summarize_ledger(table_of(*before, *trained)).suspected_noise] == ["c"]
 
 
 def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_first():
     early = [visit(f"early {i}", 2, 0.1) for i in range(9)]
     late = [visit(f"late {i}", 20, 4.0) for i in range(9)]
     doubtful = [visit("a", 2, -0.3), visit("b", 20, -8.0), visit("usual", 20, -0.3), visit("once right", 20, -9.0)]
-    summary = summarize(table_of(*early, visit("once right", 2, 0.1), *late, *doubtful), top=1)
+    summary = summarize_ledger(table_of(*early, visit("once right", 2, 0.1), *late, *doubtful), top=1)
 
     assert summary.n_suspected_noise == 2
     assert [(p.example, p.relative_margin) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
@@ -125,7 +134,7 @@ def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
 
 
 def test_without_a_ledger_or_with_another_file_of_its_name_it_is_refused(tmp_path):
-    with refused(f"{tmp_path} has no {STREAM}: give the directory of a run with ledger=true"):
+    with refused(f"{tmp_path} has no {STREAM}: pass the directory of a run with ledger=true"):
         read_ledger(tmp_path)
     (tmp_path / STREAM).write_bytes(b"PAR1" + bytes(1000))
     with refused(f"{STREAM} cannot be read as a ledger"):

@@ -54,7 +54,7 @@ def test_junk_and_a_place_that_is_not_a_reports_are_one_sentence_and_status_2(tm
         ([run, f"{tmp_path}/nowhere", "--out", f"{tmp_path}/out"], f"error: {tmp_path}/nowhere "),
         ([run, f"{tmp_path}/mine", "--out", f"{tmp_path}/out"], f"error: {tmp_path}/mine "),
         ([run, "--out", f"{run}/env.json"], "env.json cannot be written"),
-        ([run, "--out", f"{tmp_path}/mine"], "mine/report.html is no report of a run: give another directory"),
+        ([run, "--out", f"{tmp_path}/mine"], "mine/report.html is none of the files that this command writes"),
     ):
         assert main(arguments) == 2
         out, err = capsys.readouterr()
