@@ -207,13 +207,12 @@ def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | No
 
 
 def train(rank: int, plan: Plan, data: "TrainingData", models: tuple | None, resume_from: Path | None) -> None:
-    """Make a trainer of its parts, and train; afterwards nothing of it is held."""
+    """Train; afterwards nothing of the trainer is held."""
     from dpo.trainers import Trainer
     from dpo.training.memory import explain_memory_error
-    from dpo.training.parts import make_parts
 
     with explain_memory_error(plan, data):
-        trainer = Trainer(*make_parts(plan, data, models, rank=rank, resume_from=resume_from))
+        trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
         if resume_from is not None:
             trainer.checkpoints.restore(resume_from, trainer.parts)
         trainer.train()

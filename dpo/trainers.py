@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
 from dpo.checkpoint.files import write_state
-from dpo.checkpoint.resume import decide_autocast, record_config, record_inputs
-from dpo.checkpoint.saver import Checkpoints, Part, RunState
+from dpo.checkpoint.resume import decide_autocast
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
-from dpo.data.preflight import TrainingData
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
@@ -34,45 +30,22 @@ from dpo.parallel.sharding import (
     step_optimizer,
 )
 from dpo.preference_datasets import load_data
-from dpo.reporting.events import Callbacks, Evaluation, Update
-from dpo.reporting.terminal import Progress
+from dpo.reporting.events import Evaluation, Update
 from dpo.settings.places import store_rows
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.plan import resolve
 from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.host import count_gpus, list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.training.batches import Batch, Batches
-from dpo.training.evaluation import Evaluator
-from dpo.training.objective import REFERENCE, Objective
-from dpo.training.parts import make_parts
+from dpo.training.batches import Batch
+from dpo.training.objective import REFERENCE_PREFIX
+from dpo.training.parts import TrainerParts
 from dpo.training.start import list_notes, self_test
-from dpo.training.stop import StopRequest
 
 FEW_CHANGED = 0.1  # share of 16-bit weights, by a step at the full rate: the others' steps are rounded away
 
 
-@dataclass(eq=False)
-class Trainer:
-    plan: Plan
-    data: TrainingData
-    objective: Objective  # the policy, the reference, and the loss between them
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
-    batches: Batches
-    evaluator: Evaluator
-    checkpoints: Checkpoints
-    callbacks: Callbacks
-    state: RunState
-    parts: list[Part]  # what checkpoints hold
-    progress: Progress
-    stop: StopRequest
-
-    def __post_init__(self):
-        self.facts = {  # for the manifests of checkpoints
-            "config": record_config(self.plan),
-            **record_inputs(self.data, self.policy.config),
-            "base": getattr(self.policy, "base_digest", None),  # under an adapter, for those who merge it
-        }
+class Trainer(TrainerParts):
+    """A policy's training: the loop, and what is due before, between and after updates."""
 
     @property
     def policy(self) -> nn.Module:
@@ -101,7 +74,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
-        n_updates, n_done = self.data.report.updates, self.batch_counter
+        n_updates = self.data.report.updates
+        n_done = self.batch_counter
         for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
             self.progress.line(note)
         self.callbacks.emit("start")
@@ -122,11 +96,12 @@ class Trainer:
     def train_step(self, batch: Batch) -> Update:
         """Make one update on a global batch; all processes get the same, each with its own microbatches."""
         start = time.perf_counter()
-        objective, state, mesh = self.objective, self.state, self.objective.mesh
+        objective = self.objective
+        state = self.state
         self.policy.train()
         if self.plan.lora and self.plan.lora.dropout:
             # not by rank: the slices of a layer draw the same masks
-            seed_dropout(self.plan.run.seed, state.batch_counter, mesh.data_rank)
+            seed_dropout(self.plan.run.seed, state.batch_counter, self.mesh.data_rank)
         context = objective.prepare(batch)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
@@ -146,7 +121,7 @@ class Trainer:
             len(batch.examples),
             batch.cache_rows,
             # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
-            grad_norm=grad_norm if mesh.rank == 0 else torch.zeros_like(grad_norm),
+            grad_norm=grad_norm if self.mesh.rank == 0 else torch.zeros_like(grad_norm),
             n_ranks_to_stop=torch.full_like(grad_norm, float(bool(self.stop.signals))),
         )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
@@ -171,14 +146,14 @@ class Trainer:
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
-        self.policy.zero_grad()  # of a sharded policy, the optimizer has cleared the shards alone
+        self.policy.zero_grad()  # under FSDP, the optimizer has cleared only the local shards
         logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
         return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
     def step_optimizer(self, number: int) -> dict[str, float]:
-        """Step; of the first step at the full rate, return the share of 16-bit weights that it changed, if it shows."""
+        """Step; after the first step at the full rate, return the share of 16-bit weights that it changed."""
         is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
-        if not (is_full and self.plan.trains_half_precision and self.objective.mesh.rank == 0):
+        if not (is_full and self.plan.trains_half_precision and self.mesh.rank == 0):
             step_optimizer(self.optimizer)
             return {}
         n_changed, n_weights = step_and_count_changes(self.optimizer)
@@ -242,7 +217,8 @@ class Trainer:
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
         """Return the mean metrics, if it evaluated."""
-        state, n_examples = self.state, self.example_counter
+        state = self.state
+        n_examples = state.example_counter
         is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
         is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
         if not (is_due or is_last) or state.evaluated_at == n_examples:
@@ -253,14 +229,18 @@ class Trainer:
         metrics = {**self.batches.evaluate(), **means}
         evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, evaluated.examples)
         self.callbacks.emit("evaluation", evaluation)
-        state.evaluated_at, state.samples_due = n_examples, self.evaluator.draws_samples(n_examples)
+        state.evaluated_at = n_examples
+        state.samples_due = self.evaluator.draws_samples(n_examples)
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
 
     def sample_if_due(self) -> None:
         """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
-        state, n_examples, samples = self.state, self.example_counter, []
-        is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
+        state = self.state
+        n_examples = state.example_counter
+        is_first = state.batch_counter == 0
+        is_last = state.batch_counter == self.data.report.updates
+        samples = []
         try:
             if self.plan.evaluation.sample_during_eval and (is_first or (is_last and state.samples_due)):
                 self.callbacks.emit("answers", n_examples, self.evaluator.answers())
@@ -286,7 +266,8 @@ class Trainer:
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
-        state, (ranking_metric, sign) = self.state, self.plan.best
+        state = self.state
+        ranking_metric, sign = self.plan.best
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
@@ -340,7 +321,10 @@ class BasicTrainer(Trainer):
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.seed, self.run_dir, self.rank, self.world_size = seed, Path(run_dir), rank, world_size
+        self.seed = seed
+        self.run_dir = Path(run_dir)
+        self.rank = rank
+        self.world_size = world_size
         stored: Any = store_rows(config)
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
@@ -350,8 +334,9 @@ class BasicTrainer(Trainer):
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
         data = load_data(plan, silent=rank != 0)
-        super().__init__(*make_parts(plan, data, (policy, reference_model), rank=rank))
-        self.tokenizer, self.eval_batches = data.tokenizer, self.evaluator.batches
+        super().__init__(plan, data, (policy, reference_model), rank=rank)
+        self.tokenizer = data.tokenizer
+        self.eval_batches = self.evaluator.batches
 
     name = "BasicTrainer"  # the value of the key `trainer`, whatever the config says
 
@@ -366,14 +351,16 @@ class BasicTrainer(Trainer):
         """Mean loss of this process's batch, and its detached metrics, (B,) each."""
         split = "train" if train else "eval"
         losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
-        return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
+        return losses.mean(), {
+            name: values for name, values in metrics.items() if not name.startswith(REFERENCE_PREFIX)
+        }
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
-        n_examples = self.example_counter
-        models = self.evaluator.sampled_models()
-        policy, *reference = [self.evaluator.continuations(model, batch, n_examples=n_examples) for model in models]
-        return policy, (reference[0] if reference else [])
+        texts = []
+        for model in self.evaluator.sampled_models():
+            texts.append(self.evaluator.continuations(model, batch, n_examples=self.example_counter))
+        return texts[0], texts[1] if len(texts) > 1 else []
 
     def write_state_dict(
         self,

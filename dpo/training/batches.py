@@ -64,8 +64,12 @@ class Batches:
     """The batches of a run, prepared for process `rank` of the `size` that see different examples."""
 
     def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, size: int, rank: int = 0):
-        self.plan, self.data, self.layout, self.seed = plan, data, layout, plan.run.seed
-        self.rank, self.size = rank, size
+        self.plan = plan
+        self.data = data
+        self.layout = layout
+        self.seed = plan.run.seed
+        self.size = size
+        self.rank = rank
         self.states = {}  # objects whose states are saved in checkpoints, by name
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these
@@ -109,14 +113,22 @@ class Batches:
 
     def test(self) -> Iterator[Batch]:
         """Evaluation batches of one microbatch per process; each example comes once."""
-        plan, counts = self.plan.data, self.data.test.counts.tolist()
-        batches = iterate_once(counts, batch_size=plan.eval_batch_size, n_examples=plan.n_eval_examples, seed=self.seed)
+        plan = self.plan.data
+        batches = iterate_once(
+            self.data.test.counts.tolist(),
+            batch_size=plan.eval_batch_size,
+            n_examples=plan.n_eval_examples,
+            seed=self.seed,
+        )
         return prefetch(batches, partial(self._prepare, "test"), workers=plan.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         plan = self.plan.data
         return encode_examples(
-            texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
+            texts,
+            self.data.encode,
+            max_length=plan.max_length,
+            max_prompt_length=plan.max_prompt_length,
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
@@ -139,4 +151,5 @@ class Batches:
         if not self.plan.loss.mismatched:
             return batch
         mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
-        return batch._replace(mismatched=make(mismatched_texts, [self._first_mismatched_row + row for row in rows]))
+        mismatched_rows = [self._first_mismatched_row + row for row in rows]
+        return batch._replace(mismatched=make(mismatched_texts, mismatched_rows))

@@ -13,11 +13,13 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective, Reduced
-from dpo.training.online import Drawing, group
+from dpo.training.online import Sampler, group
 from dpo.training.stop import StopRequest
 
-EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
-N_ASKED, N_ANSWER_TOKENS = 8, 32  # held-out prompts that are answered before and after training, and how long
+DEFAULT_EVAL_EVERY = 20_000  # examples
+MIN_EVALS_PER_RUN = 8  # about as many evaluations has a run too short for the default
+N_VERDICT_PROMPTS = 8  # held-out prompts that are answered before and after training
+N_VERDICT_TOKENS = 32  # length of these answers
 
 
 class Interval(NamedTuple):
@@ -29,22 +31,31 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, updates: int) -> "Interval":
-        batch_size, keep, eval_every = plan.data.batch_size, plan.run.keep_checkpoints, plan.evaluation.eval_every
-        if eval_every is not None or updates * batch_size >= FEWEST * EVAL_EVERY:
-            wanted = EVAL_EVERY if eval_every is None else eval_every
-            return cls(max(batch_size, wanted - wanted % batch_size), keep, None)
-        per_interval = max(1, round(updates / FEWEST))  # updates
-        middle = max(1, round(updates / per_interval / 2)) * per_interval
-        sampled = {n * batch_size for n in (0, per_interval, middle, updates)}
-        return cls(per_interval * batch_size, 2 if keep is None and plan.run.save_every is None else keep, sampled)
+        batch_size = plan.data.batch_size
+        keep = plan.run.keep_checkpoints
+        eval_every = plan.evaluation.eval_every
+        if eval_every is None and updates * batch_size >= MIN_EVALS_PER_RUN * DEFAULT_EVAL_EVERY:
+            eval_every = DEFAULT_EVAL_EVERY
+        if eval_every is not None:
+            return cls(max(batch_size, eval_every - eval_every % batch_size), keep, None)
+        n_updates = max(1, round(updates / MIN_EVALS_PER_RUN))  # between evaluations
+        middle = n_updates * max(1, round(updates / n_updates / 2))
+        sampled = {n * batch_size for n in (0, n_updates, middle, updates)}
+        if keep is None and plan.run.save_every is None:
+            keep = 2
+        return cls(n_updates * batch_size, keep, sampled)
 
 
 class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
     def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest):
-        self.plan, self.data, self.objective = batches.plan, batches.data, objective
-        self.progress, self.stop = progress, stop
+        self.plan = batches.plan
+        self.data = batches.data
+        self.objective = objective
+        self.progress = progress
+        self.stop = stop
+        self.sampler = Sampler(self.data.tokenizer, objective, progress, stop)
         self.interval = Interval.of(self.plan, self.data.report.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
         # an online run may have no evaluation batches: samples are then of held-out prompts
@@ -52,7 +63,6 @@ class Evaluator:
         self.n_examples = sum(map(len, self.prompts))
         n_sampled_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         self.sampled = self.prompts[:n_sampled_batches]  # prompts of samples, in whole batches
-        self.drawing = Drawing(self.data.tokenizer, objective, progress, stop)
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -67,9 +77,12 @@ class Evaluator:
         )
 
     def draws_samples(self, n_examples: int) -> bool:
-        plan, sampled = self.plan.evaluation, self.interval.sampled
-        is_wanted = plan.do_first_sampling if n_examples == 0 else sampled is None or n_examples in sampled
-        return plan.sample_during_eval and is_wanted
+        plan = self.plan.evaluation
+        if not plan.sample_during_eval:
+            return False
+        if n_examples == 0:
+            return plan.do_first_sampling
+        return self.interval.sampled is None or n_examples in self.interval.sampled
 
     def metrics(self) -> Reduced:
         if not self.batches:
@@ -86,26 +99,29 @@ class Evaluator:
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         with closing(self.sampled_models()) as models:
             by_model = [self._answer(model, self.sampled, sampling) for model in models]
-        samples, tokenizer = [], self.data.tokenizer
+        tokenizer = self.data.tokenizer
+        samples = []
         for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
             fed = show_fed(example, prompt, tokenizer)
-            reference, ended = (others[0].text, others[0].ended) if others else (None, None)
-            samples.append(
-                Sample(fed, policy.text, reference, policy.ended, ended, write_turns(prompt, fed, tokenizer))
-            )
+            turns = write_turns(prompt, fed, tokenizer)
+            sample = Sample(fed, policy.text, None, policy.ended, turns=turns)
+            for reference in others:  # one or none
+                sample = sample._replace(reference=reference.text, reference_ended=reference.ended)
+            samples.append(sample)
         return samples
 
     def answers(self) -> dict[str, str]:
-        """Answer the first N_ASKED held-out prompts, each token the most probable, or raise SamplingFailed."""
-        # several examples may have one prompt
-        by_prompt = {example.prompt: example for example in chain(*self.prompts)}
-        asked = [*by_prompt.values()][:N_ASKED]
-        batches = group(asked, self.plan.data.eval_batch_size)
-        greedy = self.sampling._replace(temperature=0, max_new_tokens=N_ANSWER_TOKENS)
-        answers = self._answer(self.objective.policy, batches, greedy)
-        texts = (show_fed(example, self.data.test[example.id[0]], self.data.tokenizer) for example in asked)
-        return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
+        """Answer a few held-out prompts, each token the most probable; SamplingFailed on all processes."""
+        by_prompt = {example.prompt: example for example in chain(*self.prompts)}  # several examples may share one
+        examples = list(by_prompt.values())[:N_VERDICT_PROMPTS]
+        batches = group(examples, self.plan.data.eval_batch_size)
+        greedy = self.sampling._replace(temperature=0, max_new_tokens=N_VERDICT_TOKENS)
+        texts = {}
+        for example, answer in zip(examples, self._answer(self.objective.policy, batches, greedy), strict=True):
+            fed = show_fed(example, self.data.test[example.id[0]], self.data.tokenizer)
+            texts[fed] = answer.text
+        return texts
 
     def sampled_models(self) -> Generator[Any, None, None]:
         """The policy, then the reference if there is one, in use until the generator is closed."""
@@ -117,13 +133,15 @@ class Evaluator:
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
         self.objective.policy.eval()
+        rows = self.plan.prompts_at_a_time
         answers = []
         for examples in batches:
             limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
-            # 0: as many as fit
-            settings = sampling._replace(max_new_tokens=min(limit, sampling.max_new_tokens or limit))
-            numbers, rows = range(len(answers), len(answers) + len(examples)), self.plan.prompts_at_a_time
-            answers += self.drawing.draw(model, examples, numbers, settings, rows=rows, may_fail=True)
+            if sampling.max_new_tokens:  # else as many as fit
+                limit = min(limit, sampling.max_new_tokens)
+            numbers = range(len(answers), len(answers) + len(examples))
+            settings = sampling._replace(max_new_tokens=limit)
+            answers += self.sampler.draw(model, examples, numbers, settings, rows=rows, may_fail=True)
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
@@ -132,8 +150,9 @@ class Evaluator:
 
     def continuations(self, model: Any, batch: Any, *, n_examples: int) -> list[str]:
         """Continue the prompts of this process's collated batch."""
-        ids, mask = batch["prompt_input_ids"], batch["prompt_attention_mask"].bool()
-        prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True)]
+        ids = batch["prompt_input_ids"]
+        mask = batch["prompt_attention_mask"].bool()
+        prompts = [tuple(row[is_token].tolist()) for row, is_token in zip(ids, mask, strict=True)]
         seed = (self.plan.run.seed, n_examples, self.objective.mesh.data_rank)
         sampling = self.sampling._replace(max_new_tokens=self._limit_new_tokens(ids.shape[1]), seed=seed)
-        return [answer.text for answer in self.drawing.answer(model, prompts, range(len(prompts)), sampling)]
+        return [answer.text for answer in self.sampler.answer(model, prompts, range(len(prompts)), sampling)]

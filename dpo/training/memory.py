@@ -27,16 +27,16 @@ from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.system.host import find_device_memory, resident_memory
 from dpo.training.batches import Batches
-from dpo.training.online import add_placeholders, encode_prompt, some_prompts
+from dpo.training.online import add_placeholders, encode_prompt, pick_training_prompts
 from dpo.training.optimization import count_states
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-KEPT_SHARE = 0.3  # of what a CPU allocates while training, lost to fragmentation; measured on SmolLM2
+LOST_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
-MAX_HELD_SHARE = 0.5  # of a GPU's memory, for frozen weights to be whole: the rest is for activations
+MAX_HELD_SHARE = 0.5  # frozen weights are whole if all that a GPU holds is at most this share of its memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
-SAVERS = (  # settings that save memory, in the order in which to try them
+WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
     "a larger gradient_accumulation_steps, activation_checkpointing=true, cache_reference_logps=all, lora=lora, a "
     "smaller max_length or model, or more processes with trainer=FSDPTrainer"
 )
@@ -52,24 +52,31 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
-    in_backward, in_step = ["activations", "logits"], ["update"]  # but not both at a time
+    # the peak is in the backward pass or in the step
+    in_backward = ["activations", "logits"]
+    in_step = ["update"]
     if plan.data.gradient_accumulation_steps == 1:  # gradients of the only backward pass come as activations go
         in_step.append("gradients")
     for purpose in min(in_backward, in_step, key=lambda purposes: sum(memory[purpose] for purpose in purposes)):
         del memory[purpose]
     if not plan.gpus:
-        allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
-        memory["kept"] = int(KEPT_SHARE * allocated) if plan.dims.world_size == 1 else 0
+        if plan.dims.world_size == 1:
+            allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
+            memory["kept"] = int(LOST_SHARE * allocated)
         memory["process"] = resident_memory()  # Python, libraries and data
     return +memory, notes
 
 
 def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     """The memory that follows from parameters; all but `update` is held for long."""
-    dims, is_whole, compute_size = plan.dims, frozen == "whole", DTYPES[plan.compute_dtype].itemsize
-    n_shards = dims.shard_size * dims.tensor_size
-    n_frozen_shards = dims.tensor_size if is_whole else n_shards
-    weights, trained = {*policy.parameters()}, {*trained_parameters(policy)}
+    dims = plan.dims
+    n_shards = n_frozen_shards = dims.shard_size * dims.tensor_size
+    is_whole = frozen == "whole"
+    if is_whole:
+        n_frozen_shards = dims.tensor_size
+    compute_size = DTYPES[plan.compute_dtype].itemsize
+    weights = {*policy.parameters()}
+    trained = {*trained_parameters(policy)}
     # whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded
     frozen_bytes = _count(weights - trained, compute_size if is_whole else None)
     trained_bytes = _count(trained) // n_shards
@@ -88,15 +95,16 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     if dims.shard_size > 1:
         blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
         units = [weights.difference(*blocks), *blocks]  # the root is the first
-        # the root stays gathered; of the blocks the running and the next one do, or all
-        root, *sizes = (_count(unit & trained if is_whole else unit, compute_size) for unit in units)
-        gathered = root + (2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes))
-        held["gathered"] = gathered // dims.tensor_size
+        sharded = trained if is_whole else weights
+        root, *sizes = [_count(unit & sharded, compute_size) for unit in units]
+        # the root stays gathered, and so do the running block and the next one, or all blocks
+        gathered_blocks = 2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes)
+        held["gathered"] = (root + gathered_blocks) // dims.tensor_size
         # gradients of the largest unit, or all until the last backward pass of an update
-        waits = plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1
-        reduced = [trained] if waits else [unit & trained for unit in units]
+        if plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1:
+            units = [trained]
         itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-        held["reduced"] = max(_count(unit, itemsize) for unit in reduced) // dims.tensor_size
+        held["reduced"] = max(_count(unit & trained, itemsize) for unit in units) // dims.tensor_size
     return held
 
 
@@ -107,42 +115,45 @@ def _count(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
 def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     """Bytes of logits and of what is computed from them in the backward pass."""
     head = policy.get_output_embeddings()
-    if head is None:  # of a reward model
+    if head is None:  # a reward model has none
         return 0
-    vocabulary, itemsize = head.weight.shape[0], DTYPES[plan.model.autocast or plan.compute_dtype].itemsize
-    copy = head.weight.numel() * itemsize if plan.model.autocast else 0  # of the head's weight
+    vocabulary = head.weight.shape[0]
+    itemsize = DTYPES[plan.model.autocast or plan.compute_dtype].itemsize
+    copy = head.weight.numel() * itemsize if plan.model.autocast else 0  # the head's weight, as autocast casts it
     if isinstance(microbatch.inputs, PaddedRows):  # log-probabilities and two gradients, in float32
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
-    # a GPU computes a chunk's log-probabilities at once, from a copy in float32; a CPU computes a few rows at a time
-    extra = (4 if itemsize == 4 else 8) if plan.gpus else 0
-    return copy + n_logits // n_chunks * (itemsize + extra)
+    if plan.gpus:  # it computes a chunk's log-probabilities at once, from a copy in float32; a CPU takes a few rows
+        itemsize += 4 if itemsize == 4 else 8
+    return copy + n_logits // n_chunks * itemsize
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
     if plan.online:  # the longest answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
-        prompts = [encode_prompt(prompt, data, plan) for prompt in some_prompts(data)]
+        prompts = [encode_prompt(prompt, data, plan) for prompt in pick_training_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
     batches = Batches(plan, data, layout, size=plan.dims.data_size)  # others have about as many
-    microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
+    microbatches = [part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches]
     return max(microbatches, key=lambda part: part.n_tokens)
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:
     """Bytes that a forward pass keeps, without logits, and a note if they are only estimated."""
-    config, compute_size = policy.config.get_text_config(), DTYPES[plan.compute_dtype].itemsize
-    n_blocks, notes = config.num_hidden_layers, []
+    config = policy.config.get_text_config()
+    compute_size = DTYPES[plan.compute_dtype].itemsize
+    n_blocks = config.num_hidden_layers
+    notes = []
     try:
         kept = _run_on_meta(plan, policy, layout, microbatch)
     except Exception as error:  # a model's own code may raise anything without data
         # as if the inputs and outputs of all its matrices were kept
-        matrices = [parameter for parameter in policy.base_model.parameters() if parameter.ndim > 1]
-        kept = sum(sum(matrix.shape[-2:]) for matrix in matrices) * microbatch.n_tokens * compute_size
-        notes = [f"warning: activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"]
+        width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
+        kept = width * microbatch.n_tokens * compute_size
+        notes.append(f"warning: activations are estimated roughly, as the model cannot run here: {one_sentence(error)}")
     block = kept // n_blocks
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
         kept = block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
@@ -150,7 +161,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
 
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> int:
-    autocast, head = DTYPES.get(plan.model.autocast), policy.get_output_embeddings()
+    head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
@@ -165,7 +176,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             kept.add(tensor.untyped_storage())
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(autocast):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(DTYPES.get(plan.model.autocast)):
         layout.forward(policy.train(), microbatch.to("meta").inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
@@ -183,13 +194,16 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.autocast and function in (*PRODUCTS, F.scaled_dot_product_attention):
-            args, kwargs = [*map(self._cast, args)], {name: self._cast(arg) for name, arg in kwargs.items()}
+            args = [self._cast(value) for value in args]
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
         if function is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3], *(args[3:4] or [kwargs.get("attn_mask")]))
+            return _FusedAttention.apply(*args[:3], args[3] if len(args) > 3 else kwargs.get("attn_mask"))
         return function(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self.autocast) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self.autocast)
+        return value
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -218,9 +232,13 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
-    needed, available = memory.total(), _find_available(plan)
+    needed = memory.total()
+    available = _find_available(plan)
     print(f"{'total':>12} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
-    print(*notes, *([f"won't fit: try {SAVERS}"] if needed > available else []), sep="\n")
+    for note in notes:
+        print(note)
+    if needed > available:
+        print(f"won't fit: try {WAYS_TO_SAVE}")
 
 
 def _find_available(plan: Plan) -> float:
@@ -237,8 +255,8 @@ def explain_memory_error(plan: Plan, data: TrainingData) -> Iterator:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        needed, available = predict(plan, data)[0].total(), _find_available(plan)
+        memory, _ = predict(plan, data)
         raise RunError(
-            f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {SAVERS} ({one_sentence(error)[:200]})"
+            f"out of memory: a process needs about {memory.total() / 1e9:.2f} GB, and its device has "
+            f"{_find_available(plan) / 1e9:.2f} GB; try {WAYS_TO_SAVE} ({one_sentence(error)[:200]})"
         ) from error

@@ -27,7 +27,7 @@ from dpo.training.batches import Batch
 from dpo.training.optimization import LossScale
 from dpo.training.reference import Reference, read_logps
 
-REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
+REFERENCE_PREFIX = "reference_"  # of the names of the reference's log-probabilities, which travel with the metrics
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
@@ -41,7 +41,7 @@ NamedTensors = dict[str, Tensor]
 class Reduced(NamedTuple):
     """The metrics of a global batch, on the host."""
 
-    examples: dict[str, Tensor]  # metrics, and log-probabilities under REFERENCE, (B,) each
+    examples: dict[str, Tensor]  # metrics, and the reference's log-probabilities, (B,) each
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
@@ -51,10 +51,13 @@ class Reduced(NamedTuple):
         """
         means = {}
         for name, values in self.examples.items():
-            if name.startswith(REFERENCE):
+            if name.startswith(REFERENCE_PREFIX):
                 continue
-            values, role = values.double(), name.rpartition("/")[2]
-            metric_weights = torch.tensor(weights, dtype=torch.float64) if any(weights) else torch.ones_like(values)
+            values = values.double()
+            metric_weights = torch.ones_like(values)
+            if any(weights):
+                metric_weights = torch.tensor(weights, dtype=torch.float64)
+            role = name.rpartition("/")[2]
             if examples and role in ROLES:
                 metric_weights *= torch.tensor([role in example.roles for example in examples])
             metric_weights = scale_weights(metric_weights)
@@ -65,13 +68,14 @@ class Reduced(NamedTuple):
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
         """`online/kl` (docs/metrics.md) of the examples at `indices`, if any."""
-        if not indices or f"{REFERENCE}chosen" not in self.examples:
+        columns = self.examples
+        if not indices or f"{REFERENCE_PREFIX}chosen" not in columns:
             return {}
-        policy, reference = (
-            torch.stack([self.examples[f"{prefix}{role}"] for role in ("chosen", "rejected")]).double()  # (2, B)
-            for prefix in ("logps_train/", REFERENCE)
-        )
-        return {"online/kl": (policy - reference)[:, indices].mean().item()}
+        log_ratios = []
+        for role in ("chosen", "rejected"):
+            policy = columns[f"logps_train/{role}"].double()
+            log_ratios.append(policy - columns[f"{REFERENCE_PREFIX}{role}"].double())
+        return {"online/kl": torch.stack(log_ratios)[:, indices].mean().item()}
 
 
 def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: Tensor) -> Reduced:
@@ -80,14 +84,16 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
-    if mesh.counts:  # of processes that see the same examples, one alone counts
+    if mesh.counts:  # one of the processes that see the same examples
         table.index_copy_(0, indices, values)
     # one tensor for table and scalars, so that one collective and one copy suffice
     flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
     sums = mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
-    table_sums, scalar_sums = sums[: table.numel()].view_as(table), sums[table.numel() :]
+    table_sums = sums[: table.numel()].view_as(table)
+    scalar_sums = sums[table.numel() :].tolist()
     return Reduced(
-        dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums.tolist(), strict=True))
+        examples=dict(zip(names, table_sums.unbind(1), strict=True)),
+        scalars=dict(zip(scalars, scalar_sums, strict=True)),
     )
 
 
@@ -97,9 +103,9 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
 def make_scores(columns: NamedTensors, **more: Any) -> Scores:
     fields = dict(columns)
     for form in ("{}", "{}_lengths", "reference_{}"):
-        names = [form.format(role) for role in BETWEEN if form.format(role) in fields]
-        if names:
-            fields[form.format("between")] = torch.stack([fields.pop(name) for name in names], dim=1)  # (B, names)
+        by_rank = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
+        if by_rank:
+            fields[form.format("between")] = torch.stack(by_rank, dim=1)  # (B, ranks)
     return Scores(**fields, **more)
 
 
@@ -113,18 +119,20 @@ def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
     return torch.from_numpy(np.ldexp(values, -exponent))
 
 
-def find_shares_ranked_right(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
-    """For each labelled example, the share by weight of opposite labels that it is ranked right against, (B,).
+def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
+    """The weighted share of opposite labels that each labelled example is ranked correctly against, (B,).
 
-    Their weighted mean is the area under the ROC curve.
+    The weighted mean of these shares is the area under the ROC curve.
     """
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
         is_opposite = is_chosen != label
-        others, of_opposite = rewards[is_opposite], scale_weights(weights[is_opposite])
-        is_right = others < reward if label else others > reward
-        right = of_opposite[is_right].sum() + of_opposite[others == reward].sum() / 2
-        shares.append(right / of_opposite.sum())
+        other_rewards = rewards[is_opposite]
+        other_weights = scale_weights(weights[is_opposite])
+        is_right = other_rewards < reward if label else other_rewards > reward
+        is_tie = other_rewards == reward
+        right = other_weights[is_right].sum() + other_weights[is_tie].sum() / 2
+        shares.append(right / other_weights.sum())
     return torch.stack(shares).to(rewards.dtype)
 
 
@@ -148,7 +156,7 @@ class Objective:
     layout_note: str | None = None  # why the layout is not the one asked for
     autocast: torch.dtype | None = None  # in which float32 weights are multiplied; None: their own
     follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
-    average: float = 0.0  # of `Loss.running_statistic`, over updates with the same reference
+    average: float = 0.0  # running average of `Loss.running_statistic` over updates with the same reference
     models_are_equal: bool = False  # policy and reference have the same weights
     loss_scale: LossScale = field(default_factory=LossScale)
 
@@ -160,13 +168,14 @@ class Objective:
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.models_are_equal, self.average = state["models_are_equal"], state["average"]
+        self.models_are_equal = state["models_are_equal"]
+        self.average = state["average"]
 
     # --- scores ------------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
         """A model's log-probabilities, summed over the tokens of each response of a microbatch on the device."""
-        with_squares = self.loss.needs_squares and not prefix  # of the policy alone
+        with_squares = self.loss.needs_squares and not prefix  # the policy's alone
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
@@ -179,20 +188,23 @@ class Objective:
             sums["_tail"] = (logps * is_in_tail).sum(-1)
         if tokens.squares is not None:
             sums["_squares"] = tokens.squares[:, :n_examples].sum(-1)
-        return {
-            f"{prefix}{role}{suffix}": values
-            for suffix, by_side in sums.items()
-            for role, values in microbatch.by_role(by_side, self.loss.roles).items()
-        }
+        columns = {}
+        for suffix, by_side in sums.items():
+            for role, values in microbatch.by_role(by_side, self.loss.roles).items():
+                columns[f"{prefix}{role}{suffix}"] = values
+        return columns
 
     def forward_tokens(self, model: Any, layout: Layout, inputs: Any, *, with_squares: bool = False) -> TokenLogps:
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with self.autocasting():
             return layout.forward(model, inputs, with_squares=with_squares)
+
+    def autocasting(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     @torch.no_grad()
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         with self.reference.in_use():
-            return self.forward(self.reference.model, microbatch, prefix=REFERENCE)
+            return self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
 
     def score(self, microbatch: Microbatch, cached: Tensor | None, *, with_reference: bool) -> NamedTensors:
         """Score a microbatch with the policy and, unless cached, with the reference."""
@@ -210,7 +222,9 @@ class Objective:
         """What no model computes."""
         lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
         columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
-        return columns if microbatch.offsets is None else columns | {"offset": microbatch.offsets}
+        if microbatch.offsets is not None:
+            columns["offset"] = microbatch.offsets
+        return columns
 
     # --- an update ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +233,8 @@ class Objective:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
         weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())
-        reference, statistic = self.find_cached_reference(batch), None
+        reference = self.find_cached_reference(batch)
+        statistic = None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if batch.mismatched is not None:
@@ -227,7 +242,8 @@ class Objective:
         elif self.loss.batch_statistic is not None and not loss_finds_statistic:
             columns = self.score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
-            reference = self._to_device(self._stack_reference(columns)) if self.loss.reference else None
+            if self.loss.reference:
+                reference = self._to_device(self._stack_reference(columns))
         return BatchContext(weights, reference, statistic)
 
     def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> Tensor | None:
@@ -251,8 +267,9 @@ class Objective:
         if context is not None:
             # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
             has_weight = context.weights[microbatch.indices] > 0
-            with_gradient = {name: values for name, values in columns.items() if values.requires_grad}
-            columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
+            for name, values in columns.items():
+                if values.requires_grad:
+                    columns[name] = values.where(has_weight, values.detach())
             if context.statistic is not None:
                 statistic = context.statistic[microbatch.indices]
         output = loss(make_scores(columns, average=self.average, batch_statistic=statistic))
@@ -280,7 +297,7 @@ class Objective:
             for role in reversed(roles):  # rejected first, as in the reference implementation's logs
                 metrics[f"logps_{split}/{role}"] = columns[role].detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
-        metrics |= {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
+        metrics |= {name: values for name, values in columns.items() if name.startswith(REFERENCE_PREFIX)}
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
@@ -295,11 +312,12 @@ class Objective:
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values by means over the global batch."""
         self.models_are_equal = False
-        chosen, rejected = metrics.get("rewards_train/chosen"), metrics.get("rewards_train/rejected")
+        chosen = metrics.get("rewards_train/chosen")
+        rejected = metrics.get("rewards_train/rejected")
         # a batch whose labels are all alike has no statistic
         if self.loss.running_statistic and chosen is not None and rejected is not None:
-            beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
-            value = self.loss.running_statistic(chosen, rejected, beta)
+            value = self.loss.running_statistic(chosen, rejected, self.loss.options["beta"])
+            momentum = self.loss.options["momentum"]
             self.average = momentum * self.average + (1 - momentum) * value
 
     def sync_if_due(self, update: int) -> None:
@@ -320,13 +338,14 @@ class Objective:
             mismatched_scores = make_scores(self.score_all(iterate([batch.mismatched for batch in batches])))
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         self.release()
-        output, options = self.loss(scores), self.loss.options
+        output = self.loss(scores)
+        options = self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
         has_all_roles = all(has_response.any() for has_response in has_role.values())
         if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:  # else the average stays 0
             # rewards do not depend on the average, so those of the first call serve to compute it
-            chosen, rejected = (rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items())
-            average = self.loss.running_statistic(chosen, rejected, options["beta"])
+            means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
+            average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
         metrics = self._metrics(columns, output, split="eval")
         if self.loss.trains_on == "labels" and has_all_roles:
@@ -334,18 +353,21 @@ class Objective:
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
             weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=torch.float64)
-            metrics["rewards_eval/auc"] = find_shares_ranked_right(rewards, has_role["chosen"], weights)
+            metrics["rewards_eval/auc"] = per_example_auc(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
 
     def release(self) -> None:
         """Free the weights that forward passes without a backward pass leave gathered."""
-        for model in (self.policy, self.reference and self.reference.model):
-            release_gathered(model)
+        release_gathered(self.policy)
+        if self.reference is not None:
+            release_gathered(self.reference.model)
 
     @torch.no_grad()
     def score_all(self, batches: Iterable[Batch]) -> NamedTensors:
         """Score all examples of the batches, in float64 on the host of every process."""
-        microbatch_columns, cache_rows, n_examples = [], [], 0
+        microbatch_columns = []
+        cache_rows = []
+        n_examples = 0
         for batch in batches:
             cached = self.find_cached_reference(batch)
             for microbatch in batch.microbatches:
@@ -363,39 +385,54 @@ class Objective:
 
         Returns a message, which is a warning if they cannot be written.
         """
-        reference, logps, n_scored = self.reference, self.reference.logps, 0
+        reference = self.reference
+        logps = reference.logps
         path = logps.find_path(folder, reference.digest)
-        stored = from_rank_0(read_logps(path, logps.table.shape) if self.mesh.rank == 0 and path.exists() else None)
+        stored = None
+        if self.mesh.rank == 0 and path.exists():
+            stored = read_logps(path, logps.table.shape)
+        stored = from_rank_0(stored)
         if stored is not None:
             logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
-        with_mismatched = (part for whole in batches for part in (whole, whole.mismatched) if part is not None)
-        for batch in with_mismatched:
-            if logps.find(batch.cache_rows) is not None:
-                continue
-            columns = []
-            for microbatch in batch.microbatches:
-                microbatch = microbatch.to(self.device)
-                columns.append((microbatch.indices, self.reference_forward(microbatch)))
-            self.reduce(columns, len(batch.examples), batch.cache_rows)
-            if logps.find(batch.cache_rows) is None:
-                raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
-            n_scored += len(batch.cache_rows)
-        kept = f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
+        n_scored = 0
+        for batch in batches:
+            n_scored += self._cache_batch(batch)
+            if batch.mismatched is not None:
+                n_scored += self._cache_batch(batch.mismatched)
+        message = f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
         if self.mesh.rank == 0:
             try:
                 logps.save(path)
             except OSError as error:  # this run, and its checkpoints, have them
-                kept = f"warning: another run scores the reference's examples again: {path} could not be written: "
-                kept += one_sentence(error)
+                message = (
+                    f"warning: {path} could not be written, so another run scores the reference's examples again: "
+                    f"{one_sentence(error)}"
+                )
         if reference.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
             reference.model = None
             gc.collect()  # a sharded model is part of reference cycles
             torch.cuda.empty_cache()
-        return kept
+        return message
+
+    def _cache_batch(self, batch: Batch) -> int:
+        """Cache the reference's log-probabilities of a batch; return how many examples had to be scored."""
+        logps = self.reference.logps
+        if logps.find(batch.cache_rows) is not None:
+            return 0
+        columns = []
+        for microbatch in batch.microbatches:
+            microbatch = microbatch.to(self.device)
+            columns.append((microbatch.indices, self.reference_forward(microbatch)))
+        self.reduce(columns, len(batch.examples), batch.cache_rows)
+        if logps.find(batch.cache_rows) is None:
+            raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
+        return len(batch.cache_rows)
 
     def find_cached_reference(self, batch: Batch) -> Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
-        cached = self.reference.logps.find(batch.cache_rows) if self.loss.reference else None
+        if not self.loss.reference:
+            return None
+        cached = self.reference.logps.find(batch.cache_rows)
         return None if cached is None else self._to_device(cached)
 
     def _stack_reference(self, columns: NamedTensors) -> Tensor:
@@ -409,7 +446,9 @@ class Objective:
 
 def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh) -> Objective:
     """An objective whose layout both models support."""
-    autocast, max_length = DTYPES.get(plan.model.autocast), plan.data.max_length
+    autocast = DTYPES.get(plan.model.autocast)
+    max_length = plan.data.max_length
+    has_other_responses = plan.online or plan.loss.mismatched  # than the data has for the same prompts
     with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
         layout, layout_note = choose_layout(
             plan.data.layout,
@@ -417,8 +456,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
             reference=reference and reference.model,
             max_length=max_length,
             compute_dtype=autocast or DTYPES[plan.compute_dtype],
-            # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
-            longest=max_length if plan.online or plan.loss.mismatched else data.report.longest(max_length),
+            longest=max_length if has_other_responses else data.report.longest(max_length),
             n_responses=max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size),
             on_any_process=mesh.any,
         )

@@ -30,10 +30,11 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 
 def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a model's trained weights, or InputError for arguments that its class does not take."""
-    optimizer_class, arguments = (OPTIMIZERS | plugins.OPTIMIZERS)[training.optimizer], training.optimizer_args
+    optimizer_class = (OPTIMIZERS | plugins.OPTIMIZERS)[training.optimizer]
+    arguments = training.optimizer_args
     try:
         return optimizer_class(optimized(trained_parameters(model)), lr=training.lr, **arguments)
-    except Exception as error:  # of torch, for the user's arguments
+    except Exception as error:  # torch has many for wrong arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
             f"optimizer_args={json.dumps(dict(arguments))} do not suit optimizer={training.optimizer}, which takes "
@@ -87,7 +88,8 @@ class LossScale:
         return {"value": self.value, "n_good": self.n_good}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.value, self.n_good = state["value"], state["n_good"]
+        self.value = state["value"]
+        self.n_good = state["n_good"]
 
 
 class Schedule(LambdaLR):
@@ -97,7 +99,8 @@ class Schedule(LambdaLR):
     """
 
     def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
-        decay, min_ratio = SCHEDULES[training.schedule], training.min_lr_ratio
+        decay = SCHEDULES[training.schedule]
+        min_ratio = training.min_lr_ratio
         # saved in checkpoints
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
         for group in optimizer.param_groups:
@@ -115,7 +118,7 @@ class Schedule(LambdaLR):
     def load_state_dict(self, state: Mapping) -> None:
         # unknown keys are dropped: torch would make attributes of them
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
-        lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        self._last_lr = lrs  # of the next update
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr
+        self._last_lr = []  # the next update's
+        for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            group["lr"] = base * factor(self.last_epoch)
+            self._last_lr.append(group["lr"])

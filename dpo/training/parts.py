@@ -1,8 +1,9 @@
-"""The parts of a trainer, made in their order."""
+"""What a trainer is made of: models, batches, checkpoints and the rest."""
 
 from pathlib import Path
 from typing import Any
 
+from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
@@ -29,46 +30,110 @@ from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.stop import StopRequest
 
 
-def make_parts(
-    plan: Plan, data: TrainingData, models: tuple | None, *, rank: int, resume_from: Path | None = None
-) -> tuple:
-    """What a `Trainer` uses, in the order of its fields; of the `models` given, or of those that the plan names."""
-    set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
-    progress = Progress(plan, silent=rank != 0)
-    mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
-    frozen_whole = place_frozen_weights(plan, mesh, progress)
-    policy, reference = load_models(plan, models, progress, rank=rank, resume_from=resume_from)
-    policy, digest = make_policy(plan, policy, data, mesh, frozen_whole, resume_from=resume_from)
-    reference = make_reference(plan, reference, policy, digest, data, mesh, frozen_whole)
-    objective = make_objective(plan, policy, reference, data, mesh)
-    optimizer = make_optimizer(plan.training, policy)
-    scheduler = Schedule(plan.training, optimizer, updates=data.report.updates, data_size=mesh.data_size)
-    stop = StopRequest(mesh)
-    if plan.online:
-        batches = OnlineBatches(plan, data, objective, stop, progress)
-    else:
-        batches = Batches(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
-    evaluator, run_dir = Evaluator(objective, batches, progress, stop), Path(plan.run.local_run_dir)
-    checkpoints = Checkpoints(
-        run_dir, mesh, keep=evaluator.interval.keep, log=progress.line, n_evaluated=evaluator.n_examples
-    )
-    context = RunContext(plan, run_dir, mesh.rank, data, progress.line, policy)
-    callbacks = Callbacks(list_callbacks(), context, terminal=progress)
-    state = RunState(
-        reference,
-        digest,
-        objective=objective,
-        loss_scale=objective.loss_scale,
-        **batches.states,
-        checkpoints=checkpoints,
-        callbacks=callbacks,
-    )
-    parts = [policy_part(policy)]  # a checkpoint's, in the order of writing
-    if reference and plan.follow_every:  # the reference is saved only if it changes
-        parts.append(ModelPart(FOLLOWING, reference.model))
-    parts += [OptimizerPart(optimizer, mesh), Part("scheduler", scheduler), Part("trainer", state), RandomPart(mesh)]
-    trained = (plan, data, objective, optimizer, scheduler, batches, evaluator)
-    return *trained, checkpoints, callbacks, state, parts, progress, stop
+class TrainerParts:
+    """The parts of a trainer, made in this order."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        data: TrainingData,
+        models: tuple | None = None,
+        *,
+        rank: int = 0,
+        resume_from: Path | None = None,
+    ):
+        """`models` are policy and separate reference, or functions that load them; None: those that the plan names."""
+        set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
+        self.plan = plan
+        self.data = data
+        self.progress = Progress(plan, silent=rank != 0)
+        self.mesh = mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
+        self.stop = StopRequest(mesh)
+        self.frozen_whole = place_frozen_weights(plan, mesh, self.progress)
+        if models is None:
+            policy, reference = self._find_loaders(resume_from)
+        else:
+            policy, reference = models
+            if resume_from is not None:
+                load_checkpoint(plan, policy, reference, resume_from)
+        policy, frozen_digest = self._make_policy(policy, resume_from)
+        reference = self._make_reference(reference, policy, frozen_digest)
+        self.objective = make_objective(plan, policy, reference, data, mesh)
+        self.optimizer = make_optimizer(plan.training, policy)
+        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
+        if plan.online:
+            self.batches = OnlineBatches(plan, data, self.objective, self.stop, self.progress)
+        else:
+            self.batches = Batches(plan, data, self.objective.layout, rank=mesh.data_rank, size=mesh.data_size)
+        self.evaluator = Evaluator(self.objective, self.batches, self.progress, self.stop)
+        run_dir = Path(plan.run.local_run_dir)
+        self.checkpoints = Checkpoints(
+            run_dir,
+            mesh,
+            keep=self.evaluator.interval.keep,
+            log=self.progress.line,
+            n_evaluated=self.evaluator.n_examples,
+        )
+        context = RunContext(plan, run_dir, rank, data, self.progress.line, policy)
+        self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)
+        self.state = RunState(
+            reference,
+            frozen_digest,
+            objective=self.objective,
+            loss_scale=self.objective.loss_scale,
+            **self.batches.states,
+            checkpoints=self.checkpoints,
+            callbacks=self.callbacks,
+        )
+        self.parts = [policy_part(policy)]  # a checkpoint's, in the order of writing
+        if reference and plan.follow_every:  # the reference is saved only if it changes
+            self.parts.append(ModelPart(FOLLOWING, reference.model))
+        self.parts += [
+            OptimizerPart(self.optimizer, mesh),
+            Part("scheduler", self.scheduler),
+            Part("trainer", self.state),
+            RandomPart(mesh),
+        ]
+        self.facts = {  # for the manifests of checkpoints
+            "config": record_config(plan),
+            **record_inputs(data, policy.config),
+            "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
+        }
+
+    def _find_loaders(self, resume_from: Path | None) -> tuple:
+        model = self.plan.model
+        stored = resume_from or model.archive or (not model.random_init and model.name_or_path)
+        self.progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
+        return model_loaders(self.plan, rank=self.mesh.rank, resume_from=resume_from)
+
+    def _make_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
+        """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
+        plan = self.plan
+        policy, frozen_digest = load_policy(policy, plan, rank=self.mesh.rank, resume_from=resume_from)
+        self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
+        check_positions(policy, plan.data.max_length)
+        if plan.training.activation_checkpointing:
+            checkpoint_activations(policy)
+        return place(plan, policy, self.mesh, self.frozen_whole, plan.compute_dtype), frozen_digest
+
+    def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
+        plan = self.plan
+        n_rows = int(self.data.train.counts.sum() + self.data.test.counts.sum())
+        identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
+        if plan.loss.mismatched:
+            n_rows *= 2  # a mismatched example for each example
+            identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
+        logps = ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
+        if plan.reference in ("base", "adapter"):
+            adapter = REFERENCE if plan.reference == "adapter" else None
+            return Reference(policy, frozen_digest, logps, switch(policy, adapter))
+        if reference is None:
+            if plan.reference == "model":
+                raise InputError(f"loss={plan.loss.name} needs a reference model")
+            return None
+        model, digest = load_reference(reference, plan, rank=self.mesh.rank)
+        model = place(plan, model, self.mesh, self.frozen_whole, plan.reference_dtype)
+        return Reference(model, digest, logps)
 
 
 def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
@@ -81,56 +146,12 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     return frozen == "whole"
 
 
-def load_models(plan: Plan, given: tuple | None, progress: Progress, rank: int, resume_from: Path | None) -> tuple:
-    """Policy and separate reference: those given, with a checkpoint's weights, or functions that load them."""
-    if given is None:
-        stored = resume_from or plan.model.archive or (not plan.model.random_init and plan.model.name_or_path)
-        progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
-        return model_loaders(plan, rank=rank, resume_from=resume_from)
-    policy, reference = given
-    if resume_from is not None and plan.lora is None:  # `make_policy` loads an adapter
-        load_archive(unwrap(policy), resume_from)
-    if resume_from is not None and reference is not None and plan.follow_every:
-        load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
-    return policy, reference
-
-
-def make_policy(
-    plan: Plan, policy: Any, data: TrainingData, mesh: Mesh, frozen_whole: bool, resume_from: Path | None
-) -> tuple[Any, str | None]:
-    """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
-    policy, frozen_digest = load_policy(policy, plan, rank=mesh.rank, resume_from=resume_from)
-    data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
-    check_positions(policy, plan.data.max_length)
-    if plan.training.activation_checkpointing:
-        checkpoint_activations(policy)
-    return place(plan, policy, mesh, frozen_whole, plan.compute_dtype), frozen_digest
-
-
-def make_reference(
-    plan: Plan,
-    reference: Any,
-    policy: Any,
-    frozen_digest: str | None,
-    data: TrainingData,
-    mesh: Mesh,
-    frozen_whole: bool,
-) -> Reference | None:
-    n_rows = int(data.train.counts.sum() + data.test.counts.sum())
-    identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
-    if plan.loss.mismatched:
-        n_rows *= 2  # a mismatched example for each example
-        identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
-    logps = ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
-    if plan.reference in ("base", "adapter"):
-        adapter = REFERENCE if plan.reference == "adapter" else None
-        return Reference(policy, frozen_digest, logps, switch(policy, adapter))
-    if reference is None:
-        if plan.reference == "model":
-            raise InputError(f"loss={plan.loss.name} needs a reference model")
-        return None
-    model, digest = load_reference(reference, plan, rank=mesh.rank)
-    return Reference(place(plan, model, mesh, frozen_whole, plan.reference_dtype), digest, logps)
+def load_checkpoint(plan: Plan, policy: Any, reference: Any, checkpoint: Path) -> None:
+    """Load a checkpoint's weights into the models that a caller gave; `load_policy` loads an adapter."""
+    if plan.lora is None:
+        load_archive(unwrap(policy), checkpoint)
+    if reference is not None and plan.follow_every:
+        load_archive(unwrap(reference), checkpoint / f"{FOLLOWING}.pt")
 
 
 def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype: str) -> Any:
@@ -146,9 +167,9 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
             frozen_whole=frozen_whole,
         )
     if plan.trainer.cuts_layers:
-        gpus = [f"{GPU}:{i}" for i in range(plan.gpus)]
-        n_slices = plan.run.tensor_parallel_size or len(gpus)
-        return split_over_devices(model, gpus[:n_slices] if gpus else ["cpu"] * n_slices)
+        n_slices = plan.run.tensor_parallel_size or plan.gpus
+        devices = [f"{GPU}:{i}" for i in range(plan.gpus)] or ["cpu"] * n_slices
+        return split_over_devices(model, devices[:n_slices])
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         refuse_offloading(model)
         from accelerate.hooks import remove_hook_from_module  # transformers needed it to place the layers

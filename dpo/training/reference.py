@@ -35,7 +35,8 @@ class ReferenceLogps:
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = ""):
-        self.table, self.identity = np.full((n_examples, n_columns), np.nan), identity
+        self.table = np.full((n_examples, n_columns), np.nan)
+        self.identity = identity
 
     def store(self, rows: Sequence[int], logps: Tensor) -> None:
         """Add values, (B, columns) on the host; those that are not finite stay unknown."""
@@ -44,8 +45,8 @@ class ReferenceLogps:
 
     def find(self, rows: Sequence[int]) -> Tensor | None:
         """Values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
-        values = self.table[rows] if len(rows) else np.array(np.nan)
-        return None if np.isnan(values).any() else torch.from_numpy(values)
+        values = self.table[rows]
+        return torch.from_numpy(values) if len(rows) and not np.isnan(values).any() else None
 
     def state_dict(self) -> dict:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
@@ -57,7 +58,8 @@ class ReferenceLogps:
             self.table = logps.astype(np.float64)
 
     def find_path(self, folder: str, reference_digest: str | None) -> Path:
-        name = hashlib.sha256(repr((reference_digest, self.identity, self.table.shape)).encode()).hexdigest()
+        facts = repr((reference_digest, self.identity, self.table.shape))
+        name = hashlib.sha256(facts.encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def save(self, path: Path) -> None:

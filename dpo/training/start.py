@@ -57,8 +57,12 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
 
     Paths may differ: what is read there is compared once it is read.
     """
-    facts = {package: version(package) for package in ("torch", "transformers")}
-    facts |= {"the code of dpo": hash_files(PACKAGE_DIR.rglob("*.py")), "the code of plugins": " ".join(find_digests())}
+    facts = {
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "the code of dpo": hash_files(PACKAGE_DIR.rglob("*.py")),
+        "the code of plugins": " ".join(find_digests()),
+    }
     for key, value in plan.values.items():
         if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and "/" not in str(value):
             facts[key] = str(value)
@@ -70,28 +74,30 @@ def record_setup(plan: Plan, objective: Objective) -> str:
 
     Every process must call it; rank 0 writes the facts to `env.json`, too.
     """
-    dims, device, kind, indices = plan.dims, objective.device, "CPU", []
-    if device.type == "cuda":
-        kind, indices = torch.cuda.get_device_name(device), list_own_gpus(multi_process=plan.trainer.multi_process)
-    devices = objective.mesh.gather_all({"host": socket.gethostname(), "kind": kind, "gpus": indices})
+    dims = plan.dims
+    own_device = {"host": socket.gethostname(), "kind": "CPU", "gpus": []}
+    if objective.device.type == "cuda":
+        own_device["kind"] = torch.cuda.get_device_name(objective.device)
+        own_device["gpus"] = list_own_gpus(multi_process=plan.trainer.multi_process)
+    devices = objective.mesh.gather_all(own_device)
     n_devices = Counter()
-    for found in devices:
-        n_devices[f"{found['kind']} of {found['host']}"] += len(found["gpus"]) or 1
-    on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
+    for device in devices:
+        n_devices[f"{device['kind']} of {device['host']}"] += len(device["gpus"]) or 1
     axes = {"replicate": dims.replicate_size, "shard": dims.shard_size, "tensor": dims.tensor_size}
-    backend, over = None, ""
+    processes = count(dims.world_size, "process", "processes")
+    backend = None
     if dist.is_initialized():
         backend = dist.get_backend()
-        over = f" over {backend} ({' x '.join(f'{axis} {size}' for axis, size in axes.items())})"
+        sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        processes += f" over {backend} ({sizes})"
     layout = "shared_prefix" if isinstance(objective.layout, SharedPrefix) else "padded"
     attention = {"policy": find_attention(objective.policy.config)}
     if objective.reference is not None:
         attention["reference"] = find_attention(objective.reference.model.config)
-    line = (
-        f"{plan.trainer.name}: {count(dims.world_size, 'process', 'processes')}{over} on {on}; "
-        f"{objective.layout_note or f'layout={layout}'}; attention: "
-        + ", ".join(f"{role} {name}" for role, name in attention.items())
-    )
+    on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
+    by_role = ", ".join(f"{role} {name}" for role, name in attention.items())
+    layout_note = objective.layout_note or f"layout={layout}"
+    line = f"{plan.trainer.name}: {processes} on {on}; {layout_note}; attention: {by_role}"
     if objective.mesh.rank == 0:
         add_to_record(
             Path(plan.run.local_run_dir),
@@ -116,33 +122,38 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
-    if is_rank_0() and not plan.run.debug:  # whose machine has the directory
-        keep, save_every = evaluator.interval.keep, plan.run.save_every or evaluator.interval.n_examples
-        n_saves = math.ceil(data.report.updates * plan.data.batch_size / save_every)
-        n_kept = n_saves if keep is None else min(n_saves, keep + 1)  # and BEST
+    if is_rank_0() and not plan.run.debug:  # its machine has the directory
+        save_every = plan.run.save_every or evaluator.interval.n_examples
+        n_kept = math.ceil(data.report.updates * plan.data.batch_size / save_every)
+        if evaluator.interval.keep is not None:
+            n_kept = min(n_kept, evaluator.interval.keep + 1)  # and BEST
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
         run_dir = Path(plan.run.local_run_dir)
         n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
         free = shutil.disk_usage(run_dir).free
-        notes.append(
+        note = (
             f"the run's files take about {n_bytes / 1e9:.3g} GB on disk, where {free / 1e9:.3g} GB are free: "
             f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
         )
         if n_bytes - n_there > free and plan.run.check_disk:
-            raise InputError(f"{notes[-1]}; or set check_disk=false")
-    return notes + ([list_first_tasks(plan)] if is_first else [])
+            raise InputError(f"{note}; or set check_disk=false")
+        notes.append(note)
+    if is_first:
+        notes.append(list_first_tasks(plan))
+    return notes
 
 
 def list_first_tasks(plan: Plan) -> str:
-    n_examples, evaluation = plan.data.n_eval_examples, plan.evaluation
+    n_examples = plan.data.n_eval_examples
     tasks = {
         "self-test (self_test)": plan.training.self_test,
         "reference scores (cache_reference_logps)": plan.caches_reference_first,
-        f"evaluation of up to {n_examples} examples (do_first_eval, n_eval_examples)": evaluation.do_first_eval,
-        "first answers (sample_during_eval)": evaluation.sample_during_eval,
+        f"evaluation of up to {n_examples} examples (do_first_eval, n_eval_examples)": plan.evaluation.do_first_eval,
+        "first answers (sample_during_eval)": plan.evaluation.sample_during_eval,
     }
-    return f"before the first update: {', '.join(task for task, is_wanted in tasks.items() if is_wanted) or 'nothing'}"
+    wanted = [task for task, is_wanted in tasks.items() if is_wanted]
+    return f"before the first update: {', '.join(wanted) or 'nothing'}"
 
 
 @torch.no_grad()
@@ -151,40 +162,46 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
 
     Returns a message, or raises InputError with the likely cause.
     """
-    mesh, loss, policy = objective.mesh, objective.loss, objective.policy
+    mesh = objective.mesh
+    loss = objective.loss
+    policy = objective.policy
     if not loss.scalar_head:  # a reward model may look both ways
         _check_causality(objective)
     tested = list(examples[: 2 * mesh.data_size])
-    tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
+    while len(tested) < mesh.data_size:  # every process needs an example
+        tested.append(tested[0])
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
 
-    of_eval_mode = objective.forward(policy.eval(), microbatch)
+    eval_logps = objective.forward(policy.eval(), microbatch)
     policy.train()
     for dropout in list_dropouts(policy):  # random on purpose
         dropout.eval()
-    of_policy = objective.forward(policy, microbatch)
-    of_reference = objective.reference_forward(microbatch) if loss.reference else {}
-    for model, logps in (("policy", of_policy), ("reference", of_reference)):
+    policy_logps = objective.forward(policy, microbatch)
+    reference_logps = objective.reference_forward(microbatch) if loss.reference else {}
+    for model, logps in (("policy", policy_logps), ("reference", reference_logps)):
         if not all(values.isfinite().all() for values in logps.values()):
             raise InputError(
                 f"self-test: log-probabilities of the {model} are not finite: use bfloat16 or float32, and check the "
                 f"weights"
             )
-    difference = _find_largest({name: values - of_eval_mode[name] for name, values in of_policy.items()})
-    # under tensor parallelism, forwards of the same inputs may differ by the rounding of the dtype of the forward pass
-    dtype = DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else torch.float32
-    size = max(1.0, _find_largest(of_policy))  # at least 1: a reward model gives rewards, which may be near 0
+    difference = _find_largest({name: values - eval_logps[name] for name, values in policy_logps.items()})
+    dtype = torch.float32
+    if mesh.tensor_size > 1:  # forwards of the same inputs may differ by the rounding of the dtype of the forward pass
+        dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
+    size = max(1.0, _find_largest(policy_logps))  # at least 1: a reward model gives rewards, which may be near 0
     if difference > MAX_EPSILONS * torch.finfo(dtype).eps * size:
         raise InputError(
             f"self-test: log-probabilities of {type(policy).__name__} in train and eval mode differ by "
             f"{difference:.3g}: disable dropout or router noise in its config"
         )
     if not loss.reference:
-        return f"self-test passed: finite {'rewards' if loss.scalar_head else 'log-probabilities'}, dropout off"
+        outputs = "rewards" if loss.scalar_head else "log-probabilities"
+        return f"self-test passed: finite {outputs}, dropout off"
 
-    output = loss(make_scores(objective.given_columns(microbatch) | of_policy | of_reference))
-    first_loss, largest_reward = output.losses.mean().item(), _find_largest(output.rewards)
+    output = loss(make_scores(objective.given_columns(microbatch) | policy_logps | reference_logps))
+    first_loss = output.losses.mean().item()
+    largest_reward = _find_largest(output.rewards)
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(first_loss):
         raise InputError(
@@ -195,8 +212,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * size:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, and the first {loss.name} loss is "
-            f"{first_loss:.6g}, so policy and reference do not hold the same weights; was only one of them loaded "
-            "from model.archive? (self_test=false skips this)"
+            f"{first_loss:.6g}, so policy and reference do not hold the same weights; load both from model.archive, or "
+            "set self_test=false"
         )
     return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
 
@@ -207,18 +224,19 @@ def _check_causality(objective: Objective) -> None:
     n = 4  # tokens of each part
     vocab_size = policy.config.get_text_config().vocab_size
     tokens = tuple(i % vocab_size for i in range(1, 2 * n + 2))
-    prompt, common, end = tokens[:1], tokens[1 : n + 1], tokens[n + 1 :]
+    common = tokens[1 : n + 1]
+    end = tokens[n + 1 :]
     padded = Padded()
-    [microbatch] = padded.split([Example(prompt, (common + end, common + end[::-1]))] * 2, 1)
+    [microbatch] = padded.split([Example(tokens[:1], (common + end, common + end[::-1]))] * 2, 1)
     with without_compilation(), without_tf32():
         output = objective.forward_tokens(policy, padded, microbatch.to(objective.device).inputs)
-    logps = output.logps[..., :n]  # (2, 2, n): of the common tokens, in two rows of each response
-    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # of equal rows in other places of the batch
+    logps = output.logps[..., :n]  # (2, 2, n): the common tokens, in two rows of each response
+    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows in other places of the batch
     noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
     if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:
         raise InputError(
-            f"self-test: log-probabilities of {type(policy).__name__} depend on later tokens: give a causal model "
-            f"(BERT's kind also needs is_decoder=true in its config.json)"
+            f"self-test: log-probabilities of {type(policy).__name__} depend on later tokens: use a causal model "
+            f"(a BERT needs is_decoder=true in its config.json)"
         )
 
 

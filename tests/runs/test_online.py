@@ -35,7 +35,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
-from dpo.training.online import Drawing, choose_pair, draw_label
+from dpo.training.online import Sampler, choose_pair, draw_label
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
@@ -277,15 +277,15 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
     stopping_call = {"an update": 2, "an evaluation": 4}[during]  # the reference's answers
     whole = finished(*settings)
-    answer_batch, calls = Drawing.answer, []
+    answer_batch, calls = Sampler.answer, []
 
-    def stop_then_answer(self: Drawing, *asked):
+    def stop_then_answer(self: Sampler, *asked):
         calls.append(asked)
         if len(calls) == stopping_call:
             os.kill(os.getpid(), signal.SIGTERM)
         return answer_batch(self, *asked)
 
-    monkeypatch.setattr(Drawing, "answer", stop_then_answer)
+    monkeypatch.setattr(Sampler, "answer", stop_then_answer)
     with pytest.raises(Stopped):
         run("run", *settings)
     assert len(calls) == stopping_call

@@ -18,7 +18,7 @@ import trainers as own
 from dpo.data.examples import Example
 from dpo.settings.plan import make_plan
 from dpo.training.evaluation import Interval
-from dpo.training.objective import find_shares_ranked_right
+from dpo.training.objective import per_example_auc
 from trainers import BasicTrainer
 
 LAYOUTS = ("padded", "shared_prefix")
@@ -157,7 +157,7 @@ def test_labelled_responses_are_ranked_against_all_of_the_other_kind():
     is_chosen = torch.tensor([True, True, False, True, False])
     rewards = torch.tensor([3.0, 1.0, 1.0, -2.0, -1.0])
     weights = torch.tensor([4.0, 2.0, 3.0, 1.0, 1.0])
-    shares = find_shares_ranked_right(rewards, is_chosen, weights)
+    shares = per_example_auc(rewards, is_chosen, weights)
     assert shares.tolist() == pytest.approx([1, 2.5 / 4, 5 / 7, 0, 6 / 7])  # 1.0 ties with 1.0, which counts half
     assert (shares * weights)[is_chosen].sum().item() == pytest.approx(7 * 21 / 28)
     assert (shares * weights)[~is_chosen].sum().item() == pytest.approx(4 * 21 / 28)

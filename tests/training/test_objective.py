@@ -13,7 +13,7 @@ from support.warm import launch
 from dpo.analysis.ledger import read_ledger
 from dpo.models.layouts import SharedPrefix
 from dpo.reporting.ledger import Ledger
-from dpo.training.objective import Reduced, find_shares_ranked_right
+from dpo.training.objective import Reduced, per_example_auc
 from trainers import BasicTrainer, FSDPTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.5")
@@ -72,7 +72,7 @@ def test_a_role_whose_weights_are_small_beside_the_others_has_means_and_a_rankin
     means = Reduced(table, {}).means(roles, [1e-323, 5e-324, 1e308])
     assert means == {"rewards/chosen": 2.0, "rewards/rejected": 2.0}
     weights = torch.tensor([1e-323, 5e-324, 1e308], dtype=torch.float64)
-    shares = find_shares_ranked_right(torch.tensor([1.0, 4.0, 2.0]), torch.tensor([True, True, False]), weights)
+    shares = per_example_auc(torch.tensor([1.0, 4.0, 2.0]), torch.tensor([True, True, False]), weights)
     assert shares.tolist() == pytest.approx([0, 1, 1 / 3])
 
 
