@@ -22,6 +22,7 @@ from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
+COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
 FEWEST_UPDATES = 20  # fewer say too little
 
 # kinds of data: those of TRAINS_ON, and online
@@ -230,7 +231,7 @@ RULES = (  # in the order of the page
     Rule(WARNING, "Loss or gradient was not a number", find_skipped_updates,
          "Look at the examples in nonfinite-UPDATE; if they are sound, lower lr, or replace float16 by bfloat16."),
     Rule(WARNING, "The run has collapsed", find_collapse,
-         "It seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size."),
+         f"{COLLAPSE_ADVICE.capitalize()}."),
     Rule(WARNING, "Chosen responses become much less likely", find_fall_of_chosen,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
     Rule(WARNING, "Held-out pairs are ranked no better than by chance", find_chance,

@@ -3,7 +3,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from dpo.analysis.rules import find_collapse
+from dpo.analysis.rules import COLLAPSE_ADVICE, find_collapse
 from dpo.analysis.runs import read_run
 from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
@@ -13,7 +13,7 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFiniteGuard(Callback):
-    """Every rank skips or aborts, and rank 0 saves the update's examples."""
+    """Refuses an update with NaN or infinity, on every rank; rank 0 saves its examples."""
 
     skipped = 0  # updates so far
 
@@ -22,11 +22,12 @@ class NonFiniteGuard(Callback):
         return True
 
     def allows(self, update: Update) -> bool:
-        """Raises NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates.
+        """Raise NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates.
 
         A gradient that overflows float16 is the trainer's to refuse, as long as its loss can be scaled down.
         """
-        grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
+        grad_norm = update.metrics["grad_norm"]
+        losses = update.table["loss/train"]
         scale = update.metrics.get("loss_scale", 1)
         if losses.isfinite().all() and (math.isfinite(grad_norm) or scale > 1):
             return True
@@ -41,7 +42,7 @@ class NonFiniteGuard(Callback):
         if "loss_scale" in update.metrics:
             problem += f"; float16 holds numbers up to 65504: compute in bfloat16 or float32 ({scale=:g})"
         if self.plan.training.nan_policy == "raise":
-            raise NonFinite(f"{problem}; the update was not applied; nan_policy=skip would skip it and continue")
+            raise NonFinite(f"{problem}; set nan_policy=skip to skip such updates")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{problem}; {MAX_SKIPPED} updates were skipped before")
         self.log(f"warning: {problem}; the update was skipped")
@@ -49,7 +50,8 @@ class NonFiniteGuard(Callback):
 
     def _write(self, folder: Path, update: Update) -> None:
         """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
-        trains_on, lines = self.plan.loss.trains_on, []
+        trains_on = self.plan.loss.trains_on
+        lines = []
         columns = {name: column.tolist() for name, column in update.table.items()}
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
@@ -59,8 +61,10 @@ class NonFiniteGuard(Callback):
             record = {"prompt": prompt.text, "prompt_number": prompt_number}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
-                record |= {"chosen": chosen.text, "rejected": rejected.text}
-                record |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+                record["chosen"] = chosen.text
+                record["rejected"] = rejected.text
+                record["score_chosen"] = chosen.score
+                record["score_rejected"] = rejected.score
             elif trains_on == "targets":
                 record["completion"] = texts["chosen"]
             elif trains_on == "labels":
@@ -88,12 +92,11 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """Warns once; it reads the run's logs, so it follows the callback that writes them."""
+    """Warns once of a collapse; it reads the run's logs, so it follows the callback that writes them."""
 
     _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._has_warned and (numbers := find_collapse(read_run(self.run_dir))):
             self._has_warned = True
-            advice = "it seldom recovers: stop, and start again with a tenth of lr, more warmup_steps or a larger batch"
-            self.log(f"warning: the run has collapsed: {numbers}; {advice}")
+            self.log(f"warning: the run has collapsed: {numbers}; {COLLAPSE_ADVICE}")

@@ -64,40 +64,43 @@ class Callback:
     derived: tuple[str, ...] = ()  # files made from `files`
 
     def __init__(self, context: RunContext):
-        self.context, self.plan, self.run_dir, self.log = context, context.plan, context.run_dir, context.log
+        self.context = context
+        self.plan = context.plan
+        self.run_dir = context.run_dir
+        self.log = context.log
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Whether this process has this callback; most run on rank 0 alone."""
+        """Decide whether this process has this callback; most run on rank 0 alone."""
         return context.rank == 0
 
     def on_start(self) -> None:
-        """Opens files; on a resume, `load_state_dict` came before."""
+        """Open files; on a resume, `load_state_dict` came before."""
 
     def allows(self, update: Update) -> bool:
-        """Whether to apply an update; all ranks must agree."""
+        """Decide whether to apply an update; all ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
-        """It was applied or refused."""
+        """Note an update, which was applied or refused."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Metrics are those of held-out examples."""
+        """Note metrics of held-out examples."""
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        """An evaluation's samples; none if sampling failed."""
+        """Note an evaluation's samples; none if sampling failed."""
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
-        """The policy's most probable answers to a few held-out prompts."""
+        """Note the policy's most probable answers to a few held-out prompts."""
 
     def on_abort(self, reason: str) -> None:
-        """The run aborts on NaN; `on_end` follows."""
+        """Note that the run aborts on NaN; `on_end` follows."""
 
     def on_end(self) -> None:
-        """The run is complete, was stopped, or aborted."""
+        """Close files, as the run is complete, was stopped, or aborted."""
 
     def state_dict(self) -> dict:
-        """Tensors, numbers, texts, lists and dicts for a checkpoint."""
+        """Return tensors, numbers, texts, lists and dicts for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -116,12 +119,15 @@ class Callbacks:
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Each is asked, as it may log or count."""
-        answers = [callback.allows(update) for callback in self.callbacks.values()]
-        return all(answers)
+        """Ask every callback, as each may log or count."""
+        decisions = [callback.allows(update) for callback in self.callbacks.values()]
+        return all(decisions)
 
     def state_dict(self) -> dict:
-        """The states that are not empty; TypeError for what a checkpoint, which is read as data, cannot restore."""
+        """Return the states that are not empty.
+
+        Raises TypeError for what a checkpoint, which is read as data, cannot restore.
+        """
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()
         torch.save(states, content)

@@ -28,33 +28,39 @@ class Appender(Callback):
                 file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
-        """After the last complete record, a line, in the first `size` bytes."""
+        """Find where the last complete record, a line, in the first `size` bytes ends."""
         with path.open("rb") as file:
             return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
-        # not the checkpoint's names: a forged checkpoint may name any file
-        for name in self.files if self.context.rank == 0 else ():
-            path, logged = self.run_dir / name, self._sizes.get(name)
-            size_now = path.stat().st_size if path.exists() else 0
-            end = self.find_end(path, min(logged, size_now)) if logged and size_now else 0
-            if end < (logged or 0) or (logged is None and size_now):
+        if self.context.rank != 0:
+            return
+        for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
+            path = self.run_dir / name
+            size = path.stat().st_size if path.exists() else 0
+            logged = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
+            end = 0
+            if logged > 0 and size > 0:
+                end = self.find_end(path, min(logged, size))
+            if end < logged or logged < 0 < size:
                 self._move_aside(path, end)
-            elif size_now > end:
+            elif size > end:
                 os.truncate(path, end)
 
     def _move_aside(self, path: Path, end: int) -> None:
-        """Rename what a checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
-        names = [name for name in (*self.derived, path.name) if (self.run_dir / name).exists()]
-        moved = {name: move_aside(self.run_dir / name) for name in names}
-        if path.name in moved:
-            with moved[path.name].open("rb") as old_file:
-                path.write_bytes(old_file.read(end))
-        renamed = "".join(f"; {name} is renamed to {new_path.name}" for name, new_path in moved.items())
-        self.log(f"warning: {path} is not as the run's checkpoint knows it{renamed}")
+        """Rename a file that the checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
+        warning = f"warning: {path} is not as the run's checkpoint knows it"
+        for file in (*(self.run_dir / name for name in self.derived), path):
+            if file.exists():
+                moved = move_aside(file)
+                warning += f"; {file.name} is renamed to {moved.name}"
+                if file == path:
+                    with moved.open("rb") as old_file:
+                        path.write_bytes(old_file.read(end))
+        self.log(warning)
 
     def state_dict(self) -> dict:
-        """Sizes of files, which are synced first."""
+        """Return the sizes of files, which are synced first."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
             if (self.run_dir / name).exists():
@@ -68,7 +74,7 @@ class Appender(Callback):
 
 
 class FileLogger(Appender):
-    """Logs metrics, samples and answers; in `env.json` parameter counts and the run's end."""
+    """Logs metrics, samples and answers; adds parameter counts and the run's end to `env.json`."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
     _drawn: Sequence[dict] = ()  # records of the last update's answers, for the next evaluation
@@ -80,7 +86,8 @@ class FileLogger(Appender):
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
         n_recorded = self.plan.evaluation.n_eval_model_samples
-        self._drawn = [_make_record(update.n_examples, drawn) for drawn in list(update.drawn.values())[:n_recorded]]
+        newest = list(update.drawn.values())[:n_recorded]
+        self._drawn = [_make_record(update.n_examples, drawn) for drawn in newest]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
@@ -97,8 +104,8 @@ class FileLogger(Appender):
             self._append_text(f"after {count(n_examples, 'example')}", sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
-        records = [{"examples": n_examples, "prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
-        self._append_records("answers.jsonl", records)
+        for prompt, answer in answers.items():
+            self._append_records("answers.jsonl", [{"examples": n_examples, "prompt": prompt, "answer": answer}])
 
     def state_dict(self) -> dict:
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
@@ -118,10 +125,12 @@ class FileLogger(Appender):
         self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
 
     def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
-        bar, lines = "=" * 30, [prompt.strip()]
+        bar = "=" * 30
+        lines = [f"{bar} {heading} {bar}", prompt.strip()]
         for name, text in answers:
-            lines += [] if text is None else [f"--- {name} ---", text.strip()]
-        self.append("samples.txt", [f"{bar} {heading} {bar}", *lines, ""])
+            if text is not None:
+                lines += [f"--- {name} ---", text.strip()]
+        self.append("samples.txt", [*lines, ""])
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict:
@@ -129,7 +138,14 @@ def _make_record(n_examples: int, drawn: Drawn) -> dict:
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers
     ]
-    # best and worst are indices in `completions`
-    record = {"examples": n_examples, "prompt": drawn.prompt, "turns": drawn.turns, "completions": answers}
-    record |= {"best": drawn.best, "worst": drawn.worst}
-    return record | ({"flipped": True} if drawn.is_flipped else {})
+    record = {
+        "examples": n_examples,
+        "prompt": drawn.prompt,
+        "turns": drawn.turns,
+        "completions": answers,
+        "best": drawn.best,  # an index in `completions`
+        "worst": drawn.worst,
+    }
+    if drawn.is_flipped:
+        record["flipped"] = True
+    return record

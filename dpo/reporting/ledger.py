@@ -10,9 +10,10 @@ from dpo.reporting.files import Appender
 
 
 class Ledger(Appender):
-    """Skipped updates are recorded too; the stream is written as Parquet at the start and at the end."""
+    """Appends rows of all updates, also skipped ones; writes the stream as Parquet at the start and at the end."""
 
-    files, derived = (STREAM,), (PARQUET,)
+    files = (STREAM,)
+    derived = (PARQUET,)
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -35,13 +36,7 @@ class Ledger(Appender):
     def on_end(self) -> None:
         write_parquet(self.run_dir)
 
-    def _append(
-        self,
-        split: str,
-        update: int,
-        event: Update | Evaluation,
-        drawn: Mapping[int, Drawn] = {},
-    ) -> None:
+    def _append(self, split: str, update: int, event: Update | Evaluation, drawn: Mapping[int, Drawn] = {}) -> None:
         """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
@@ -65,11 +60,21 @@ class Ledger(Appender):
                 columns |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
             row |= {column: values[name][i] for column, name in columns.items() if name in values}
             if i in drawn:
-                answers, (chosen, rejected) = drawn[i], drawn[i].pair
-                others = [one for k, one in enumerate(answers.answers) if k not in (answers.best, answers.worst)]
-                row |= {"tie": answers.is_tie, "prompt": answers.prompt}
-                row |= {"chosen": chosen.text, "rejected": rejected.text, "others": [one.text for one in others]}
-                row |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
-                row["score_others"] = [one.score for one in others]
+                row |= _describe_drawn(drawn[i])
             rows.append(row)
         append(self.run_dir / STREAM, rows)
+
+
+def _describe_drawn(drawn: Drawn) -> dict:
+    chosen, rejected = drawn.pair
+    others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
+    return {
+        "tie": drawn.is_tie,
+        "prompt": drawn.prompt,
+        "chosen": chosen.text,
+        "rejected": rejected.text,
+        "others": [answer.text for answer in others],
+        "score_chosen": chosen.score,
+        "score_rejected": rejected.score,
+        "score_others": [answer.score for answer in others],
+    }

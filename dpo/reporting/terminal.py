@@ -11,10 +11,10 @@ from dpo.numbers import compact, count
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.plan import Plan
 
-LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # of a task, filled in by tqdm
+LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # tqdm fills it in
 BAR = "{percentage:3.0f}% {remaining} left |{bar}| {desc} {n_fmt}/{total_fmt}{postfix}"  # fits 80 columns
 LINE_SECS = 10  # time between lines about a long task in a log file
-SHOWN_METRICS = {  # of an update: label and significant digits
+UPDATE_METRICS = {  # what a line about an update has: label and significant digits
     "loss/train": ("loss", 4),
     "rewards_train/accuracies": ("acc", 2),
     "rewards_train/margins": ("margin", 3),
@@ -23,7 +23,7 @@ SHOWN_METRICS = {  # of an update: label and significant digits
 
 
 def _find_screen() -> Any:
-    """Without the run's log, which has no place for bars."""
+    """Find the terminal itself: the run's log has no place for bars."""
     return getattr(sys.stdout, "screen", sys.stdout)
 
 
@@ -33,13 +33,14 @@ class Progress(Callback):
     _last_line_time = float("-inf")
 
     def __init__(self, plan: Plan, *, silent: bool):
-        self.interval, self.batch_size = plan.run.minimum_log_interval_secs, plan.data.batch_size
+        self.interval = plan.run.minimum_log_interval_secs
+        self.batch_size = plan.data.batch_size
         self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
-        self._bars: list[tqdm.tqdm] = []  # of tasks, each of which runs inside the one before it
+        self._bars: list[tqdm.tqdm] = []  # each task runs inside the one before it
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """`done` of the `total` updates were made before; `items` has only the others."""
+        """Show progress over `items`, the updates that remain of `total` after `done`."""
         with self._showing("update", total, done):
             yield from items
 
@@ -56,22 +57,25 @@ class Progress(Callback):
             self._show(self._bars[-1].n, f"{what} {done}/{total}")
 
     def on_update(self, update: Update) -> None:
-        metrics, n_examples = update.metrics, self._bars[-1].total * self.batch_size
+        metrics = update.metrics
         facts = []
-        for name, (label, digits) in SHOWN_METRICS.items():
+        for name, (label, digits) in UPDATE_METRICS.items():
             if name in metrics:
                 facts.append(f"{label} {compact(metrics[name], digits)}")
         if not self.show_bar:
+            n_examples = self._bars[-1].total * self.batch_size
             facts.insert(0, f"{update.number * self.batch_size:,}/{count(n_examples, 'example')}")
             facts.append(f"{compact(metrics['examples_per_second'])} ex/s")
         self._show(update.number, "  ".join(facts), self.interval)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        width, n_examples = max(map(len, evaluation.metrics), default=0), count(evaluation.n_examples, "example")
-        lines = [f"  {name:<{width}}  {value:>10.5g}" for name, value in evaluation.metrics.items()]
+        width = max(map(len, evaluation.metrics), default=0)
+        lines = [f"evaluation after {count(evaluation.n_examples, 'example')}:"]
+        for name, value in evaluation.metrics.items():
+            lines.append(f"  {name:<{width}}  {value:>10.5g}")
         if evaluation.n_updates == 0 and evaluation.metrics.get("rewards_eval/accuracies") == 0:
             lines.append("  (before the first update policy and reference are equal: each pair is a tie, counted as 0)")
-        self.line("\n".join([f"evaluation after {n_examples}:", *lines]))
+        self.line("\n".join(lines))
 
     def line(self, text: str) -> None:
         if not self.silent:
@@ -79,7 +83,7 @@ class Progress(Callback):
                 print(text, flush=True)
 
     def close(self) -> None:
-        """Further output appears below the bars."""
+        """Close the bars, so that further output appears below them."""
         while self._bars:
             self._bars.pop().close()
 
@@ -108,7 +112,7 @@ class Progress(Callback):
                 self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
-        """On its bar, or as a line if the last line is older than `interval`."""
+        """Show progress on the bar, or as a line if the last line is older than `interval`."""
         bar = self._bars[-1]
         bar.set_postfix_str(note, refresh=False)
         bar.update(done - bar.n)

@@ -62,15 +62,16 @@ class WandbLogger(Callback):
     A run never fails because of W&B, and waits for it only at the end: unsent data stays on the disk.
     """
 
-    _run_id: str | None = None  # of the W&B run to continue
+    _run_id: str | None = None  # the W&B run to continue
     _last_train_time = float("-inf")  # when training metrics were last sent
-    _best_quality = float("-inf")  # of the evaluations after the first update
-    _is_disabled = _is_aborted = False
+    _best_quality = float("-inf")  # among the evaluations after the first update
+    _is_disabled = False
+    _is_aborted = False
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        wanted = context.plan.wandb.enabled and not context.plan.run.debug and is_installed("wandb")
-        return super().is_wanted(context) and wanted
+        plan = context.plan
+        return super().is_wanted(context) and plan.wandb.enabled and not plan.run.debug and is_installed("wandb")
 
     def on_start(self) -> None:
         if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():  # else the home would fill up
@@ -78,7 +79,8 @@ class WandbLogger(Callback):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self._table, self._errors = wandb.Table, (wandb.Error, OSError)
+        self._table = wandb.Table
+        self._errors = (wandb.Error, OSError)
         keys = self.plan.wandb
         settings = redact(
             {
@@ -104,9 +106,10 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
-        """Offline without a key or after an error."""
+        """Start a W&B run, offline without a key or after an error."""
         # metadata would have the command line
-        init = partial(wandb.init, **settings, settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True))
+        own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
+        init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
             # without this, W&B would ask for a key on a terminal; another mode needs none
@@ -131,18 +134,23 @@ class WandbLogger(Callback):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
         metric, sign = self.plan.best
-        quality, prefixes = sign * evaluation.metrics.get(metric, math.nan), ["last"]
+        quality = sign * evaluation.metrics.get(metric, math.nan)
+        prefixes = ["last"]
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
             self._best_quality = quality
             prefixes.append("best")
         facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
-        summary = {f"{prefix}/{name}": value for prefix in prefixes for name, value in facts.items()}
-        self._unless_disabled(self.run.summary.update, summary)
+        for prefix in prefixes:
+            summary = {f"{prefix}/{name}": value for name, value in facts.items()}
+            self._unless_disabled(self.run.summary.update, summary)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         for model in ("policy", "reference"):
-            texts = [(sample.prompt, getattr(sample, model)) for sample in samples]
-            rows = [[n_examples, prompt, text] for prompt, text in texts if text is not None]
+            rows = []
+            for sample in samples:
+                text = getattr(sample, model)
+                if text is not None:
+                    rows.append([n_examples, sample.prompt, text])
             if rows:  # the reference may have none
                 table = self._table(columns=["step", "prompt", "sample"], data=rows)
                 self._log({f"{model}_samples": table}, n_examples)
@@ -151,18 +159,15 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
-        """An earlier error disables W&B."""
+        """Call a function of W&B; after an error, nothing is sent any more."""
         if self._is_disabled:
             return
         try:
             call(*arguments)
         except self._errors as error:
             self._is_disabled = True
-            print(
-                f"warning: W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is "
-                "still written",
-                flush=True,
-            )
+            problem = f"{type(error).__name__}: {error}"
+            print(f"warning: W&B logging disabled after an error ({problem}); metrics.jsonl is complete", flush=True)
 
     def state_dict(self) -> dict:
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
@@ -170,7 +175,8 @@ class WandbLogger(Callback):
     def load_state_dict(self, state: Mapping) -> None:
         # a run that continues another run's checkpoint gets a W&B run of its own
         if state.get("run_dir") == str(self.run_dir.resolve()):
-            self._run_id, self._best_quality = state["wandb_id"], state["best"]
+            self._run_id = state["wandb_id"]
+            self._best_quality = state["best"]
 
     def on_abort(self, reason: str) -> None:
         self._is_aborted = True
@@ -181,9 +187,8 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.finish, int(self._is_aborted))  # 1 marks the W&B run as failed
 
     def _upload(self, name: str) -> None:
-        """If the file exists and `wandb.artifacts` is true."""
-        folder = self.run_dir
-        if self.plan.wandb.artifacts and (folder / name).is_file():
-            # escaped, as W&B takes both paths for glob patterns
-            save = partial(self.run.save, escape(str(folder / name)), base_path=escape(str(folder)), policy="now")
-            self._unless_disabled(save)
+        """Upload a file if it exists and `wandb.artifacts` is true."""
+        file = self.run_dir / name
+        if self.plan.wandb.artifacts and file.is_file():
+            # W&B takes both paths for glob patterns, so they are escaped
+            self._unless_disabled(self.run.save, escape(str(file)), escape(str(self.run_dir)), "now")

@@ -94,6 +94,6 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):
     for _ in range(2):
         warner.on_evaluation(Evaluation(16, 64, {}))
     numbers = "loss/train 20 now, 0.69 at the start"
-    said = f"warning: the run has collapsed: {numbers}; it seldom recovers: stop, and start again with a tenth of lr"
+    said = f"warning: the run has collapsed: {numbers}; it seldom recovers: start again with a tenth of lr"
     assert capsys.readouterr().out.startswith(said)
     assert list(CALLBACKS).index("files") < list(CALLBACKS).index("collapse")  # which reads what that has written
