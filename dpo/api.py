@@ -178,7 +178,7 @@ class _Tail:
 def _start(parent: int, place: str) -> None:
     """Train in this process, which ends with its parent; write the run's directory to a file."""
     end_with_parent(parent, signal.SIGTERM)
-    host.print_whatever_happens()
+    host.harden_stdio()
     end_on_stop_signals()
     host.set_allocators(os.environ)
     _, plan = check_command_line(sys.argv[1:])

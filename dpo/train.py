@@ -24,7 +24,7 @@ from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import FIRST_EXAMPLES, RunLog, exiting_on_failure, read_record
+from dpo.system.run_directory import FIRST_EXAMPLES, RunLog, exiting_on_failure, read_facts
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def main(config: DictConfig) -> None:
 
 def run_or_exit(plan: Plan) -> None:
     """Run a plan without problems; exit after a failure."""
-    if host.is_rank_0():
+    if host.is_launched_as_rank_0():
         RUN_LOG.begin()
     with exiting_on_failure(RUN_LOG):
         run(plan)
 
 
 def run(plan: Plan) -> None:
-    is_rank_0 = host.is_rank_0()
+    is_rank_0 = host.is_launched_as_rank_0()
     for warning in find_warnings(plan) if is_rank_0 else ():
         print(f"warning: {warning}")
     if plan.run.dry_run:
@@ -92,7 +92,7 @@ def run(plan: Plan) -> None:
                 timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
-        if is_rank_0 and read_record(Path(plan.run.local_run_dir)):
+        if is_rank_0 and read_facts(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
 

@@ -13,8 +13,8 @@ from dpo.redaction import redact
 
 SECRET = "s3cret-0123456789/+abcdef"
 PRINTING = f"""\
-from dpo.system.host import print_whatever_happens
-print_whatever_happens()
+from dpo.system.host import harden_stdio
+harden_stdio()
 print("a line", "of {SECRET}")
 raise ValueError("a bug that quotes {SECRET}")
 """

@@ -16,7 +16,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count, figure
 from dpo.redaction import redact
 from dpo.system.plain_files import check_readable, read_json, read_yaml
-from dpo.system.run_directory import FIRST_EXAMPLES, RUN_LOG, is_locked
+from dpo.system.run_directory import FIRST_EXAMPLES, LOG_FILE, is_locked
 
 WARNING = "warning: "  # the level at the beginning of a line of log.txt
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
@@ -163,7 +163,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
     run.drawn = [line for line in samples if "completions" in line]
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    logged = [line for line in _read_lines(run, RUN_LOG) if line.startswith(WARNING)]
+    logged = [line for line in _read_lines(run, LOG_FILE) if line.startswith(WARNING)]
     run.warnings = Counter(line.removeprefix(WARNING) for line in logged)
     updates = []
     for entry in run.path.iterdir():

@@ -30,7 +30,7 @@ from dpo.settings.keys import BEFORE, KEYS, PACKAGE, PRECISION, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_record, write_record
+from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_facts, write_facts
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them;
@@ -63,7 +63,7 @@ class Run(NamedTuple):
         former = None
         if self.resume_point is not None:
             former = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
-        write_record(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
+        write_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
     checkpoints = find_checkpoints(run_dir)
     is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
-    continues_here = (source == run_dir or is_own_step) and (checkpoints or read_record(run_dir))
+    continues_here = (source == run_dir or is_own_step) and (checkpoints or read_facts(run_dir))
     if not continues_here:
         check_free(run_dir, logs)
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):

@@ -12,7 +12,7 @@ from dpo.checkpoint.files import DamagedCheckpoint, point, prune, read_state, wr
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import full_state, load_optimizer, whole_states
-from dpo.system.run_directory import read_record
+from dpo.system.run_directory import read_facts
 from dpo.system.waiting import meet_rank_0
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
@@ -135,7 +135,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0):
         self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
-        self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
+        self.run = read_facts(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
         self,

@@ -32,7 +32,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     host.set_allocators(os.environ)  # before a command imports torch
     name, *rest = host.take_local_rank(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    host.print_whatever_happens()
+    host.harden_stdio()
     if name == "train":  # before the imports, which take a while: a signal may come during them
         end_on_stop_signals()
         from dpo.train import start

@@ -28,7 +28,7 @@ from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import list_wrong, read_json
-from dpo.system.run_directory import read_record
+from dpo.system.run_directory import read_facts
 
 RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
@@ -80,7 +80,7 @@ def write(options: Any, out: Path) -> None:
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:
-        run = read_record(origin.run_dir).get("run") if origin.run_dir else None
+        run = read_facts(origin.run_dir).get("run") if origin.run_dir else None
         complete_card(folder, origin, run)
         push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
 

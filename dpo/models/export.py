@@ -42,7 +42,7 @@ from dpo.settings.places import BUILT_IN, HUB_ID, Source, check_exists
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json, replacing, write_json
-from dpo.system.waiting import after_rank_0, leave_together
+from dpo.system.waiting import after_rank_0, barrier_before_exit
 
 RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
@@ -260,7 +260,7 @@ def export_last(plan: Plan, rank: int) -> None:
             )
 
     after_rank_0("the export", export_latest)
-    leave_together()
+    barrier_before_exit()
 
 
 def _find_base_for_peft(origin: Origin) -> str:

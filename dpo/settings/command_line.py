@@ -24,7 +24,7 @@ from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_adde
 from dpo.settings.places import HUB_ID, find_local
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import find_alias, find_problems, find_value_problem
-from dpo.system.host import is_rank_0
+from dpo.system.host import is_launched_as_rank_0
 
 MULTIRUN, HELP, VERSION = ("-m", "--multirun"), ("-h", "--help"), "--version"
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
@@ -89,7 +89,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 
 def exit_with(problems: list[str]) -> NoReturn:
-    if is_rank_0():
+    if is_launched_as_rank_0():
         print("bad configuration:", *(f"  - {redact(problem)}" for problem in problems), sep="\n", file=sys.stderr)
     sys.exit(2)
 
@@ -142,7 +142,7 @@ def _place_model(override: str, line: CommandLine) -> list[str]:
     if not override.startswith("model=") or not are_places:
         return [override]
     placed = f"model.name_or_path={','.join(map(_quote, values))}"
-    if is_rank_0():
+    if is_launched_as_rank_0():
         taken = f"its config; the directory is model=./{values[0]}" if are_configs else placed
         print(f"{override} is taken for {taken}", file=sys.stderr)
     return [override] if are_configs else ["model=blank_model_bfloat16", placed]

@@ -17,7 +17,7 @@ from dpo.plugins import DATASETS, READERS
 from dpo.redaction import shorten
 from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
 from dpo.system.plain_files import write_file
-from dpo.system.run_directory import RECORD, get_local_dir
+from dpo.system.run_directory import FACTS, get_local_dir
 
 # Hub ids of the datasets that preference_datasets.py loads, all in HH's format; the demo has none
 BUILT_IN = {
@@ -74,7 +74,7 @@ def find_local(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
     # else a run that is not there would be looked for on the Hub
-    is_run = "/" in name and any(path.parent.glob(f"*/{RECORD}"))
+    is_run = "/" in name and any(path.parent.glob(f"*/{FACTS}"))
     return path if is_path or is_run or os.path.exists(path) else None
 
 

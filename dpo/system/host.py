@@ -27,7 +27,7 @@ TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  #
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
 
 
-def is_rank_0() -> bool:
+def is_launched_as_rank_0() -> bool:
     """Also true if no launcher started this process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
@@ -68,7 +68,7 @@ class _RedactedText(io.TextIOWrapper):
         return len(text)
 
 
-def print_whatever_happens() -> None:
+def harden_stdio() -> None:
     """Make printing never fail, on a full disk, into a closed stream, of characters that cannot be encoded; and hide
     secrets, whoever prints them.
     """
@@ -136,7 +136,7 @@ def raise_open_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        if is_rank_0():
+        if is_launched_as_rank_0():
             print(f"limit of open files raised from {soft:,} to {hard:,}", flush=True)
 
 

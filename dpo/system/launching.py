@@ -22,10 +22,10 @@ from dpo.errors import InputError, RunError, explaining, find_advice, is_lost_co
 from dpo.redaction import redact
 from dpo.system.host import (
     count_gpus,
+    harden_stdio,
     has_been_spawned,
     importing,
     keep_freed_memory,
-    print_whatever_happens,
     raise_open_file_limit,
     return_freed_memory,
     spawning,
@@ -222,7 +222,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     """The parent gets its status and message."""
     has_been_spawned()
     end_with_parent(parent, signal.SIGKILL)
-    print_whatever_happens()
+    harden_stdio()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)

@@ -34,13 +34,13 @@ LOCK = ".lock"
 REPORT = Path("report", "report.html")  # with report=true
 LOCK_TRIES = 50  # within a second
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
-RUN_LOG = "log.txt"  # only appended to
-RECORD = "env.json"  # the facts of a run
+LOG_FILE = "log.txt"  # only appended to
+FACTS = "env.json"  # the facts of a run
 FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
 PROBLEMS = "data_problems.jsonl"  # with records that have problems
-FILES = (LOCK, "config.yaml", RECORD, "preflight.json", FIRST_EXAMPLES, PROBLEMS, RUN_LOG)
+FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-RECORD_FORM = {"run": str, "seconds_before": (float, NoneType)}  # types of what is read of env.json
+FACT_TYPES = {"run": str, "seconds_before": (float, NoneType)}  # types of what is read of env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
@@ -60,7 +60,7 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
     with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")
-    if not read_record(run_dir):
+    if not read_facts(run_dir):
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
     if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
@@ -118,7 +118,7 @@ def _explaining_errors(run_dir: Path) -> AbstractContextManager:
 # --- facts about the run ---------------------------------------------------------------------------------------------
 
 
-def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None) -> None:
+def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None) -> None:
     """Write `config.yaml` and `env.json`; `former` has the continued run's id, and the time of its checkpoint in
     seconds since 1970.
     """
@@ -129,7 +129,7 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
     run, seconds_before = secrets.token_hex(8), 0.0
     if former is not None:
         run, saved_at = former
-        record = read_record(run_dir)  # empty if the run continues another's checkpoint
+        record = read_facts(run_dir)  # empty if the run continues another's checkpoint
         seconds_before = record.get("seconds_before")
         if seconds_before is not None:
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(record["started"]).timestamp())
@@ -160,25 +160,25 @@ def write_record(run_dir: Path, config: dict, *, processes: int = 1, former: tup
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
 
 
-def read_record(run_dir: Path) -> dict:
-    """The facts in `env.json`; empty unless `write_record` wrote them."""
+def read_facts(run_dir: Path) -> dict:
+    """The facts in `env.json`; empty unless `write_facts` wrote them."""
     try:
-        facts = read_json(run_dir / RECORD)
+        facts = read_json(run_dir / FACTS)
         datetime.fromisoformat(facts["started"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong(facts, RECORD_FORM)
+    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong(facts, FACT_TYPES)
     return facts if is_ours else {}
 
 
-def add_to_record(run_dir: Path, **new_facts: Any) -> None:
+def add_facts(run_dir: Path, **new_facts: Any) -> None:
     """Without effect if `env.json` is missing or damaged."""
-    if facts := read_record(run_dir):
+    if facts := read_facts(run_dir):
         _write_facts(run_dir, {**facts, **new_facts})
 
 
 def _write_facts(run_dir: Path, facts: dict) -> None:
-    with replacing(run_dir / RECORD) as temporary:
+    with replacing(run_dir / FACTS) as temporary:
         write_json(temporary, facts)
 
 
@@ -204,7 +204,7 @@ class RunLog:
         sys.stdout, sys.stderr = RecordedStream(sys.stdout, self), RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
-        self._path = Path(run_dir, RUN_LOG)
+        self._path = Path(run_dir, LOG_FILE)
         self.add("")
 
     def close(self) -> None:

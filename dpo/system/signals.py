@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpo.system.host import is_rank_0
+from dpo.system.host import is_launched_as_rank_0
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as in a background job, or by nohup; then they stay ignored
@@ -112,7 +112,7 @@ def _list_handled() -> list[int]:
 
 
 def _prints_for_run() -> bool:
-    return multiprocessing.parent_process() is None and is_rank_0()
+    return multiprocessing.parent_process() is None and is_launched_as_rank_0()
 
 
 def _name_signal(number: int) -> str:

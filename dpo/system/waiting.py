@@ -142,7 +142,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
             )
 
 
-def leave_together() -> None:
+def barrier_before_exit() -> None:
     """Rank 0's exit may end the store."""
     if is_shared():
         dist.barrier()

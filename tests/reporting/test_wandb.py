@@ -106,7 +106,11 @@ def test_an_aborted_run_uploads_its_report_and_is_an_alert_without_secrets_that_
     logger.on_end()
     text = "update 3 has loss nan; its examples are in /REDACTED/nonfinite-3"
     told = [arguments for arguments, _ in logger.run.told[-3:]]
-    assert told == [("alert", "run aborted", text, "ERROR"), ("save", str(tmp_path / REPORT)), ("finish", 1)]
+    assert told == [
+        ("alert", "run aborted", text, "ERROR"),
+        ("save", str(tmp_path / REPORT), str(tmp_path), "now"),
+        ("finish", 1),
+    ]
 
 
 # --- what W&B's server gets ----------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
-from dpo.system.run_directory import get_local_dir, read_record
+from dpo.system.run_directory import get_local_dir, read_facts
 from dpo.training.reference import read_logps
 from preference_datasets import get_dataset
 
@@ -134,7 +134,7 @@ def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_
     record = checkpoint.parent / "env.json"
     for changes in ({"started": "x"}, {"run": []}, {"seconds_before": "x"}):
         record.write_text(json.dumps({"packages": {}, "git_commit": None, "started": "2026-01-01", **changes}))
-        assert read_record(checkpoint.parent) == {}
+        assert read_facts(checkpoint.parent) == {}
     (checkpoint.parent / "preflight.json").write_text('{"train": [1]}')
     record.write_text("[]")
     assert export([str(checkpoint), str(tmp_path / "out")]) == 2

@@ -117,6 +117,6 @@ def test_the_allocators_are_set_before_the_module_of_a_command_is_imported(name,
 
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(importlib, "import_module", stop)
-    monkeypatch.setattr(commands.host, "print_whatever_happens", stop)  # what `train` begins with
+    monkeypatch.setattr(commands.host, "harden_stdio", stop)  # what `train` begins with
     with pytest.raises(LookupError, match="expandable_segments:True"):
         commands.main([name])
