@@ -1,16 +1,16 @@
-"""The recipe: the steps of a run in their order, and how it ends.
+"""A run from its command line to its processes, and its exit status.
 
 Exit status: 0 after training; 2 for bad input; 130 after Ctrl-C; 143 after another stop signal; 1 after any other
-error. What needs torch is imported inside functions, so that bad input is refused within a second.
+error. What needs torch, such as `dpo.recipe`, is imported inside functions, so that bad input is refused within a
+second.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,18 +18,14 @@ from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError, explaining_full_disk
 from dpo.settings.command_line import check_command_line, exit_with, place_job
-from dpo.settings.keys import CONFIG_DIR, PRECISION, load_plugins
+from dpo.settings.keys import CONFIG_DIR, load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import FIRST_EXAMPLES, RunLog, exiting_on_failure, read_facts
+from dpo.system.run_directory import RunLog, exiting_on_failure, read_facts
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
-
-if TYPE_CHECKING:
-    from dpo.checkpoint.resume import Run
-    from dpo.data.preflight import TrainingData
 
 RUN_LOG = RunLog()
 
@@ -70,11 +66,14 @@ def run_or_exit(plan: Plan) -> None:
 
 def run(plan: Plan) -> None:
     is_rank_0 = host.is_launched_as_rank_0()
-    for warning in find_warnings(plan) if is_rank_0 else ():
-        print(f"warning: {warning}")
+    if is_rank_0:
+        for warning in find_warnings(plan):
+            print(f"warning: {warning}")
     if plan.run.dry_run:
-        with explaining_ends():
-            if is_rank_0:
+        if is_rank_0:
+            from dpo.recipe import dry_run
+
+            with explaining_ends():
                 dry_run(plan)
         return
     if is_rank_0:
@@ -97,50 +96,16 @@ def run(plan: Plan) -> None:
         raise
 
 
-def dry_run(plan: Plan) -> None:
-    """Print what a run would do, and the memory it needs; write nothing.
-
-    Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
-    """
-    from dpo.checkpoint.resume import check_inputs, keep_choices, keep_template, look_at_run
-    from dpo.data.preflight import list_first_examples
-    from dpo.models.loading import check_parts, find_model_config
-    from dpo.models.scoring import load_scorer
-    from dpo.preference_datasets import check_columns, load_data
-    from dpo.reporting.table import list_logs
-    from dpo.training.memory import print_prediction
-    from dpo.training.optimization import check_optimizer
-    from dpo.training.start import list_first_tasks, set_up_libraries
-
-    resume_point = look_at_run(plan, list_logs())
-    plan = keep_choices(plan, resume_point)
-    set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
-    check_optimizer(plan.training)
-    check_columns(plan)
-    check_parts(plan)
-    data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
-    check_inputs(resume_point, data, find_model_config(plan))
-    for role, text in list_first_examples(plan, data)[0].items():
-        print(f"{role} of the first example: {text!r}")
-    if resume_point is None:
-        print(list_first_tasks(plan))
-    if plan.online:
-        print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
-    print_prediction(plan, data)
-
-
 def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, printed: str = "") -> None:
-    """Open the run's directory, then load and train, in one process; `printed` is for the run's log."""
+    """Do the work of one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
     with ending_on_stop_signals(plan.run.local_run_dir):
         with host.importing(freeze=models is None):  # the caller's models may be in reference cycles
-            import dpo.trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
-            from dpo.checkpoint.resume import opening_run
-            from dpo.reporting.table import list_logs
+            from dpo.recipe import run_process
         load_plugins(plan.run.plugins)
-        with explaining_ends(), opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
-            work_in_run_dir(run, rank, plan, models)
+        with explaining_ends():
+            run_process(rank, plan, models, RUN_LOG)
 
 
 @contextmanager
@@ -151,71 +116,6 @@ def explaining_ends() -> Iterator:
             yield
     except SystemExit as ending:  # its status may be 0
         raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
-
-
-def work_in_run_dir(run: "Run | None", rank: int, plan: Plan, models: tuple | None) -> None:
-    """Load data, train and export; `run` is None on all ranks but 0."""
-    from dpo.analysis.verdict import print_result
-    from dpo.checkpoint.resume import check_inputs, find_model_facts, keep_choices, keep_template
-    from dpo.data.preflight import list_first_examples
-    from dpo.data.schema import write_lines
-    from dpo.models.export import export_last
-    from dpo.models.loading import check_blocks, check_model, find_model_config
-    from dpo.models.pretrained import take_model
-    from dpo.parallel.mesh import from_rank_0
-    from dpo.preference_datasets import check_columns, load_data
-    from dpo.system.waiting import check_alike, meet_rank_0
-    from dpo.training.optimization import check_optimizer
-    from dpo.training.start import find_shared_facts, set_up_libraries
-
-    meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
-    resume_from = from_rank_0(run.resume_point.path if run and run.resume_point else None)
-    plan = keep_choices(plan, run.resume_point) if run else plan
-    for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
-        plan = plan.change(key, from_rank_0(plan.values[key]))
-    check_alike(find_shared_facts(plan))
-    set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
-
-    check_optimizer(plan.training)
-    if run and run.resume_point is None:
-        check_columns(plan)  # before a model is fetched
-        if models is None:
-            check_model(plan)  # before data is loaded, which may take minutes
-    policy = models and take_model(models[0])
-    if run:
-        check_blocks(plan, policy)
-    kept = from_rank_0(keep_template(plan, run and run.resume_point))
-    data = load_data(plan.change("chat_template", kept), silent=rank != 0)
-    model_config = policy.config if policy else find_model_config(plan)
-    check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
-    if run:
-        check_inputs(run.resume_point, data, model_config)
-
-    is_complete = from_rank_0(run is not None and run.is_finished(data.report.updates))
-    if not is_complete:
-        if run:
-            run.record(plan)
-            data.report.write(run.directory / "preflight.json")
-            write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
-            RUN_LOG.open(run.directory)
-        train(rank, plan, data, models, resume_from)
-    elif run:
-        print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
-    export_last(plan, rank)
-    if run and not is_complete:
-        print_result(run.directory)
-
-
-def train(rank: int, plan: Plan, data: "TrainingData", models: tuple | None, resume_from: Path | None) -> None:
-    """Train; afterwards nothing of the trainer is held."""
-    from dpo.trainers import Trainer
-    from dpo.training.memory import explain_memory_error
-
-    with explain_memory_error(plan, data):
-        trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
-        if resume_from is not None:
-            trainer.checkpoints.restore(resume_from, trainer.parts)
-        trainer.train()
 
 
 def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, reference_model: Any = None) -> None:

@@ -27,7 +27,7 @@ PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchma
 # of `dpo`, and modules; each imports itself and those before it
 ORDER = """
 redaction errors numbers losses system plugins settings data parallel checkpoint models analysis
-reporting training preference_datasets judging trainers utils train commands api __main__
+reporting training preference_datasets judging trainers utils recipe train commands api __main__
 """
 PACKAGES = ("", *ORDER.split())
 PUBLIC = ("train", "trainers", "preference_datasets", "utils")  # the reference code's files

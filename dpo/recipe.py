@@ -1,0 +1,115 @@
+"""The recipe: the steps of a run in each of its processes, in their order."""
+
+import json
+import sys
+from pathlib import Path
+
+from dpo.analysis.verdict import print_result
+from dpo.checkpoint.resume import (
+    Run,
+    check_inputs,
+    find_model_facts,
+    keep_choices,
+    keep_template,
+    look_at_run,
+    opening_run,
+)
+from dpo.data.preflight import TrainingData, list_first_examples
+from dpo.data.schema import write_lines
+from dpo.models.export import export_last
+from dpo.models.loading import check_blocks, check_model, check_parts, find_model_config
+from dpo.models.pretrained import take_model
+from dpo.models.scoring import load_scorer
+from dpo.parallel.mesh import from_rank_0
+from dpo.preference_datasets import check_columns, load_data
+from dpo.reporting.table import list_logs
+from dpo.settings.keys import PRECISION
+from dpo.settings.plan import Plan
+from dpo.system.run_directory import FIRST_EXAMPLES, RunLog
+from dpo.system.waiting import check_alike, meet_rank_0
+from dpo.trainers import Trainer
+from dpo.training.memory import explain_memory_error, print_prediction
+from dpo.training.optimization import check_optimizer
+from dpo.training.start import find_shared_facts, list_first_tasks, set_up_libraries
+
+
+def dry_run(plan: Plan) -> None:
+    """Print what a run would do, and the memory it needs; write nothing.
+
+    Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
+    """
+    resume_point = look_at_run(plan, list_logs())
+    plan = keep_choices(plan, resume_point)
+    set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
+    check_optimizer(plan.training)
+    check_columns(plan)
+    check_parts(plan)
+    data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
+    check_inputs(resume_point, data, find_model_config(plan))
+    for role, text in list_first_examples(plan, data)[0].items():
+        print(f"{role} of the first example: {text!r}")
+    if resume_point is None:
+        print(list_first_tasks(plan))
+    if plan.online:
+        print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
+    print_prediction(plan, data)
+
+
+def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
+    """Open the run's directory on rank 0, then load, train and export on every rank."""
+    if rank != 0:
+        _work(None, rank, plan, models, log)
+        return
+    with opening_run(plan, list_logs()) as run:
+        _work(run, rank, plan, models, log)
+
+
+def _work(run: Run | None, rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
+    """Load data, train and export; `run` is None on all ranks but 0."""
+    meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
+    resume_point = run and run.resume_point
+    resume_from = from_rank_0(resume_point and resume_point.path)
+    if run:
+        plan = keep_choices(plan, resume_point)
+    for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
+        plan = plan.change(key, from_rank_0(plan.values[key]))
+    check_alike(find_shared_facts(plan))
+    set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
+
+    check_optimizer(plan.training)
+    if run and resume_point is None:
+        check_columns(plan)  # before a model is fetched
+        if models is None:
+            check_model(plan)  # before data is loaded, which may take minutes
+    policy = models and take_model(models[0])
+    if run:
+        check_blocks(plan, policy)
+    template = from_rank_0(keep_template(plan, resume_point))
+    data = load_data(plan.change("chat_template", template), silent=rank != 0)
+    model_config = policy.config if policy else find_model_config(plan)
+    check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
+    if run:
+        check_inputs(resume_point, data, model_config)
+
+    is_complete = from_rank_0(run is not None and run.is_finished(data.report.updates))
+    if not is_complete:
+        if run:
+            run.record(plan)
+            data.report.write(run.directory / "preflight.json")
+            write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
+            log.open(run.directory)
+        _train(rank, plan, data, models, resume_from)
+    elif run:
+        print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
+    export_last(plan, rank)
+    if run and not is_complete:
+        print_result(run.directory)
+
+
+def _train(rank: int, plan: Plan, data: TrainingData, models: tuple | None, resume_from: Path | None) -> None:
+    """Train; afterwards nothing of the trainer is held."""
+    with explain_memory_error(plan, data):
+        trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
+        if resume_from is not None:
+            trainer.checkpoints.restore(resume_from, trainer.parts)
+        trainer.train()
