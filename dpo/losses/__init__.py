@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, TypedDict, get_type_hints
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
@@ -19,18 +19,18 @@ TRAINS_ON = {
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 
 
-class PairOptions(NamedTuple):
+class PairOptions(TypedDict, total=False):
     """Options that losses of pairs share (`config/loss/options/`); all but the first and last need a reference."""
 
-    sft_weight: formulas.Weight = 0.0
-    wpo: bool = False
-    ld_alpha: formulas.Fraction = 1.0
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    f_alpha: formulas.OpenFraction = 0.5
-    offset_by_margin: bool = False  # a formula subtracts the margin itself, which is `Scores.offset`
+    sft_weight: formulas.Weight
+    wpo: bool
+    ld_alpha: formulas.Fraction
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"]
+    f_alpha: formulas.OpenFraction
+    offset_by_margin: bool  # a formula subtracts the margin itself, which is `Scores.offset`
 
 
-SHARED = PairOptions._fields
+SHARED = tuple(get_type_hints(PairOptions))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Loss:
     # the following are set by `find_loss`
     name: str = ""
     options: Mapping = field(default_factory=dict)
-    shared: PairOptions = field(default_factory=PairOptions)
+    shared: Mapping = field(default_factory=dict)  # those of PairOptions
     parts: Sequence[tuple[float, "Loss"]] = ()  # weights and losses of a weighted sum
 
     @property
@@ -83,15 +83,15 @@ class Loss:
 
     @property
     def needs_tails(self) -> bool:
-        return self.shared.ld_alpha != 1
+        return self.shared.get("ld_alpha", 1) != 1
 
     @property
     def needs_squares(self) -> bool:
-        return self.shared.wpo
+        return self.shared.get("wpo", False)
 
     @property
     def needs_margins(self) -> bool:
-        return self.shared.offset_by_margin
+        return self.shared.get("offset_by_margin", False)
 
     def __call__(self, scores: Scores) -> Losses:
         if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
@@ -102,32 +102,35 @@ class Loss:
             output = Losses(sum(weighted))  # type: ignore[arg-type]
         else:
             output = self.fn(transformed, **self.options)
-        output = output._replace(rewards=self._find_rewards(transformed))
         losses = output.losses
         if self.needs_squares:
             losses = losses * formulas.find_wpo_weights(scores)
-        if self.shared.sft_weight:
-            losses = losses - self.shared.sft_weight * scores.chosen / scores.chosen_lengths
-        return output._replace(losses=losses)
+        if sft_weight := self.shared.get("sft_weight"):
+            losses = losses - sft_weight * scores.chosen / scores.chosen_lengths
+        return output._replace(losses=losses, rewards=self._find_rewards(transformed))
 
     def _find_rewards(self, scores: Scores) -> dict:
         """Detached rewards, (B,): beta times log-ratios, or log-probabilities without a reference."""
         if self.trains_on == "targets":
             return {}
-        beta, rewards = self.options.get("beta", 1.0), (scores.chosen, scores.rejected)  # a scalar head's are rewards
+        chosen = scores.chosen  # a scalar head's scores are rewards
+        rejected = scores.rejected
         if self.reference:
-            rewards = scores.mean_log_ratios() if self.per_token else scores.log_ratios()
+            chosen, rejected = scores.mean_log_ratios() if self.per_token else scores.log_ratios()
         elif self.per_token:
-            rewards = scores.mean_logps()
-        return {role: (beta * values).detach() for role, values in zip(("chosen", "rejected"), rewards, strict=True)}
+            chosen, rejected = scores.mean_logps()
+        beta = self.options.get("beta", 1.0)
+        return {"chosen": (beta * chosen).detach(), "rejected": (beta * rejected).detach()}
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
-        shared = self.shared
-        if self.reference and self.needs_tails:
-            scores = formulas.weigh_tails(scores, shared.ld_alpha)
-        if self.reference and shared.f_divergence != "reverse_kl":
-            scores = formulas.replace_log_ratios(scores, shared.f_divergence, shared.f_alpha)
+        if not self.reference:
+            return scores
+        if self.needs_tails:
+            scores = formulas.weigh_tails(scores, self.shared["ld_alpha"])
+        divergence = self.shared.get("f_divergence", "reverse_kl")
+        if divergence != "reverse_kl":
+            scores = formulas.replace_log_ratios(scores, divergence, self.shared["f_alpha"])
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
@@ -135,10 +138,10 @@ class Loss:
 
 
 def find_loss(loss_config: Mapping) -> Loss:
-    options = {key: value for key, value in loss_config.items() if key not in ("name", *SHARED)}
-    shared = {key: loss_config[key] for key in SHARED if key in loss_config}
-    name = loss_config["name"]
-    loss = replace(LOSSES[name], name=name, options=options, shared=PairOptions(**shared))
+    options = dict(loss_config)
+    name = options.pop("name")
+    shared = {key: options.pop(key) for key in SHARED if key in options}
+    loss = replace(LOSSES[name], name=name, options=options, shared=shared)
     if isinstance(loss.per_token, str):
         loss = replace(loss, per_token=bool(options.get(loss.per_token)))
     if loss.fn is not None:
@@ -146,8 +149,8 @@ def find_loss(loss_config: Mapping) -> Loss:
     parts = []
     for name, weight in options.get("weights", {}).items():
         if weight:
-            of_part = {key: options[key] for key in list_parameters(LOSSES[name]) if key in options}
-            parts.append((weight, find_loss({"name": name, **of_part, **shared})))
+            own_options = {key: options[key] for key in list_parameters(LOSSES[name]) if key in options}
+            parts.append((weight, find_loss({"name": name, **own_options, **shared})))
     with_reference = [part for _, part in parts if part.reference]
     return replace(
         loss,
@@ -175,7 +178,7 @@ def list_options() -> dict:
 
 
 # the AUC ranks checkpoints, as it does not depend on the losses' weights of labels
-OF_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
+FOR_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo, takes_offset=True),
@@ -204,9 +207,9 @@ LOSSES = {
     "aot_unpaired": Loss(
         formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
     ),
-    "kto": Loss(formulas.kto, **OF_LABELS, batch_statistic=formulas.estimate_kl, mismatched=True),
-    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, **OF_LABELS),
-    "bco_unpaired": Loss(formulas.bco_unpaired, **OF_LABELS, running_statistic=formulas.mean_reward),
+    "kto": Loss(formulas.kto, **FOR_LABELS, batch_statistic=formulas.estimate_kl, mismatched=True),
+    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, **FOR_LABELS),
+    "bco_unpaired": Loss(formulas.bco_unpaired, **FOR_LABELS, running_statistic=formulas.mean_reward),
     "bradley_terry": Loss(
         formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
     ),

@@ -80,8 +80,8 @@ def list_conflicts(p: Plan) -> list[tuple]:
          "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
         (computed - {"sft"} == {"mix"},
          "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-        (loss.options.get("reference_free") and loss.shared.f_divergence != "reverse_kl",
-         f"loss.f_divergence={loss.shared.f_divergence} is a divergence from the reference: set "
+        (loss.options.get("reference_free") and loss.shared.get("f_divergence") != "reverse_kl",
+         f"loss.f_divergence={loss.shared.get('f_divergence')} is a divergence from the reference: set "
          "loss.reference_free=false"),
         ("exo" in computed and not loss.options.get("label_smoothing"),
          "loss=exo divides by loss.label_smoothing=0: set it above 0"),
@@ -94,7 +94,7 @@ def list_conflicts(p: Plan) -> list[tuple]:
         conflicts += [
             (not loss.scalar_head and loss.trains_on != "pairs",
              f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-            (loss.shared.offset_by_margin,
+            (loss.needs_margins,
              "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one out"),
             (training.cache_reference_logps == "all",
              "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
@@ -199,7 +199,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
     else:
         needs = [
             ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype", several, "several processes"),
-            ("loss.f_alpha", loss.shared.f_divergence == "alpha", "loss.f_divergence=alpha"),
+            ("loss.f_alpha", loss.shared.get("f_divergence") == "alpha", "loss.f_divergence=alpha"),
             ("list_pairs", loss.trains_on == "pairs", "a loss of pairs, such as loss=dpo"),
             ("cache_reference_logps lora.reference", loss.reference, "a loss with a reference, such as loss=dpo"),
             ("online.reward_model online.reward_format", scorer == "reward_model", "online.scorer=reward_model"),

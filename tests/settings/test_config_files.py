@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
 from support.runs import ROOT
 
-from dpo.losses import LOSSES, PairOptions
+from dpo.losses import LOSSES
 from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, flatten, resolve
@@ -75,8 +75,12 @@ def test_defaults_are_the_references():
     assert {key: values[key] for key in expected} == expected
 
 
-def test_an_option_of_pairs_that_a_loss_lacks_counts_as_its_default():
-    assert PairOptions()._asdict().items() <= load_defaults(loss="dpo")["loss"].items()
+def test_a_loss_repeats_no_option_of_the_files_that_its_file_names():
+    for file in (CONFIG / "loss").glob("*.yaml"):
+        own = yaml.safe_load(file.read_text())
+        for entry in own.pop("defaults", []):
+            named = {} if entry == "_self_" else load_file(file.parent / f"{entry.partition('@')[0]}.yaml")
+            assert own.keys().isdisjoint(named), file.name
 
 
 def test_files_are_read_as_hydra_reads_them():
