@@ -43,7 +43,10 @@ class PaddedRows:
 
 
 class Microbatch(NamedTuple):
-    """A process without examples (B = 0) feeds another's, and discards the result."""
+    """What one forward pass computes.
+
+    A rank without examples (B = 0) runs a dummy example, so that collectives match.
+    """
 
     indices: Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: Tensor  # (sides, B) int64: scored tokens per response
@@ -58,13 +61,20 @@ class Microbatch(NamedTuple):
         indices: Sequence[int],
         lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
     ) -> Microbatch:
-        fed, n = [examples[i] for i in indices] or examples[:1], len(indices)
+        n = len(indices)
+        fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
         lengths = by_side([example.n_scored for example in fed], fill=0)
-        roles = by_side([[ROLES.index(role) for role in example.roles] for example in fed], fill=NONE)
+        roles = by_side([list(map(ROLES.index, example.roles)) for example in fed], fill=NONE)
         offsets = None
         if examples[0].margin is not None:
             offsets = torch.tensor([example.margin for example in fed[:n]], dtype=torch.float32)
-        return cls(torch.tensor(indices, dtype=torch.int64), lengths[:, :n], roles[:, :n], lay_out(fed), offsets)
+        return cls(
+            indices=torch.tensor(indices, dtype=torch.int64),
+            lengths=lengths[:, :n],
+            roles=roles[:, :n],
+            inputs=lay_out(fed),
+            offsets=offsets,
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -78,7 +88,7 @@ class Microbatch(NamedTuple):
         return map_tensors(Tensor.pin_memory, self)
 
     def by_role(self, values: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
-        """Values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
+        """Arrange values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
         # an example has at most one response of a role, so the sum over sides picks its value
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
@@ -101,15 +111,16 @@ class Padded:
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
-        input_ids, labels = inputs.input_ids, inputs.labels
+        """Compute log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
         attention_mask = inputs.attention_mask if self.masked else None
+        rows = (inputs.input_ids, attention_mask, inputs.labels)
         if find_scalar_head(model) is not None:
-            rewards = run_as_forward(model, sequence_rewards, input_ids, attention_mask, labels)  # (rows,)
+            rewards = run_as_forward(model, sequence_rewards, *rows)  # (rows,)
             by_row = TokenLogps(rewards[:, None])
         else:
-            by_row = sequence_logps(model, input_ids, attention_mask, labels, with_squares=with_squares)  # (rows, T)
-        return map_tensors(lambda values: values.to(input_ids.device)[inputs.row_index], by_row)
+            by_row = sequence_logps(model, *rows, with_squares=with_squares)  # (rows, T)
+        index = inputs.row_index
+        return map_tensors(lambda values: values.to(index.device)[index], by_row)
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -123,11 +134,17 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
     input_ids, attention_mask = np.zeros((2, len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for row, (prompt, response, cuts) in enumerate(rows):
-        start, end = len(prompt), len(prompt) + len(response)
+        start = len(prompt)
+        end = start + len(response)
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
         labels[row, start:end] = make_labels(response, cuts)
-    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels, row_index)))
+    return PaddedRows(
+        input_ids=torch.from_numpy(input_ids),
+        attention_mask=torch.from_numpy(attention_mask),
+        labels=torch.from_numpy(labels),
+        row_index=torch.from_numpy(row_index),
+    )
 
 
 @dataclass
@@ -178,7 +195,7 @@ def choose_layout(
     n_responses: int | None = None,
     on_any_process: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """The layout `name`, or `Padded` and why, by running the model on pairs in both.
+    """Choose the layout `name`, or `Padded` and say why, by running the model on pairs in both.
 
     Some are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
     `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class may not support
@@ -186,27 +203,35 @@ def choose_layout(
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix) and reference is not None and find_class(reference) is not find_class(model):
-        layout, reason = Padded(), f"has a reference of another class, {find_class(reference).__name__}"
+        layout = Padded()
+        reason = f"has a reference of another class, {find_class(reference).__name__}"
     if isinstance(layout, SharedPrefix):
         example = longest or max_length
-        row = 4 * max_length if n_responses is None else min(n_responses * example, 4 * max_length)
+        row = 4 * max_length
+        if n_responses is not None:
+            row = min(n_responses * example, row)
         reason = _find_difference(model, layout, example, row, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if on_any_process(reason is not None):
             reason = reason or "does not support shared prefixes on another process"
             layout = Padded()
-    if reason is not None and find_attention(model.config) == VARLEN:
-        raise InputError(f"model.attn_implementation={VARLEN}: {find_class(model).__name__} {reason}: use sdpa")
-    return layout, None if reason is None else f"layout=padded: {find_class(model).__name__} {reason}"
+    if reason is None:
+        return layout, None
+    reason = f"{find_class(model).__name__} {reason}"
+    if find_attention(model.config) == VARLEN:
+        raise InputError(f"model.attn_implementation={VARLEN}: {reason}: use sdpa")
+    return layout, f"layout=padded: {reason}"
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """The layout by class and config alone; `Padded` and a reason if they do not support `name`."""
-    windows, attention = find_windows(model, max_length), find_attention(model.config)
+    """Choose the layout by class and config alone; `Padded` and a reason if they do not support `name`."""
+    attention = find_attention(model.config)
+    windows = find_windows(model, max_length)
     if isinstance(windows, str):
         # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the
         # rules support no model, so they do not show that this model looks at padding.
-        return Padded(masked=attention != "flash_attention_2"), None if name == "padded" else windows
+        layout = Padded(masked=attention != "flash_attention_2")
+        return layout, None if name == "padded" else windows
     if name == "padded":
         return Padded(masked=False), None
     layout = SharedPrefix(
@@ -225,9 +250,10 @@ COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_si
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """The window of each kind of attention layer, None for all tokens; a reason if rows cannot be shared."""
+    """Find the window of each kind of attention layer, None for all tokens; a reason if rows cannot be shared."""
     config = model.config.get_text_config()
-    kinds, attention = set(getattr(config, "layer_types", None) or ()), find_attention(config)
+    attention = find_attention(config)
+    kinds = set(getattr(config, "layer_types", None) or ())
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     if attention not in ("eager", "sdpa", VARLEN):
@@ -253,19 +279,22 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, tolerance: float) -> str | None:
     """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows."""
-    window, n = max(window or 0 for window in layout.windows.values()), max(longest, 12)
+    window = max(window or 0 for window in layout.windows.values())
+    n = max(longest, 12)
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
     cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
         ([(5, n - 5, n - 6), (2, n_second + 1, n_second)], max(row, 2 * n)),
     )
-    vocab_size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
 
     def draw_tokens(n: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
-    device, was_training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    was_training = model.training
     model.eval()
     try:
         with without_tf32():
@@ -277,7 +306,8 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
                     expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
                 else:
                     expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
-                error, size = (layout.forward(model, packed).logps.sum(-1) - expected).abs(), expected.abs()
+                error = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
+                size = expected.abs()
                 if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
@@ -292,9 +322,9 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
 
 
 def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
-    """Log-probabilities summed by row, (rows,), as all logits of long rows might not fit into memory."""
+    """Sum log-probabilities by row, (rows,), in chunks, as all logits of long rows might not fit into memory."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
-    row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
+    row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # each token that predicts a label
     logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], rows.labels[row, column + 1])
     sums = logps.new_zeros(len(rows.labels)).index_add_(0, row.to(logps.device), logps)
     return sums.to(rows.labels.device)

@@ -39,7 +39,7 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Log-probabilities of labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps, then zeros."""
+    """Compute log-probabilities of labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps, then zeros."""
     with _one_text_per_row():
         logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
@@ -67,13 +67,19 @@ def _one_text_per_row() -> Iterator:
 
 
 def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool) -> TokenLogps:
-    """`sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
+    """Compute `sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
         [attention_mask] = attention_mask.values()
-    options = {} if packed.segments is None else {"segments": packed.segments}  # for `attend_by_segments`
+    options = {}
+    if packed.segments is not None:
+        options["segments"] = packed.segments  # for `attend_by_segments`
     hidden = model.base_model(
-        packed.input_ids, attention_mask=attention_mask, position_ids=packed.position_ids, use_cache=False, **options
+        packed.input_ids,
+        attention_mask=attention_mask,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        **options,
     ).last_hidden_state  # (R, L, H)
     hidden = hidden.flatten(0, 1)[packed.scored.to(hidden.device)]  # (N, H)
     if find_scalar_head(model) is not None:
@@ -90,7 +96,7 @@ def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None], 
 
 
 def sequence_rewards(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
-    """Rewards at the last labelled token of (B, T) inputs, (B,)."""
+    """Compute rewards at the last labelled token of (B, T) inputs, (B,)."""
     with _one_text_per_row():
         hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     columns = torch.arange(labels.shape[1], device=labels.device)
@@ -100,20 +106,22 @@ def sequence_rewards(model: Any, input_ids: Tensor, attention_mask: Tensor | Non
 
 
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Tensor]:
-    """Additive masks, by kind of attention layer: on CPUs they are faster than bool."""
-    device, dtype = packed.input_ids.device, model.get_input_embeddings().weight.dtype
+    """Make additive masks, by kind of attention layer: on CPUs they are faster than bool."""
+    device = packed.input_ids.device
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
     if is_cpu(device):
         AttentionInterface.register("sdpa", attend_in_bfloat16)  # for additive masks, which only packed rows have
+    dtype = model.get_input_embeddings().weight.dtype
     if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if packed.masks[0] != dtype:
-        masks, lowest = {}, torch.finfo(dtype).min
+        masks = {}
         for kind, window in windows.items():
             mask = tree_mask(packed, window=window)
-            masks[kind] = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, lowest)
-        packed.masks = dtype, masks
+            additive = torch.zeros(mask.shape, dtype=dtype, device=device)
+            masks[kind] = additive.masked_fill_(~mask, torch.finfo(dtype).min)
+        packed.masks = (dtype, masks)
     return packed.masks[1]
 
 
@@ -123,8 +131,10 @@ class _PickedLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        pieces = _in_pieces(logits, targets[:, None])
-        return torch.cat([_log_softmax(rows).gather(1, row_targets) for rows, row_targets in pieces]).squeeze(1)
+        logps = []
+        for rows, row_targets in _in_pieces(logits, targets[:, None]):
+            logps.append(_log_softmax(rows).gather(1, row_targets))
+        return torch.cat(logps).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -142,8 +152,10 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
-    rows_per_piece = IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
-    return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
+    n_rows = len(logits)
+    if is_cpu(logits.device):
+        n_rows = IN_CACHE // logits.shape[1]
+    return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
 
 
 # logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
@@ -153,28 +165,33 @@ IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
 def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool = False) -> TokenLogps:
-    """Log-probabilities of `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
+    """Score `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
     head = model.get_output_embeddings()
+    config = model.config.get_text_config()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = scale_logits(model.config.get_text_config(), head(hidden))
+        logits = scale_logits(config, head(hidden))
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
         if not with_squares:
             return (logps,)
-        return logps, torch.cat([(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())])
+        squares = [(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())]
+        return logps, torch.cat(squares)
 
-    n_logits = len(targets) * model.config.get_text_config().vocab_size
+    n_logits = len(targets) * config.vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if is_gpu(hidden.device) else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
-    draws = any(isinstance(module, nn.Dropout) for module in head.modules())  # of an adapter
-    by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws) for chunk in earlier_chunks]
+    has_dropout = any(isinstance(module, nn.Dropout) for module in head.modules())  # an adapter's
+    by_chunk = []
+    for chunk in earlier_chunks:
+        by_chunk.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
     # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
     by_chunk.append(score(*last_chunk))
-    return TokenLogps(*(torch.cat(values) for values in zip(*by_chunk, strict=True)))
+    joined = [torch.cat(values) for values in zip(*by_chunk, strict=True)]
+    return TokenLogps(*joined)
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:
-    """What the model makes of its head's logits."""
+    """Scale a head's logits as the model does."""
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return torch.tanh(logits / cap) * cap
     if (factor := getattr(config, "logit_scale", None)) is not None:
@@ -188,7 +205,7 @@ def scale_logits(config: Any, logits: Tensor) -> Tensor:
 
 
 class ScalarHead(nn.Linear):
-    """Computed in float32 or higher, as rewards in half precision have three digits."""
+    """A head that computes in float32 or higher, as rewards in half precision have three digits."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
@@ -200,31 +217,31 @@ class ScalarHead(nn.Linear):
 
 
 def find_scalar_head(model: Any) -> ScalarHead | None:
-    """None for a language model."""
+    """Return a reward model's head; None for a language model."""
     head = getattr(model, HEAD, None)
     return head if isinstance(head, ScalarHead) else None
 
 
 def install_scalar_head(model: Any) -> None:
-    """Raises InputError unless this is a sequence classification model with one output."""
+    """Make a model's head a `ScalarHead`; InputError unless it classifies sequences with one output."""
     head = getattr(model, HEAD, None)
     if type(head) is nn.Linear and head.out_features == 1 and head.bias is None:
         setattr(model, HEAD, ScalarHead(head.weight))
     elif not isinstance(head, ScalarHead):
         raise InputError(
-            f"loss=bradley_terry needs a sequence classification model with a linear head `{HEAD}`, with one "
-            f"output and no bias, and {type(model).__name__} is not one"
+            f"{type(model).__name__} is no sequence classification model with a linear head `{HEAD}`, one output "
+            f"and no bias, which loss=bradley_terry needs"
         )
 
 
 def draw_head(model: Any, seed: int) -> Tensor:
-    """A head's weight, (1, H) in float32, as transformers draws it."""
+    """Draw a head's weight, (1, H) in float32, as transformers does."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
 
 
 def reward(model: Any, hidden: Tensor) -> Tensor:
-    """Rewards, (n,), from hidden states of last tokens, (n, H)."""
+    """Compute rewards, (n,), from hidden states of last tokens, (n, H)."""
     head = getattr(model, HEAD)
     return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs

@@ -48,7 +48,7 @@ class Packed:
     slots: Tensor  # (N,): response * T + the number of scored tokens before this one in the response
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
-    segments: Segments | None = None  # of the only row, for attention that takes no mask
+    segments: Segments | None = None  # only if there is one row, for attention that takes no mask
     # the last masks, by attention layer, and their dtype: policy and reference often need the same, one after the other
     masks: tuple[torch.dtype | None, dict] = field(default=(None, {}), init=False)
 
@@ -71,7 +71,7 @@ def count_tokens(example: Example) -> int:
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Indices of examples in `parts` with about equally many fed tokens, long ones first.
+    """Divide the indices of examples into `parts` with about equally many fed tokens, long ones first.
 
     The last parts are empty if examples are fewer. Examples of a prompt are neighbours, so that few prompts are fed
     twice.
@@ -79,17 +79,22 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     sort_keys = {}  # prompt -> (tokens of its longest example, index of its first)
     for i, example in enumerate(examples):
         n_longest, first = sort_keys.get(example.prompt, (0, i))
-        sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
+        sort_keys[example.prompt] = (max(n_longest, count_tokens(example)), first)
     order = sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
-    costs, fed = [], set()  # for each example, the number of tokens that no earlier example feeds
-    for prompt, responses, *_ in (examples[i] for i in order):
-        segments = {(prompt, response) for response in responses} | {(prompt, None)}
-        costs.append(sum(len(prompt if own is None else own[:-1]) for _, own in segments - fed))
-        fed |= segments
+    costs = []  # for each example, the number of tokens that no earlier example feeds
+    fed = set()
+    for i in order:
+        prompt = examples[i].prompt
+        lengths = {(prompt, None): len(prompt)}
+        for response in examples[i].responses:
+            lengths[prompt, response] = len(response[:-1])
+        costs.append(sum(length for segment, length in lengths.items() if segment not in fed))
+        fed.update(lengths)
     # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
     # middle of its cost lies, but every part gets at least one example.
     ends = np.cumsum(costs)
-    middles, n_filled = ends - np.array(costs) / 2, min(parts, len(order))
+    middles = ends - np.array(costs) / 2
+    n_filled = min(parts, len(order))
     starts = [0]  # index in `order` of each part's first example
     for part in range(1, n_filled):
         nearest = int(np.searchsorted(middles, ends[-1] * part / n_filled))
@@ -103,7 +108,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 class _Tree:
     prompt: tuple[int, ...]
     branches: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # (index among the U responses, token ids, cuts)
-    length: int  # tokens fed
+    n_fed: int
 
 
 def pack(
@@ -120,26 +125,30 @@ def pack(
     `length` long, with `segments`. With `for_rewards` a response is fed whole, and `scored` has its last scored token
     itself.
     """
-    indices = {}  # of distinct responses, by (prompt, (response, cuts))
+    indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
+    indices_of_examples = []
     for example in examples:
-        for cut_response in example.cut_responses:
-            indices.setdefault((example.prompt, cut_response), len(indices))
-    trees, latest = [], {}  # all trees; the latest of each prompt
+        keys = [(example.prompt, cut_response) for cut_response in example.cut_responses]
+        indices_of_examples.append([indices.setdefault(key, len(indices)) for key in keys])
+    trees = []
+    latest = {}  # prompt -> the last tree with it
     for (prompt, (response, cuts)), index in indices.items():
-        tree, n_fed = latest.get(prompt), len(response) - (not for_rewards)
-        if tree is None or (max_tree_tokens is not None and tree.length + n_fed > max_tree_tokens):
-            tree = latest[prompt] = _Tree(prompt, [], len(prompt))
+        tree = latest.get(prompt)
+        n_fed = len(_fed_part(response, for_rewards))
+        if tree is None or (max_tree_tokens is not None and tree.n_fed + n_fed > max_tree_tokens):
+            tree = _Tree(prompt, [], len(prompt))
+            latest[prompt] = tree
             trees.append(tree)
         tree.branches.append((index, response, cuts))
-        tree.length += n_fed
-    trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
-    n_tokens = sum(tree.length for tree in trees)
+        tree.n_fed += n_fed
+    trees.sort(key=lambda tree: tree.n_fed, reverse=True)  # first-fit-decreasing wastes little space
+    n_tokens = sum(tree.n_fed for tree in trees)
     if max_tree_tokens is None:
         candidates = [max(length or 1, n_tokens)]
     elif length is not None:
         candidates = [length]
     else:  # 17 lengths from the longest tree to twice as many tokens, or all: trying every length would take long
-        shortest = max(1, trees[0].length)
+        shortest = max(1, trees[0].n_fed)
         longest_row = max(shortest, min(2 * shortest, n_tokens))
         candidates = [shortest + (longest_row - shortest) * i // 16 for i in range(17)]
     # longer rows waste less space but cost more attention
@@ -147,14 +156,20 @@ def pack(
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
     # a token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
-    longest = 1 if for_rewards else max(len(response) for example in examples for response in example.responses)
+    longest = 1  # a reward
+    if not for_rewards:
+        longest = max(len(response) for example in examples for response in example.responses)
     # where an example has fewer responses than others, any index will do
-    response_index = by_side([[indices[e.prompt, response] for response in e.cut_responses] for e in examples], fill=0)
+    response_index = by_side(indices_of_examples, fill=0)
     shape = (len(indices), longest)
     packed = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
     if max_tree_tokens is None:
         packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
     return packed
+
+
+def _fed_part(response: tuple[int, ...], for_rewards: bool) -> tuple[int, ...]:
+    return response if for_rewards else response[:-1]
 
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
@@ -164,14 +179,15 @@ def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
     """Put each tree into the first row with enough space."""
-    rows, n_free = [], []  # trees in each row, and tokens left
+    rows = []  # the trees in each row
+    n_free = []  # the tokens left in each row
     for tree in trees:
-        row = next((i for i, n in enumerate(n_free) if n >= tree.length), len(rows))
+        row = next((i for i, n in enumerate(n_free) if n >= tree.n_fed), len(rows))
         if row == len(rows):
             rows.append([])
             n_free.append(length)
         rows[row].append(tree)
-        n_free[row] -= tree.length
+        n_free[row] -= tree.n_fed
     return rows
 
 
@@ -180,25 +196,28 @@ def _write(
 ) -> Packed:
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
-    scored, targets, slots = [], [], []
+    scored = []
+    targets = []
+    slots = []
     for row, trees in enumerate(rows):
         start = 0
         for tree_index, tree in enumerate(trees):
             n_prompt = len(tree.prompt)
-            tree_of[row, start : start + tree.length] = tree_index
+            tree_of[row, start : start + tree.n_fed] = tree_index
             input_ids[row, start : start + n_prompt] = tree.prompt
             position_ids[row, start : start + n_prompt] = range(n_prompt)
             start += n_prompt
             end_of_prompt = start
             for index, token_ids, cuts in tree.branches:
-                fed = token_ids if for_rewards else token_ids[:-1]
+                fed = _fed_part(token_ids, for_rewards)
                 end = start + len(fed)
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
                 kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
                 if for_rewards:
-                    kept, columns = kept[-1:], range(start, end)
+                    kept = kept[-1:]
+                    columns = range(start, end)
                 else:
                     if not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
                         kept = kept[1:]
@@ -208,9 +227,17 @@ def _write(
                 targets += [token_ids[i] for i in kept]
                 slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
-    in_rows = map(torch.from_numpy, (input_ids, position_ids, tree_of, branch_of))
-    by_token = (torch.tensor(values, dtype=torch.int64) for values in (scored, targets, slots))
-    return Packed(*in_rows, *by_token, response_index=response_index, shape=shape)
+    return Packed(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        tree=torch.from_numpy(tree_of),
+        branch=torch.from_numpy(branch_of),
+        scored=torch.tensor(scored, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        response_index=response_index,
+        shape=shape,
+    )
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
@@ -220,9 +247,17 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
     for columns in queries:
         prompt = (tree == tree[columns[0]]) & (branch == NONE) & (branch[columns[0]] != NONE)
         keys.append(np.concatenate((np.flatnonzero(prompt), columns)))
-    sizes = [[len(columns) for columns in parts] for parts in (queries, keys)]
-    starts = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in sizes)
-    return Segments(*starts, columns=torch.from_numpy(np.concatenate(keys)), longest=tuple(map(max, sizes)))
+    return Segments(
+        queries=_find_starts(queries),
+        keys=_find_starts(keys),
+        columns=torch.from_numpy(np.concatenate(keys)),
+        longest=(max(map(len, queries)), max(map(len, keys))),
+    )
+
+
+def _find_starts(parts: list[np.ndarray]) -> Tensor:
+    """Find where each of the parts begins if they are joined, and where the last ends."""
+    return torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
@@ -231,7 +266,9 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
     A token attends to its prompt and its own response, not to later tokens or those `window` or more positions back;
     padding attends to padding, so that every query has a key.
     """
-    tree, branch, position = packed.tree, packed.branch, packed.position_ids
+    tree = packed.tree
+    branch = packed.branch
+    position = packed.position_ids
     mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)
     # `&=` works in place, without memory for a second (R, L, L) mask
     mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])

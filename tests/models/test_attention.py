@@ -42,7 +42,7 @@ def find_results(function, dtype: torch.dtype, key_heads: int) -> list[torch.Ten
 @pytest.mark.parametrize("name", MASKS)
 def test_output_and_gradients_are_as_close_to_float64_as_those_of_torch(name, key_heads, monkeypatch):
     mask = MASKS[name]
-    monkeypatch.setattr(our_attention, "BLOCK", 5)
+    monkeypatch.setattr(our_attention, "QUERIES_AT_ONCE", 5)
 
     def torchs(query, key, value):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query), enable_gqa=True)

@@ -150,7 +150,7 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
 
 def test_attention_by_segments_refuses_a_model_whose_scores_are_changed():
     model = build(SHARED["gemma2, every second layer windowed"], attention=choose_attention("varlen"))
-    with refused("varlen does not support Gemma2Attention, which changes the scores of atten"):
+    with refused("varlen does not support Gemma2Attention, which changes attention scores"):
         choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
 
 
