@@ -17,7 +17,8 @@ from torch import Tensor
 from dpo.errors import RunError, explaining_library
 from dpo.models import attention
 from dpo.models.layouts import GPU_ALIGNMENT, SharedPrefix
-from dpo.models.pretrained import Source, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_model
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.settings.command_line import check_command_line
@@ -174,7 +175,7 @@ def test_layers_on_the_cpu_or_the_disk_are_refused(tmp_path):
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(3)}
     with refused("does not fit into the free memory of the GPUs: use more"):
-        load_model(Source(str(TINY)), dtype=torch.float32, device_map=places)
+        load_model(ModelPath(str(TINY)), dtype=torch.float32, device_map=places)
 
 
 def test_one_process_cuts_a_model_over_all_gpus(command, monkeypatch):

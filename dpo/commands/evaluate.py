@@ -24,13 +24,22 @@ from dpo.commands import add_model_options, add_sampling_options, make_parser, p
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
-from dpo.judging.answers import ANSWERS, AnswerFile, Contestant, Pair, draw_answers, list_labelled, load_prompts, show
+from dpo.judging.answers import (
+    ANSWERS,
+    AnswerFile,
+    Pair,
+    draw_answers,
+    encode_prompt,
+    list_labelled,
+    load_prompts,
+    show,
+)
 from dpo.judging.page import check_files, write_form, write_result
 from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize
 from dpo.models.answers import choose_sampling, list_end_tokens
-from dpo.models.export import Origin, find_origin
-from dpo.models.panel import load_panel
+from dpo.models.generation import LoadedModel, load_for_generation
+from dpo.models.paths import ModelPath, find_model
 from dpo.numbers import count, percent
 from dpo.redaction import redact
 from dpo.system.arithmetic import set_up_torch
@@ -96,16 +105,17 @@ def evaluate(options: Any) -> None:
 
 
 def judge_answers(options: Any) -> None:
-    contestants, origin = load_contestants(options)
-    folder = find_folder(options, origin)
+    models = load_pair(options)
+    source = models[0].path
+    folder = find_folder(options, source)
     with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; give another --out")):
         folder.mkdir(parents=True, exist_ok=True)
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     check_files(folder, kind)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
-    tokenizer = contestants[0].panel.tokenizer
-    prompts = load_prompts(origin, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
-    pairs, sampling = answer_both(contestants, prompts, folder / ANSWERS, options)
+    tokenizer = models[0].tokenizer
+    prompts = load_prompts(source, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
+    pairs, sampling = answer_both(models, prompts, folder / ANSWERS, options)
     if judge is None:
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in DRAWN})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
@@ -114,7 +124,7 @@ def judge_answers(options: Any) -> None:
     verdicts = judge(pairs)
     labelled = [] if kind == "verdicts" else list_labelled(prompts, tokenizer)[: options.labelled]
     settings = {
-        "model": str(origin.policy or options.model),
+        "model": str(source.policy_file or options.model),
         "other": options.other,
         "judge": options.judge,
         "template": options.template if kind == "server" else None,
@@ -123,41 +133,39 @@ def judge_answers(options: Any) -> None:
         "longest answer": f"{options.max_new_tokens} tokens",
         "made": f"{now()} by dpo {__version__}",
     }
-    names = (contestants[0].name, contestants[1].name)
+    names = (models[0].name, models[1].name)
     tested = judge(labelled) if labelled else []
     known = {key: redact(value) for key, value in settings.items() if value}
     report(folder, kind, names, pairs, verdicts, tested, known)
 
 
-def find_folder(options: Any, origin: Origin) -> Path:
-    return options.out or (origin.run_dir / "evaluation" if origin.run_dir else Path("evaluation"))
+def find_folder(options: Any, source: ModelPath) -> Path:
+    return options.out or (source.run_dir / "evaluation" if source.run_dir else Path("evaluation"))
 
 
-def load_contestants(options: Any) -> tuple[list[Contestant], Origin]:
-    """The two models, and where the first is from."""
+def load_pair(options: Any) -> list[LoadedModel]:
+    """Load the two models, with the names that the result calls them by."""
     trust = {"trust_remote_code": options.trust_remote_code}
-    if options.other is not None:
-        panels = [load_panel(options.model, reference="none", template=options.chat_template, **trust)]
-        panels.append(load_panel(options.other, reference="none", **trust))
-        names = [name_model(panel.origin) for panel in panels]
+    if options.other is None:
+        models = load_for_generation(options.model, template=options.chat_template, **trust)
+        if len(models) < 2:
+            raise InputError(f"{options.model} does not say what it was trained from: add OTHER")
+        names = [name_model(models[0].path), "its start"]
+    else:
+        models = load_for_generation(options.model, reference="none", template=options.chat_template, **trust)
+        models += load_for_generation(options.other, reference="none", **trust)
+        names = [name_model(model.path) for model in models]
         if names[0] == names[1]:
             names = [options.model, options.other]
-        both = zip(names, panels, strict=True)
-        return [Contestant(name, panel, panel.sides[0]) for name, panel in both], panels[0].origin
-    panel = load_panel(options.model, template=options.chat_template, **trust)
-    if len(panel.sides) < 2:
-        raise InputError(f"{options.model} does not say what it was trained from: give OTHER")
-    policy, start = panel.sides
-    first = Contestant(name_model(panel.origin), panel, policy)
-    return [first, Contestant("its start", panel, start)], panel.origin
+    return [model._replace(name=name) for model, name in zip(models, names, strict=True)]
 
 
-def name_model(origin: Origin) -> str:
+def name_model(source: ModelPath) -> str:
     """Such as `mine/step-240`, of a run's checkpoint."""
-    file = origin.policy
-    if file and origin.run_dir:
-        return str(file.parent.relative_to(origin.run_dir.parent))
-    return Path(origin.weights.adapter or file or origin.plan.model.name_or_path).name
+    file = source.policy_file
+    if file and source.run_dir:
+        return str(file.parent.relative_to(source.run_dir.parent))
+    return Path(source.adapter or file or source.name).name
 
 
 def make_judge(options: Any, folder: Path) -> judges.Judge | None:
@@ -177,28 +185,29 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
     raise InputError(f"--judge {options.judge} is not known: give {JUDGES}")
 
 
-def answer_both(contestants: Sequence[Contestant], prompts: Sequence, file: Path, options: Any) -> tuple:
+def answer_both(models: Sequence[LoadedModel], prompts: Sequence, file: Path, options: Any) -> tuple:
     """The pairs of answers to all prompts that both models have positions for, and how they were drawn."""
-    panel = contestants[0].panel
-    tokenizer = panel.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
-    n_new, model = options.max_new_tokens, contestants[0].side.model
+    first = models[0]
+    tokenizer = first.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+    n_new = options.max_new_tokens
+    is_chat = first.form == CHAT
     sampling = choose_sampling(
-        model, panel.tokenizer, vars(options), chat=panel.form == CHAT, max_new_tokens=n_new, seed=(options.seed,)
+        first.model, first.tokenizer, vars(options), chat=is_chat, max_new_tokens=n_new, seed=(options.seed,)
     )
-    encoded = [[contestant.encode(prompt, tokenizer, n_new=n_new) for prompt in prompts] for contestant in contestants]
+    encoded = [[encode_prompt(model, prompt, tokenizer, n_new=n_new) for prompt in prompts] for model in models]
     fitting = [i for i in range(len(prompts)) if None not in (encoded[0][i], encoded[1][i])]
     if len(fitting) < len(prompts):
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
         raise InputError("no prompt is left: give others, or a smaller --max-new-tokens")
     kept, store, answers = [prompts[i] for i in fitting], AnswerFile(file), []
-    for contestant, tokens in zip(contestants, encoded, strict=True):
-        ends = list_end_tokens(contestant.side.model.generation_config, contestant.panel.tokenizer)
+    for model, tokens in zip(models, encoded, strict=True):
+        ends = list_end_tokens(model.model.generation_config, model.tokenizer)
         own = sampling._replace(end_tokens=ends)
         answers.append(
-            draw_answers(contestant, kept, [tokens[i] for i in fitting], own, store, batch_size=options.batch_size)
+            draw_answers(model, kept, [tokens[i] for i in fitting], own, store, batch_size=options.batch_size)
         )
-    questions = [show(prompt, panel.tokenizer) for prompt in kept]
+    questions = [show(prompt, first.tokenizer) for prompt in kept]
     return [Pair(*parts) for parts in zip(kept, questions, *answers, strict=True)], sampling
 
 
@@ -245,16 +254,16 @@ def run_lm_eval(options: Any) -> None:
     """Run lm-eval's own command on the model of transformers that a run exported."""
     if not is_installed("lm_eval"):
         raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
-    origin = find_origin(
+    source = find_model(
         options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
     )
-    model = origin.policy.parent / EXPORTED if origin.policy else Path(options.model)
-    if (origin.policy and not model.exists()) or "," in str(model):
+    model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
+    if (source.policy_file and not model.exists()) or "," in str(model):
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
-    folder = find_folder(options, origin)
+    folder = find_folder(options, source)
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():
-        arguments = f"pretrained={origin.plan.model.name_or_path},peft={model}"
+        arguments = f"pretrained={source.name},peft={model}"
     command = ["-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
     command += ["--output_path", str(folder / "lm-eval"), "--batch_size", str(options.batch_size)]
     command += ["--include_path", options.include_path] if options.include_path else []

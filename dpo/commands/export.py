@@ -23,7 +23,8 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.commands import add_model_options, make_parser, run_command
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.models.export import Origin, describe_export, escape_markdown, export, find_origin
+from dpo.models.export import describe_export, escape_markdown, export
+from dpo.models.paths import ModelPath, find_model
 from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
@@ -73,15 +74,15 @@ def write(options: Any, out: Path) -> None:
         "template": options.chat_template,
         "trust_remote_code": options.trust_remote_code,
     }
-    origin = find_origin(options.checkpoint, **named)
-    print(f"reading {origin.parts}", flush=True)
+    source = find_model(options.checkpoint, **named)
+    print(f"reading {source.describe()}", flush=True)
     folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
     print(describe_export(folder))
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:
-        run = read_facts(origin.run_dir).get("run") if origin.run_dir else None
-        complete_card(folder, origin, run)
+        run = read_facts(source.run_dir).get("run") if source.run_dir else None
+        complete_card(folder, source, run)
         push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
 
 
@@ -95,9 +96,9 @@ def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
     print(f"converted {file}")
 
 
-def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
+def complete_card(folder: Path, source: ModelPath, run: str | None) -> None:
     """Add the run's verdict and curves, and evaluations of this model, to its card."""
-    run_dir = origin.run_dir
+    run_dir = source.run_dir
     card = ModelCard.load(folder / "README.md")
     card.data[RUN_KEY] = run
     card.data.tags = [*(card.data.tags or []), "dpo-train"]
@@ -113,7 +114,7 @@ def complete_card(folder: Path, origin: Origin, run: str | None) -> None:
             except InputError as error:
                 print(f"left out of the card: {error}")
                 continue
-            if found["settings"].get("model") == str(origin.policy):
+            if found["settings"].get("model") == str(source.policy_file):
                 sentences = [f"Judged by {result.stem.partition('-')[2]}:", *map(str, found["sentences"])]
                 texts.append(escape_markdown(" ".join(sentences)))
         for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):

@@ -19,39 +19,41 @@ from dpo.commands import add_model_options, add_sampling_options, make_parser, r
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
-from dpo.models.panel import Panel, load_panel
+from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.redaction import redact
 from dpo.system.arithmetic import set_up_torch
 
 RESET = "/reset"
 
 
-def converse(panel: Panel, sampling: Sampling) -> None:
-    """Hold a conversation with each side, over typed or piped lines; in the form raw each prompt is alone."""
+def converse(models: Sequence[LoadedModel], sampling: Sampling) -> None:
+    """Hold a conversation with each model, over typed or piped lines; in the form raw each prompt is alone."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
-    histories = [[] for _ in panel.sides]
+    histories = [[] for _ in models]
     for index in itertools.count():
         try:
             line = input("> ").strip()
         except EOFError:
             break
-        if line == RESET or panel.form == RAW:
-            histories = [[] for _ in panel.sides]
+        if line == RESET or models[0].form == RAW:
+            histories = [[] for _ in models]
         if line in ("", RESET):
             continue
         asked = [[*history, {"role": "user", "content": line}] for history in histories]
         try:  # before the first answer, as a prompt that does not fit changes no history
-            prompts = [panel.encode(messages, n_new=sampling.max_new_tokens) for messages in asked]
+            prompts = []
+            for model, messages in zip(models, asked, strict=True):
+                prompts.append(model.encode(messages, n_new=sampling.max_new_tokens))
         except InputError as error:
             print(f"error: {redact(str(error))}; {RESET} starts a new conversation", file=sys.stderr)
             continue
         histories = asked
-        for side, prompt, history in zip(panel.sides, prompts, histories, strict=True):
-            text = panel.answer(side, prompt, index, sampling).strip()
+        for model, prompt, history in zip(models, prompts, histories, strict=True):
+            text = model.answer(prompt, index, sampling).strip()
             history.append({"role": "assistant", "content": text})
             # without the control characters that could steer a terminal
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-            print(f"--- {side.name} ---\n{shown}\n", flush=True)
+            print(f"--- {model.name} ---\n{shown}\n", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load_and_converse(options: Any) -> None:
-    panel = load_panel(
+    models = load_for_generation(
         options.path,
         reference=options.reference,
         form=options.format,
@@ -79,14 +81,15 @@ def load_and_converse(options: Any) -> None:
         template=options.chat_template,
         trust_remote_code=options.trust_remote_code,
     )
+    policy = models[0]
     sampling = choose_sampling(
-        panel.sides[0].model,
-        panel.tokenizer,
+        policy.model,
+        policy.tokenizer,
         vars(options),
-        chat=panel.form == CHAT,
+        chat=policy.form == CHAT,
         max_new_tokens=options.max_new_tokens,
         seed=(options.seed,),
     )
-    print(f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)")
+    print(f"prompts are asked in the form {policy.form}: {MEANINGS[policy.form]} (--format changes it)")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
-    converse(panel, sampling)
+    converse(models, sampling)

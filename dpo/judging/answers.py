@@ -15,13 +15,11 @@ from dpo.data.custom import get_custom
 from dpo.data.schema import naming
 from dpo.data.sources import load_rows
 from dpo.data.table import Prompt, iterate_prompts
-from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
-from dpo.models.export import Origin
-from dpo.models.panel import Panel, Side
-from dpo.models.pretrained import check_positions
+from dpo.models.generation import LoadedModel
+from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
 from dpo.preference_datasets import load_data
 from dpo.settings.places import Source
@@ -51,16 +49,16 @@ def hash_texts(*texts: str) -> str:
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(origin: Origin, file: str | None, tokenizer: Any, *, limit: int, seed: int) -> list[Prompt]:
+def load_prompts(model: ModelPath, file: str | None, tokenizer: Any, *, limit: int, seed: int) -> list[Prompt]:
     """At most `limit` prompts, drawn by the seed: those of a file (docs/formats.md), or those that a run held out."""
     if file is not None:
         rows = load_rows(Source(file), "test")
         data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
         prompts: Sequence[Prompt] = list(iterate_prompts([("prompts", data)], "prompts"))
-    elif origin.run_dir is None:
-        raise InputError(f"{origin.plan.model.name_or_path} is no run, so it held out no prompts: give --prompts FILE")
+    elif model.run_dir is None:
+        raise InputError(f"{model.name} is no run, so it held out no prompts: give --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code
-        plan = origin.plan.change("dry_run", True).change("model.trust_remote_code", False)
+        plan = model.plan.change("dry_run", True).change("model.trust_remote_code", False)
         with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or give --prompts")):
             prompts = load_data(plan, silent=True).test
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:limit]
@@ -85,27 +83,18 @@ def show(prompt: Prompt, tokenizer: Any) -> str:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Contestant(NamedTuple):
-    """One of the two models."""
+def encode_prompt(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
+    """Encode a prompt as in training if it was made with this tokenizer, else from its messages.
 
-    name: str
-    panel: Panel  # its tokenizer, and the form in which it is asked
-    side: Side
-
-    def encode(self, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
-        """Tokens as in training if the prompt was made with this tokenizer, else of its messages.
-
-        None if the model has no positions for them and `n_new` tokens more; InputError if it cannot be asked.
-        """
-        text = prompt.text
-        if tokenizer is not self.panel.tokenizer:
-            with naming(f"the prompt {prompt.written[:80]!r}"):
-                text = self.panel.write(prompt.messages or as_messages(prompt, "")[:-1])
-        tokens = tuple(TextEncoder(self.panel.tokenizer)([text])[text])
-        with suppress(InputError):
-            check_positions(self.side.model, len(tokens) + n_new)
-            return tokens
-        return None
+    None if the model has no positions for it and `n_new` tokens more; InputError if it cannot be asked.
+    """
+    text = prompt.text
+    if tokenizer is not model.tokenizer:
+        with naming(f"the prompt {prompt.written[:80]!r}"):
+            text = model.write(prompt.messages or as_messages(prompt, "")[:-1])
+    with suppress(InputError):
+        return model.encode_text(text, n_new=n_new)
+    return None
 
 
 class AnswerFile:
@@ -123,7 +112,7 @@ class AnswerFile:
 
 
 def draw_answers(
-    contestant: Contestant,
+    loaded: LoadedModel,
     prompts: Sequence[Prompt],
     encoded: Sequence[Tokens],
     sampling: Sampling,
@@ -132,18 +121,18 @@ def draw_answers(
     batch_size: int,
 ) -> list[Answer]:
     """An answer to each prompt, new or from the file; the longest first, so that memory runs out at once or never."""
-    model, tokenizer = contestant.side.model, contestant.panel.tokenizer
-    identity = model_digest(model, str(model.dtype), contestant.side.adapter)
+    model = loaded.model
+    identity = model_digest(model, str(model.dtype), loaded.adapter)
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
     missing = sorted((i for i, key in enumerate(keys) if key not in file.answers), key=lambda i: -len(encoded[i]))
     with (
-        switch(model, contestant.side.adapter)(),
-        tqdm.tqdm(total=len(missing), desc=contestant.name, disable=not missing) as bar,
+        switch(model, loaded.adapter)(),
+        tqdm.tqdm(total=len(missing), desc=loaded.name, disable=not missing) as bar,
     ):
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
-            drawn = answer(model, tokenizer, [encoded[i] for i in batch], batch, sampling)
+            drawn = answer(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, given in zip(batch, drawn, strict=True):
-                file.add(keys[i], given, model=contestant.name, prompt=show(prompts[i], tokenizer))
+                file.add(keys[i], given, model=loaded.name, prompt=show(prompts[i], loaded.tokenizer))
             bar.update(len(batch))
     return [file.answers[key] for key in keys]

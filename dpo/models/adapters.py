@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.saver import ModelPart
-from dpo.errors import InputError, explaining_library, needing, one_sentence
+from dpo.errors import InputError, needing
 from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
+from dpo.models.paths import CONFIG, explaining_adapter
 from dpo.models.quantization import Linear4bit
 from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import full_state, local_tensor, release_gathered
@@ -24,72 +25,77 @@ from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY = "policy"
+REFERENCE = "reference"
 AUTO = (["auto"], ["all-linear"])  # all linear layers but the head; the second name is PEFT's
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 # Keys of PEFT's config that `read_adapter` reads, that do not change what a trained adapter computes, or that name the
 # adapted layers, which the file of weights names too. Others are refused.
 KNOWN_KEYS = (
-    *("r", "lora_alpha"),
-    *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    "r",
+    "lora_alpha",
+    "task_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
 )
 SAVED_HEADS = {HEAD, "classifier"}  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
-FACTOR_OF_ANY = re.compile(r"\.lora_[AB]\.")  # in the name of a weight, by which adapter it may be
+IS_FACTOR = re.compile(r"\.lora_[AB]\.")  # found in the names of the weights of all adapters
 
 
 # --- files in PEFT's format ------------------------------------------------------------------------------------------
 
 
-class StoredAdapter(NamedTuple):
-    directory: Path
-    r: int
-    alpha: float
-    weights: dict[str, Tensor]  # by the name in the model, without the adapter's name
+def read_adapter(directory: Path) -> tuple[dict, dict[str, Tensor]]:
+    """Read an adapter's config, and its weights by their names in the model.
 
-
-def read_adapter(directory: Path) -> StoredAdapter:
-    """Raises InputError if the adapter is damaged, or more than LoRA and a scalar head."""
+    Raises InputError if the adapter is damaged, or more than LoRA and a scalar head.
+    """
+    unsupported = []
     with explaining_adapter(directory):
         check_readable(directory / WEIGHTS)
-        config, weights = read_json(directory / CONFIG), load_file(directory / WEIGHTS)
+        config = read_json(directory / CONFIG)
+        stored = load_file(directory / WEIGHTS)
         silence_bitsandbytes()
         with needing("peft"):
             import peft  # not at the top, as importing it takes a second, and most runs read no adapter
 
-        defaults, r, alpha = vars(peft.LoraConfig()), config["r"], config["lora_alpha"]
+        defaults = vars(peft.LoraConfig())
+        r = config["r"]
+        alpha = config["lora_alpha"]
         if not (type(r) is int and r > 0 and 0 < alpha < math.inf):
             raise ValueError(f"r={r} and lora_alpha={alpha} must be positive numbers")
-        unsupported = [
-            f"{key}={value}"
-            for key, value in sorted(config.items())
-            if value
-            and value != defaults.get(key)
-            and key not in KNOWN_KEYS
-            and not (key == "init_lora_weights" and value == "gaussian")  # others, such as "pissa", change the base
-            and not (key == "modules_to_save" and SAVED_HEADS.issuperset(value))
-        ]
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+        for key, value in sorted(config.items()):
+            if not value or value == defaults.get(key) or key in KNOWN_KEYS:
+                continue
+            if key == "init_lora_weights" and value == "gaussian":  # others, such as "pissa", change the base
+                continue
+            if key == "modules_to_save" and SAVED_HEADS.issuperset(value):
+                continue
+            unsupported.append(f"{key}={value}")
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     unsupported += sorted(name for name in weights.keys() - {HEAD_WEIGHT} if not FACTOR_NAME.fullmatch(name))[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
-            f"its base with peft, and give the result as model.name_or_path"
+            f"its base with peft, and use the result as model.name_or_path"
         )
-    return StoredAdapter(directory, r, alpha, weights)
-
-
-def explaining_adapter(directory: Path) -> AbstractContextManager:
-    return explaining_library(
-        lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
-    )
+    return config, weights
 
 
 def _list_layers(names: Iterable[str]) -> list[str]:
-    """The layers of an adapter's weights."""
-    return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
+    """List the layers of an adapter's weights."""
+    matches = map(FACTOR_NAME.fullmatch, names)
+    return sorted({match[1] for match in matches if match})
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -104,7 +110,8 @@ class AdaptedLayer(nn.Module):
         if isinstance(base_layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
             self.in_features, self.out_features = base_layer.weight.shape
         else:
-            self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+            self.in_features = base_layer.in_features
+            self.out_features = base_layer.out_features
         self.lora_A: Any = nn.ModuleDict()  # modules by adapter, as the next two
         self.lora_B: Any = nn.ModuleDict()
         self.lora_dropout: Any = nn.ModuleDict()
@@ -112,10 +119,12 @@ class AdaptedLayer(nn.Module):
         self.in_use: str | None = None
 
     def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
-        """Draw A as PEFT does; B is 0."""
-        a, b = torch.empty(r, self.in_features), torch.zeros(self.out_features, r)
+        """Add an adapter, whose A is drawn as PEFT does, and whose B is 0."""
+        a = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        self.lora_A[name], self.lora_B[name] = (Factor(matrix.to(self.weight.device)) for matrix in (a, b))
+        b = torch.zeros(self.out_features, r)
+        self.lora_A[name] = FactorA(a.to(self.weight.device))
+        self.lora_B[name] = FactorB(b.to(self.weight.device))
         self.lora_dropout[name] = nn.Dropout(dropout) if dropout else nn.Identity()
         self.scaling[name] = alpha / r
 
@@ -132,17 +141,22 @@ class AdaptedLayer(nn.Module):
         return self.base_layer.weight  # some models read it
 
 
-class Factor(nn.Linear):
-    """A float32 matrix of an adapter; B adds its scaled product to the base layer's."""
+class FactorA(nn.Linear):
+    """An adapter's matrix A, in float32, whatever the input's dtype."""
 
     def __init__(self, weight: Tensor):
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight)
 
-    def forward(self, x: Tensor, base: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class FactorB(FactorA):
+    """An adapter's matrix B, which adds its scaled product to the base layer's output."""
+
+    def forward(self, x: Tensor, base: Tensor, scale: float) -> Tensor:
         weight = self.weight.to(x.dtype)
-        if base is None:
-            return nn.functional.linear(x, weight)
         return torch.addmm(base.flatten(0, -2), x.flatten(0, -2), weight.T, alpha=scale).view_as(base)
 
 
@@ -166,7 +180,8 @@ def add_adapter(
     head. Raises InputError if a layer cannot be adapted; `source` says who named it.
     """
     targets = [targets] if isinstance(targets, str) else list(targets)
-    layers, generator = _find_targets(model, targets, source), torch.Generator().manual_seed(seed)
+    layers = _find_targets(model, targets, source)
+    generator = torch.Generator().manual_seed(seed)
     for layer_name in layers:
         layer = model.get_submodule(layer_name)
         if not isinstance(layer, AdaptedLayer):
@@ -194,17 +209,19 @@ def add_adapter(
 
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
-    # of an adapted layer, the base layer comes last
+    # an adapted layer gives its name to its base layer, which comes last
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     if targets in AUTO:
         head = model.get_output_embeddings()
         return [name for name, layer in layers.items() if _is_linear(layer) and layer is not head]
     # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-    missing = [end for end in targets if not any(f".{name}".endswith(f".{end}") for name in layers)]
+    ends = tuple(f".{target}" for target in targets)
+    missing = [end[1:] for end in ends if not any(f".{name}".endswith(end) for name in layers)]
     if missing or not targets:
         raise InputError(f"{source} names layers that are not in {type(model).__name__}: {', '.join(missing[:5])}")
-    found = [name for name in layers if f".{name}".endswith(tuple(f".{end}" for end in targets))]
-    for layer in (layers[name] for name in found):
+    found = [name for name in layers if f".{name}".endswith(ends)]
+    for name in found:
+        layer = layers[name]
         if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:  # a merge would change both
             raise InputError(
                 f"{source} names a layer of class {type(layer).__name__} that is not linear, is the scalar head, or is "
@@ -218,24 +235,28 @@ def _is_linear(layer: Any) -> bool:
     return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is nn.Linear.forward
 
 
-def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
-    """Raises InputError if the adapter does not fit the model."""
-    layers = _list_layers(rename_layers(model, stored.weights, to_class=False))
-    add_adapter(model, stored.r, stored.alpha, layers, name=name, source=str(stored.directory))
-    load_adapter(model, stored, name)
+def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
+    """Load stored weights into the adapter called `name`, which is added if the model has none.
 
-
-def load_adapter(model: Any, stored: StoredAdapter, name: str) -> None:
-    """Copy a stored adapter's weights into the one called `name`; InputError if they do not fit."""
-    parameters, weights = adapter_weights(model, name), rename_layers(model, stored.weights, to_class=False)
+    Raises InputError if they do not fit.
+    """
+    config, stored = read_adapter(directory)
+    size = (config["r"], config["lora_alpha"])
+    weights = rename_layers(model, stored, to_class=False)
+    own = getattr(model, "adapter_configs", {}).get(name)
+    if own is None:
+        add_adapter(model, *size, _list_layers(weights), name=name, source=str(directory))
+    elif size != (own["r"], own["lora_alpha"]):
+        raise InputError(f"{directory} is an adapter of another size: set lora.r={size[0]} lora.alpha={size[1]}")
+    parameters = adapter_weights(model, name)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
-    shapes, stored_shapes = ({key: weight.shape for key, weight in each.items()} for each in (parameters, weights))
-    if shapes != stored_shapes:
-        differing = sorted({key for key, _ in shapes.items() ^ stored_shapes.items()})
+    differing = parameters.keys() ^ weights.keys()
+    differing |= {key for key in parameters.keys() & weights if parameters[key].shape != weights[key].shape}
+    if differing:
         raise InputError(
-            f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(differing[:3])}: give lora.target_modules as in its {CONFIG}, and its base"
+            f"{directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
+            f"{', '.join(sorted(differing)[:3])}: set lora.target_modules as in its {CONFIG}, and its base"
         )
     with torch.no_grad():
         for key, parameter in parameters.items():
@@ -243,12 +264,12 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str) -> None:
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
-    """An adapter's parameters, by names without its own; the policy's has a scalar head, too."""
-    weights = {
-        key.replace(f".{name}.", "."): parameter
-        for key, parameter in model.named_parameters()
-        if key.endswith((f".lora_A.{name}.weight", f".lora_B.{name}.weight"))
-    }
+    """Find an adapter's parameters, by names without its own; the policy's has a scalar head, too."""
+    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+    weights = {}
+    for key, parameter in model.named_parameters():
+        if key.endswith(ends):
+            weights[key.replace(f".{name}.", ".")] = parameter
     head = find_scalar_head(model)
     if weights and name == POLICY and head is not None:
         weights[HEAD_WEIGHT] = head.weight
@@ -256,31 +277,36 @@ def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The base's state dict, with its original names."""
-    state = model.state_dict().items()
-    return {key.replace(".base_layer.", "."): tensor for key, tensor in state if not FACTOR_OF_ANY.search(key)}
+    """Return the base's state dict, with its original names."""
+    weights = {}
+    for key, tensor in model.state_dict().items():
+        if not IS_FACTOR.search(key):
+            weights[key.replace(".base_layer.", ".")] = tensor
+    return weights
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """A model's weights with an adapter merged, each sum rounded once to the base's dtype, if that is `dtype` or None.
+def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Merge a stored adapter into a model, and return the weights.
 
-    Otherwise the sums are in float32, for the caller to round.
+    Each sum is rounded once to the base's dtype, if that is `dtype` or None; else sums are in float32, for the caller
+    to round.
     """
-    add_stored_adapter(model, stored)
+    load_adapter(model, directory)
     for layer in _adapted_layers(model):
         added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)
         if isinstance(layer.base_layer, Conv1D):
             added = added.T
-        is_rounded = dtype in (None, layer.weight.dtype)
-        layer.weight.data = (layer.weight + added).to(layer.weight.dtype if is_rounded else torch.float32)
+        base_dtype = layer.weight.dtype
+        sum_dtype = base_dtype if dtype in (None, base_dtype) else torch.float32
+        layer.weight.data = (layer.weight + added).to(sum_dtype)
     return base_weights(model)
 
 
 def weights_in_use(model: Any) -> list[Tensor]:
-    """The base's weights, and the active adapter's unless it adds nothing."""
+    """List the base's weights, and the active adapter's unless it adds nothing."""
     # without the buffers of a 4-bit base, which never change
-    weights = [parameter for key, parameter in model.named_parameters() if not FACTOR_OF_ANY.search(key)]
+    weights = [parameter for key, parameter in model.named_parameters() if not IS_FACTOR.search(key)]
     if layers := _adapted_layers(model):  # all have the same adapter in use
         adapter = adapter_weights(model, layers[0].in_use)
         if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
@@ -298,13 +324,9 @@ def seed_dropout(*numbers: int) -> None:
 
 
 def list_dropouts(model: Any) -> list[nn.Dropout]:
-    """The adapted layers' dropout, if `lora.dropout` is above 0."""
-    return [
-        dropout
-        for layer in _adapted_layers(model)
-        for dropout in layer.lora_dropout.values()
-        if isinstance(dropout, nn.Dropout)
-    ]
+    """List the adapted layers' dropout, if `lora.dropout` is above 0."""
+    modules = [module for layer in _adapted_layers(model) for module in layer.lora_dropout.values()]
+    return [module for module in modules if isinstance(module, nn.Dropout)]
 
 
 def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
@@ -342,14 +364,17 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """Count parameters over all shards, 4-bit weights included."""
     n_total = sum(parameter.numel() for parameter in model.parameters())
-    # a 4-bit weight is a packed buffer
-    n_total += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
-    return ParameterCount(sum(parameter.numel() for parameter in trained_parameters(model)), n_total)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):  # its weight is a packed buffer
+            n_total += module.in_features * module.out_features
+    n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
+    return ParameterCount(n_trainable, n_total)
 
 
 def policy_part(model: nn.Module) -> ModelPart:
-    """A policy's adapter, or all its weights."""
-    return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)
+    """Return the part of a checkpoint with a policy's adapter, or with all its weights."""
+    part = AdapterPart if adapter_weights(model, POLICY) else ModelPart
+    return part("policy", model)
 
 
 class AdapterPart(ModelPart):
@@ -357,7 +382,8 @@ class AdapterPart(ModelPart):
 
     def gather(self) -> dict[str, Tensor]:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
-        return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()})
+        weights = adapter_weights(self.source, POLICY)
+        return full_state({PREFIX + key: weight for key, weight in weights.items()})
 
     def convert(self, state: Mapping[str, Tensor]) -> dict[str, bytes]:
         config = dict(self.source.adapter_configs[POLICY])

@@ -1,4 +1,4 @@
-"""The model that a path names, and its export for transformers or PEFT, with a model card.
+"""The export of a model for transformers or PEFT, with a model card.
 
 Weights that do not change stay mapped from their file; merged or converted ones are in memory once.
 """
@@ -11,41 +11,43 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
+from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, read_manifest
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
 from dpo.data.tokenization import list_ends
-from dpo.data.tokenizer import KeptTemplate, bind_template, explaining_load_errors, find_pad_token, load_tokenizer
+from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token, load_tokenizer
 from dpo.errors import InputError, RunError, explaining, one_sentence
-from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
+from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
-from dpo.models.loading import check_base, find_source, load_base, resolve_name
+from dpo.models.loading import load_base, resolve_name
+from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.published import drop_copies, find_file, read_weights, rename_weights, spell_both_ways
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
-from dpo.models.scoring import MARK, POLICY
+from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
 from dpo.models.text_part import is_text_part
-from dpo.models.weights import Weights, locate_weights, read_archive
+from dpo.models.weights import read_archive
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS, Resume
-from dpo.settings.places import BUILT_IN, HUB_ID, Source, check_exists
-from dpo.settings.plan import Plan, resolve
-from dpo.settings.validation import read_plan
-from dpo.system.plain_files import check_readable, read_json, replacing, write_json
+from dpo.settings.places import BUILT_IN, HUB_ID, Source
+from dpo.settings.plan import Plan
+from dpo.system.plain_files import read_json, replacing, write_json
 from dpo.system.waiting import after_rank_0, barrier_before_exit
 
-RUN_CONFIG, POLICY_FILE = "config.yaml", "policy.pt"
 SHARD_BYTES = 2 * 10**9
+# settings on the card: what determines the weights, but for what was said to the export and not to the run
+SETTINGS = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
+SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # how images and video are read
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -96,93 +98,8 @@ EXAMPLES = {
 }
 
 
-class Origin(NamedTuple):
-    plan: Plan  # the run's, or else one of defaults; `plan.model.name_or_path` always names the base
-    weights: Weights = Weights()
-    run_dir: Path | None = None  # the run's directory, which contains config.yaml
-    base_digest: str | None = None  # the base on which an adapter was trained, if the run recorded it
-
-    @property
-    def policy(self) -> Path | None:
-        """The checkpoint's own `policy.pt`, not its base's."""
-        if self.weights.adapter is None:
-            return self.weights.archive
-        file = self.weights.adapter / POLICY_FILE
-        return file if file.is_file() else None
-
-    @property
-    def parts(self) -> str:
-        """What is read, which a stranger's run may have named."""
-        model = self.plan.model
-        return f"weights of {self.weights.archive or model.name_or_path}, tokenizer of {model.tokenizer}"
-
-
-def find_origin(
-    path: str | Path,
-    *,
-    model: str | None = None,
-    trust_remote_code: bool = False,
-    hub: bool = False,
-    template: str | Path | None = None,
-    run_plan: Plan | None = None,
-) -> Origin:
-    """Find the model that a path names; InputError if it names none.
-
-    It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
-    neither adapter nor run names it, or if it has moved; `template` is a file with a chat template, in place of the
-    run's. `run_plan` is the run's, whose trust `trust_remote_code`
-    replaces.
-    """
-    check_exists(str(path))
-    path = Path(path).expanduser()
-    is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
-    if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
-        if model is not None:
-            raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        plan = resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}})
-        return Origin(_choose_template(plan, template, {}, path))
-    weights = locate_weights(path).resolve()
-    adapter = weights.adapter
-    if model is not None and adapter:
-        weights = Weights(None, adapter)  # without the base or archive that the adapter names
-    # another program's adapter has no policy.pt, and a config.yaml beside it is not a run's
-    policy = adapter / POLICY_FILE if adapter else weights.archive
-    folders = (policy.parent, policy.parent.parent) if policy.is_file() else ()
-    run_dir = next((folder for folder in folders if (folder / RUN_CONFIG).is_file()), None)
-    if run_plan is None and run_dir is not None:
-        # the keys that decide anything here; others may be wrong
-        decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
-        run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
-    base = model or weights.base or (run_plan.model.name_or_path if run_plan else None)
-    if base is None:
-        raise InputError(f"{path} names no base model, and there is no {RUN_CONFIG} of its run beside it: give --model")
-    plan = (run_plan or resolve({"model": {"name_or_path": base}})).change("model.name_or_path", base)
-    plan = plan.change("model.trust_remote_code", trust_remote_code)
-    if adapter and model:  # it has weights, even if the run's base had random ones
-        plan = plan.change("model.random_init", False)
-    if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
-        plan = plan.change("model.tokenizer_name_or_path", str(adapter))
-    manifest = read_manifest(policy.parent) if policy and (policy.parent / MANIFEST).exists() else {}
-    return Origin(_choose_template(plan, template, manifest, path), weights, run_dir, run_dir and manifest.get("base"))
-
-
-def _choose_template(plan: Plan, given: str | Path | None, manifest: Mapping, path: Path) -> Plan:
-    """The plan with a file's chat template, or with the text that a checkpoint keeps.
-
-    A path in a run's config is not read: the file may have changed, or the run be a stranger's that names any file.
-    """
-    if given is not None:
-        return plan.change("chat_template", str(given))
-    if "chat_template" in manifest:
-        for key in ("chat_template_args", "chat_template_date"):
-            plan = plan.change(key, manifest["config"].get(key))
-        return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
-    if plan.chat.chat_template is not None:
-        raise InputError(
-            f"{path} is of a run that kept the path of its chat template, {plan.chat.chat_template}, and not "
-            f"the text: give --template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
-        )
-    return plan
+class NeedsMerge(InputError):
+    """An adapter that can be exported if it is merged into its base."""
 
 
 def export(
@@ -197,32 +114,34 @@ def export(
 ) -> Path:
     """Write a directory for transformers, whole or not at all, and return its path.
 
-    `checkpoint`, `plan` and `options` are those of `find_origin`. An adapter stays one, unless `merge` is given;
+    `checkpoint`, `plan` and `options` are those of `find_model`. An adapter stays one, unless `merge` is given;
     `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or
     `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists already: remove it, or give another directory")
-    origin = find_origin(checkpoint, run_plan=plan, **options)
-    has_adapter = origin.weights.adapter is not None
-    if origin.weights == Weights() or (merge and not has_adapter):
+        raise InputError(f"{out} exists already: remove it, or use another directory")
+    source = find_model(checkpoint, run_plan=plan, **options)
+    if source.adapter is None and (source.archive is None or merge):
         raise InputError(f"{checkpoint} holds no policy.pt or adapter, or none that --merge could merge")
-    as_adapter = has_adapter and not merge
-    if as_adapter and (origin.policy is None or dtype is not None):
-        raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, give --merge")
+    as_adapter = source.adapter is not None and not merge
+    if as_adapter and (source.policy_file is None or dtype is not None):
+        raise NeedsMerge(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, add --merge")
     if verify:
-        for file in {origin.policy, origin.weights.archive if merge else None}:
-            # the reference implementation writes no manifest
-            if file is not None and (file.parent / MANIFEST).exists():
+        files = {source.policy_file}
+        if merge:
+            files.add(source.archive)
+        for file in files - {None}:
+            if (file.parent / MANIFEST).exists():  # the reference implementation writes none
                 check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
-    failures, said = (OSError, SafetensorError), f"{out} could not be written, and nothing was left there"
-    with explaining(failures, lambda why: RunError(f"{said}: {why}")), replacing(out) as folder:
+    problem = f"{out} could not be written, and nothing was left there"
+    failures = (OSError, SafetensorError)
+    with explaining(failures, lambda why: RunError(f"{problem}: {why}")), replacing(out) as folder:
         folder.mkdir(parents=True)
         if as_adapter:
-            _write_adapter(folder, origin)
+            _write_adapter(folder, source)
         else:
-            _write_model(folder, origin, None if dtype is None else DTYPES[dtype])
+            _write_model(folder, source, dtype and DTYPES[dtype])
         for path in filter(Path.is_file, folder.rglob("*")):
             shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
     return out
@@ -230,11 +149,11 @@ def export(
 
 def describe_export(folder: Path) -> str:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    said = f"exported {folder} ({size / 1e9:,.3g} GB)"
+    sentence = f"exported {folder} ({size / 1e9:,.3g} GB)"
     config = folder / "config.json"
     if config.exists() and read_json(config)["dtype"] == "float32":
-        said += "; in half of that: dpo export RUN DIR --dtype bfloat16"
-    return said
+        sentence += "; in half of that: dpo export RUN DIR --dtype bfloat16"
+    return sentence
 
 
 def export_last(plan: Plan, rank: int) -> None:
@@ -251,11 +170,12 @@ def export_last(plan: Plan, rank: int) -> None:
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
             print(describe_export(out), flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
-            why = one_sentence(error)
-            merge = " --merge" if "give --merge" in why else ""
+            command = f"dpo export {plan.run.local_run_dir} DIR"
+            if isinstance(error, NeedsMerge):
+                command += " --merge"
             print(
-                f"warning: the run is complete, but its export failed: {type(error).__name__}: {why}; to export it, "
-                f"run dpo export {plan.run.local_run_dir} DIR{merge}",
+                f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
+                f"to export it, run {command}",
                 file=sys.stderr,
             )
 
@@ -263,45 +183,46 @@ def export_last(plan: Plan, rank: int) -> None:
     barrier_before_exit()
 
 
-def _find_base_for_peft(origin: Origin) -> str:
-    """The base's name; InputError if PEFT cannot load it."""
-    archive, adapter = origin.weights.archive, origin.weights.adapter
+def _find_base_for_peft(source: ModelPath) -> str:
+    """Find the base's name; InputError if PEFT cannot load it."""
+    archive = source.archive
     if archive is not None:
         exported = archive.parent / EXPORTED
         if (exported / "config.json").is_file():
             return str(exported)
-        raise InputError(
-            f"the base of {adapter} is {archive}, which PEFT cannot load: give --merge, or export the base first: "
-            f"dpo export {archive} {exported}"
+        raise NeedsMerge(
+            f"the base of {source.adapter} is {archive}, which PEFT cannot load: add --merge, or export the base "
+            f"first: dpo export {archive} {exported}"
         )
-    if origin.plan.model.random_init:
-        raise InputError(f"the base of {adapter} has random weights, which PEFT cannot load: give --merge")
-    return resolve_name(origin.plan.model.name_or_path)
+    if source.plan.model.random_init:
+        raise NeedsMerge(f"the base of {source.adapter} has random weights, which PEFT cannot load: add --merge")
+    return resolve_name(source.name)
 
 
-def _write_adapter(folder: Path, origin: Origin) -> None:
-    directory = origin.weights.adapter
-    config = read_json(directory / CONFIG) | {"base_model_name_or_path": _find_base_for_peft(origin)}
-    write_json(folder / CONFIG, dict(sorted(config.items())))
-    shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
-    base = load_structure(find_source(origin.plan), dtype=torch.float32)
-    tokenizer = _write_tokenizer(folder, origin, base)
-    if not origin.plan.loss.scalar_head:
-        _write_generation_config(folder, origin, tokenizer)
-    _write_card(folder, origin, base, adapter=read_adapter(directory))
+def _write_adapter(folder: Path, source: ModelPath) -> None:
+    base_name = _find_base_for_peft(source)
+    config, _ = read_adapter(source.adapter)
+    write_json(folder / CONFIG, dict(sorted({**config, "base_model_name_or_path": base_name}.items())))
+    shutil.copyfile(source.adapter / WEIGHTS, folder / WEIGHTS)
+    base = load_structure(source, dtype=torch.float32)
+    tokenizer = _write_tokenizer(folder, source, base)
+    if not source.scalar_head:
+        _write_generation_config(folder, source, tokenizer)
+    _write_card(folder, source, base)
 
 
-def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> None:
+def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> None:
     """Write the base's own directory with other weights: its names, config and files, but for what had to change."""
-    source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
-    adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
+    if source.adapter is not None:
+        read_adapter(source.adapter)  # to refuse a damaged one before the base is loaded
     model = load_structure(source, dtype=dtype or torch.float32)
-    state = drop_copies(model, _read_state(model, origin, adapter, dtype))
+    state = drop_copies(model, _read_state(model, source, dtype))
     _copy_files(folder, source, PROCESSOR_FILES)
-    tokenizer = _write_tokenizer(folder, origin, model)
+    tokenizer = _write_tokenizer(folder, source, model)
+    tensors = {}
     # a reward model has another head than the files, and random weights may have nothing in common with them
-    is_like_files = not is_reward_model and not origin.plan.model.random_init
-    tensors = _complete(model, state, read_weights(source), dtype) if is_like_files else {}
+    if not source.scalar_head and not source.plan.model.random_init:
+        tensors = _complete(model, state, read_weights(source), dtype)
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
     if tensors or not is_text_part(config):
         written = dict(read_json(Path(find_file(source, "config.json"))))
@@ -310,7 +231,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
         written = json.loads(config.to_json_string())
     if not tensors:
         rounded = dict(_round(model, state, dtype))
-        if is_reward_model:
+        if source.scalar_head:
             _embed(model, rounded, tokenizer.pad_token_id)
         tensors = revert_weight_conversion(model, rounded)
     save_torch_state_dict(_separate(tensors), folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
@@ -328,31 +249,28 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None) -> Non
         config.save_pretrained(folder)
         custom_object_save(model, folder, config=config)
         written["auto_map"] = config.auto_map
-    if is_reward_model:
+    if source.scalar_head:
         n_embeddings = max(config.get_text_config().vocab_size, tokenizer.pad_token_id + 1)
         text |= {"pad_token_id": tokenizer.pad_token_id, "vocab_size": n_embeddings}
-        written |= {"id2label": config.id2label, "label2id": config.label2id, MARK: POLICY}
+        written |= {"id2label": config.id2label, "label2id": config.label2id, FORMAT_KEY: POLICY_FORMAT}
         written.pop("num_labels", None)
     else:
-        _write_generation_config(folder, origin, tokenizer)
+        _write_generation_config(folder, source, tokenizer)
     write_json(folder / "config.json", written)
-    _write_card(folder, origin, model, adapter=adapter, dtype=dtype_name)
+    _write_card(folder, source, model, dtype=dtype_name)
 
 
-def _read_state(
-    model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    if adapter is None:
-        return read_archive(origin.weights.archive, model)
-    plan, has_run = origin.plan, origin.run_dir is not None
-    # the base as the run had it: in its precision, and of 4 bits what they keep
-    base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
-    base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
-    check_base(base, origin.base_digest, plan)
-    if has_run and plan.quantized:
+def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if source.adapter is None:
+        return read_archive(source.archive, model)
+    base_dtype = None
+    if source.run_dir is not None:  # the base as the run had it: in its precision, and of 4 bits what they keep
+        base_dtype = DTYPES[source.plan.model.policy_dtype]
+    base = load_base(source, base_dtype, attention="eager")
+    if source.run_dir is not None and source.plan.quantized:
         for layer in map(base.get_submodule, layers_to_quantize(base)):
             layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
-    return merge_adapter(base, adapter, dtype)
+    return merge_adapter(base, source.adapter, dtype)
 
 
 def _embed(model: Any, state: dict[str, Tensor], token_id: int) -> None:
@@ -374,7 +292,7 @@ def _round(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype | None) -
 def _complete(
     model: Any, state: Mapping[str, Tensor], stored: dict[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """A base's tensors with trained ones in their places; none if these are unclear.
+    """Put trained tensors in their places among a base's; none if these are unclear.
 
     With `dtype`, what is in float32 in files of 16 bits stays so.
     """
@@ -385,7 +303,8 @@ def _complete(
     if dtype is None:
         return complete
     is_in_16_bits = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in stored.values())
-    for name, tensor in (stored | rename_weights(model, state, stored)).items():
+    unrounded = {**stored, **rename_weights(model, state, stored)}
+    for name, tensor in unrounded.items():
         if is_in_16_bits and stored[name].dtype == torch.float32:
             complete[name] = tensor
         elif name not in named and tensor.is_floating_point():
@@ -395,7 +314,8 @@ def _complete(
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy what shares its storage: a tied weight that the base's files have twice, or an expert of several."""
-    storages, separate = set(), {}
+    storages = set()
+    separate = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         is_shared = storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes
@@ -404,28 +324,27 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def _copy_files(folder: Path, source: Any, files: Iterable[str]) -> None:
+def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:
     for file in files:
         if path := find_file(source, file):
             shutil.copyfile(path, folder / file)
 
 
-def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
+def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
 
     A reward model always gets a pad token, a new one if no other token can pad.
     """
-    plan, source = origin.plan, find_source(origin.plan)
-    name = plan.model.tokenizer
+    name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source.options)
     template = tokenizer.chat_template
     pad_token = tokenizer.pad_token
     n_tokens = len(tokenizer)
-    bind_template(tokenizer, plan.chat)
+    bind_template(tokenizer, source.plan.chat)
     n_embeddings = model.get_input_embeddings().num_embeddings
     pad = find_pad_token(tokenizer, n_embeddings)
-    if plan.loss.scalar_head:
+    if source.scalar_head:
         if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):  # an adapter adds no embedding
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         else:
@@ -458,15 +377,16 @@ def _write_tokenizer(folder: Path, origin: Origin, model: Any) -> Any:
     return tokenizer
 
 
-def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> None:
+def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) -> None:
     """Write the base's settings of generation, with end tokens of which the first is the one that was trained."""
-    source = find_source(origin.plan)
     published = load_generation_config(source)
     file = find_file(source, "generation_config.json")
     values = dict(read_json(Path(file))) if file else published.to_diff_dict()
     values.pop("_from_model_config", None)  # by which transformers would make it anew
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    values |= {"eos_token_id": list_end_tokens(published, tokenizer), "pad_token_id": pad}
+    values["eos_token_id"] = list_end_tokens(published, tokenizer)
+    values["pad_token_id"] = tokenizer.pad_token_id
+    if tokenizer.pad_token_id is None:
+        values["pad_token_id"] = tokenizer.eos_token_id
     write_json(folder / "generation_config.json", values)
 
 
@@ -474,13 +394,13 @@ def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> No
 
 
 def escape_markdown(text: str) -> str:
-    """The text on one line, as a page shows it: no markup, HTML or link of its own, as names come from others."""
+    """Write a text on one line, as a page shows it: no markup, HTML or link of its own, as names come from others."""
     escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
 
 
 def _find_end(tokenizer: Any, form: str | None) -> str:
-    """The token that ends an answer in this form of prompts."""
+    """Find the token that ends an answer in this form of prompts."""
     if form == CHAT:
         dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
         behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
@@ -490,68 +410,82 @@ def _find_end(tokenizer: Any, form: str | None) -> str:
     return tokenizer.eos_token
 
 
-def _write_card(
-    folder: Path, origin: Origin, model: Any, *, adapter: StoredAdapter | None, dtype: str | None = None
-) -> None:
-    """Write `README.md`, without the weights' `dtype` for an `adapter` alone."""
-    plan = origin.plan
+def _list_data(names: Iterable[str], sources: Mapping) -> dict[str, Any]:
+    """Say where each dataset is: a Hub id, or a file's name without directory."""
+    places = {}
+    for name in names:
+        given = sources.get(name)
+        data = Source.parse(name, given or BUILT_IN.get(name) or name)
+        places[name] = data.path
+        if given and data.local:  # a directory that is named like one of BUILT_IN is not where that is read
+            places[name] = f"local files: {data.local.name}"
+    return places
+
+
+def _write_card(folder: Path, source: ModelPath, model: Any, *, dtype: str | None = None) -> None:
+    """Write `README.md`, without the weights' `dtype` for an adapter alone."""
+    plan = source.plan
     is_adapter = dtype is None
-    checkpoint = read_file(origin.policy) if origin.policy else {}
-    values = redact(plan.values) if origin.run_dir else {}
-    base, loss = plan.model.name_or_path, plan.values.get("loss.name")
-    base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
-    sources = {}  # of data: a Hub id, or a file's name without directory
-    for name in values.get("datasets", ()):
-        given = plan.data.dataset_sources.get(name)
-        source = Source.parse(name, given or BUILT_IN.get(name) or name)
-        # a directory that is named like one of BUILT_IN is not where that is read
-        sources[name] = f"local files: {source.local.name}" if given and source.local else source.path
-    form = find_prompt_format(origin) if origin.run_dir else None
+    loss = plan.values.get("loss.name")
+    form = None
+    values = {}
+    if source.run_dir:
+        form = find_prompt_format(source)
+        values = redact(plan.values)
+    data = _list_data(values.get("datasets", ()), plan.data.dataset_sources)
+    tags = [loss] if loss else []
+    adapter = None
+    if source.adapter is not None:
+        tags.append("lora")
+        config = read_json(source.adapter / CONFIG)
+        adapter = {"r": config["r"], "alpha": config["lora_alpha"]}
+    is_base_on_hub = not Path(source.name).expanduser().exists() and HUB_ID.fullmatch(source.name) is not None
     metadata = ModelCardData(
-        base_model=base if base_on_hub and not (is_adapter and origin.weights.archive) else None,
-        datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
+        base_model=source.name if is_base_on_hub and not (is_adapter and source.archive) else None,
+        datasets=[place for place in data.values() if HUB_ID.fullmatch(place)] or None,
         library_name="peft" if is_adapter else "transformers",
         base_model_relation="adapter" if is_adapter else None,
-        pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
-        tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
+        pipeline_tag="text-classification" if source.scalar_head else "text-generation",
+        tags=tags or None,
         prompt_format=form,
     )
+    auto_class = source.auto_class.__name__
+    imported = ""
     # the model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base
-    runs_code = plan.model.trust_remote_code if is_adapter else bool(list(folder.glob("*.py")))
-    options = trust = ", trust_remote_code=True" if runs_code else ""
+    runs_code = plan.model.trust_remote_code if is_adapter else any(folder.glob("*.py"))
+    trust = ", trust_remote_code=True" if runs_code else ""
+    options = trust
     if is_adapter:
         # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
-        options += f', dtype="{plan.compute_dtype}"' + f", quantization_config={IN_4_BITS}" * plan.quantized
-        options += ", num_labels=1" * plan.loss.scalar_head
-    auto_class = find_source(plan).auto_class.__name__
-    if is_adapter and hasattr(model, "names_in_class"):  # the adapter has the names of the whole checkpoint's class
-        auto_class = "AutoModelForImageTextToText"
+        options += f', dtype="{plan.compute_dtype}"'
+        if plan.quantized:
+            imported = ", BitsAndBytesConfig"
+            options += f", quantization_config={IN_4_BITS}"
+        if source.scalar_head:
+            options += ", num_labels=1"
+        if hasattr(model, "names_in_class"):  # the adapter has the names of the whole checkpoint's class
+            auto_class = "AutoModelForImageTextToText"
     reward = ""
-    if plan.loss.scalar_head:
-        trained = load_tokenizer(plan.model.tokenizer, **find_source(plan).options, chat=plan.chat)
-        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(_find_end(trained, form)))
-    # settings that determine the weights, but for paths, and for what was said to the export and not to the run
-    kept = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
-    settings = {
-        key: value
-        for key, value in values.items()
-        if key in kept | {"exp_name", "n_epochs", "n_examples"} and "/" not in str(value)
-    }
+    if source.scalar_head:
+        tokenizer = load_tokenizer(plan.model.tokenizer, **source.options, chat=plan.chat)
+        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(_find_end(tokenizer, form)))
+    checkpoint = read_file(source.policy_file) if source.policy_file else {}
+    metrics = checkpoint.get("metrics") or {}
     facts = {
-        "base": Path(base).name,
+        "base": Path(source.name).name,
         "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {dtype}",
-        "adapter": adapter and {"r": adapter.r, "alpha": adapter.alpha},
+        "adapter": adapter,
         "examples trained on": checkpoint.get("step_idx"),
-        "metrics": {k: v for k, v in (checkpoint.get("metrics") or {}).items() if isinstance(v, int | float)},
-        "data": sources,
-        "settings": settings,
-        "commit": _read_record(origin, "env.json").get("git_commit"),
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
+        "data": data,
+        "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
+        "commit": read_run_file(source, "env.json").get("git_commit"),
     }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     text = CARD.format(
         method=escape_markdown(loss or "preferences"),
         auto_class=auto_class,
-        imported=", BitsAndBytesConfig" if IN_4_BITS in options else "",
+        imported=imported,
         options=options,
         trust=trust,
         reward=reward,
@@ -559,29 +493,3 @@ def _write_card(
         facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
     )
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
-
-
-def find_prompt_format(origin: Origin) -> str | None:
-    """The form of all training prompts, by the run's record or an export's card; None if they differ."""
-    if origin.run_dir is not None:
-        train = _read_record(origin, "preflight.json").get("train")
-        recorded = train.get("prompt_formats") if isinstance(train, Mapping) else None
-        names = origin.plan.data.datasets
-        forms = {HH if name in BUILT_IN else str((recorded or {}).get(name)) for name in names}
-        form = forms.pop() if len(forms) == 1 else None
-    else:
-        card = Path(origin.weights.adapter or origin.plan.model.name_or_path, "README.md")
-        try:
-            check_readable(card)
-            form = (metadata_load(card) or {}).get("prompt_format")
-        except Exception:  # no card, or not one of ours: a card may hold anything
-            return None
-    return form if form in [*MEANINGS] else None
-
-
-def _read_record(origin: Origin, name: str) -> Mapping:
-    file = origin.run_dir and origin.run_dir / name
-    record = read_json(file) if file and file.exists() else {}
-    if not isinstance(record, Mapping):
-        raise InputError(f"{file} holds no mapping: restore it, or remove it")
-    return record

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter, read_adapter
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter
 from dpo.models.logprobs import install_scalar_head
-from dpo.models.pretrained import DTYPES, Source, check_positions, load_config, load_model, load_structure, take_model
+from dpo.models.paths import ModelPath, find_base, locate_weights
+from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure, take_model
 from dpo.models.quantization import quantize
 from dpo.models.text_part import check_names, is_text_part
-from dpo.models.weights import Weights, hash_base, locate_weights, model_digest, read_archive
+from dpo.models.weights import hash_base, model_digest, read_archive
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
@@ -26,58 +27,58 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 # --- where models are ------------------------------------------------------------------------------------------------
 
 
-def find_source(plan: Plan) -> Source:
-    model = plan.model
-    return Source(model.name_or_path, plan.run.cache_dir, model.trust_remote_code, plan.loss.scalar_head)
-
-
 def resolve_name(name: str) -> str:
-    """A directory's absolute path; a Hub id unchanged."""
+    """Make a directory's path absolute; a Hub id stays as it is."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name  # resolves links such as LATEST, which will move
 
 
 def find_model_config(plan: Plan) -> Any:
-    """The model's config, perhaps of a checkpoint's text part."""
-    config = load_config(find_source(plan))
+    """Load the model's config, perhaps of a checkpoint's text part."""
+    config = load_config(find_base(plan))
     return config.get_text_config() if is_text_part(config) else config
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
-    """The model on the meta device, without adapters."""
-    return load_structure(find_source(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
+    """Make the model on the meta device, without adapters."""
+    return load_structure(find_base(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
-    """The policy on the meta device, quantized and with its adapters."""
-    names = ([POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]) if plan.lora else []
-    return _prepare(find_structure(plan, dtype), plan, dict.fromkeys(names))
+    """Make the policy on the meta device, quantized and with its adapters."""
+    adapters = {}
+    if plan.lora:
+        adapters[POLICY] = None
+    if plan.reference == "adapter":
+        adapters[REFERENCE] = None
+    return _prepare(find_structure(plan, dtype), plan, adapters)
 
 
-def find_weights(plan: Plan) -> Weights:
-    """What `model.archive` names; InputError if it does not exist, or the keys of `lora` do not match."""
+def find_start(plan: Plan) -> ModelPath:
+    """Find what `model.archive` names; InputError if it does not exist, or the keys of `lora` do not match."""
     archive = plan.model.archive
     if archive is None:
-        return Weights()
-    weights = locate_weights(archive)
-    if weights.adapter is None and plan.reference == "adapter":
+        return ModelPath()
+    start = locate_weights(archive)
+    if start.adapter is None and plan.reference == "adapter":
         raise InputError(
-            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give one, or choose "
+            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: set it to one, or set "
             "lora.reference=base"
         )
     # with lora.reference=base the reference would be the adapter's base alone
-    if weights.adapter is not None and (plan.lora is None or plan.reference == "base"):
+    if start.adapter is not None and (plan.lora is None or plan.reference == "base"):
         keys = "lora=lora lora.reference=adapter" if plan.loss.reference else "lora=lora"
         raise InputError(
-            f"model.archive={archive} is an adapter: choose {keys}, or merge it first: dpo export "
+            f"model.archive={archive} is an adapter: set {keys}, or merge it first: dpo export "
             f"{archive} DIR --merge, then model.name_or_path=DIR"
         )
-    return weights
+    return start
 
 
 def notes_on_base(plan: Plan) -> list[str]:
-    base, name = find_weights(plan).base, plan.model.name_or_path
-    if base is None or resolve_name(base) == resolve_name(name):
+    base = find_start(plan).name
+    name = plan.model.name_or_path
+    if not base or resolve_name(base) == resolve_name(name):
         return []
     return [f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"]
 
@@ -85,13 +86,14 @@ def notes_on_base(plan: Plan) -> list[str]:
 # --- checking and loading --------------------------------------------------------------------------------------------
 
 
-def check_model(plan: Plan) -> Weights:
-    """Find the weights; InputError if the model cannot be trained."""
-    weights, config = find_weights(plan), load_config(find_source(plan))
-    if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
-        check_names(find_structure(plan, plan.model.policy_dtype), find_source(plan))
+def check_model(plan: Plan) -> ModelPath:
+    """Find what training starts from; InputError if the model cannot be trained."""
+    start = find_start(plan)
+    base = find_base(plan)
+    if is_text_part(load_config(base)) and not plan.model.random_init and not plan.loss.scalar_head:
+        check_names(find_structure(plan, plan.model.policy_dtype), base)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
-    return weights
+    return start
 
 
 def check_blocks(plan: Plan, given: Any = None) -> None:
@@ -102,78 +104,83 @@ def check_blocks(plan: Plan, given: Any = None) -> None:
 
 def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
-    weights, structure = check_model(plan), find_structure(plan, plan.model.policy_dtype)
+    start = check_model(plan)
+    structure = find_structure(plan, plan.model.policy_dtype)
     check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
-    if weights.archive is not None:
-        read_archive(weights.archive, structure)
-    _prepare(structure, plan, {POLICY: weights.adapter} if plan.lora else {})
+    if start.archive is not None:
+        read_archive(start.archive, structure)
+    _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})
 
 
 def model_loaders(
     plan: Plan, *, rank: int = 0, resume_from: Path | None = None
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Functions that load policy and reference (None if it is no separate model), without weights on ranks but 0."""
-    archive = check_model(plan).archive
-    # a checkpoint with an adapter has no weights of the base
-    policy_archive = resume_from if resume_from and plan.lora is None else archive
-    # a reference that follows the policy is in the checkpoint too
-    reference_archive = resume_from / f"{FOLLOWING}.pt" if resume_from and plan.follow_every else archive
+    """Make functions that load policy and separate reference (else None), on ranks but 0 without weights."""
+    start = check_model(plan).archive
+    policy_archive = start
+    if resume_from and plan.lora is None:  # a checkpoint with an adapter has no weights of the base
+        policy_archive = resume_from
+    reference_archive = start
+    if resume_from and plan.follow_every:  # a reference that follows the policy is in the checkpoint too
+        reference_archive = resume_from / f"{FOLLOWING}.pt"
     # a model that will be sharded or quantized stays on the CPU until then
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
     device_map = None if stays_on_cpu else choose_device_map()
 
-    def load(dtype: str, weights_path: Path | None) -> Any:
+    def load(dtype: str, archive: Path | None) -> Any:
         if rank != 0:
             return find_structure(plan, dtype)
-        return load_base(plan, DTYPES[dtype], weights_path, device_map=device_map)
+        return load_base(find_base(plan)._replace(archive=archive), DTYPES[dtype], device_map=device_map)
 
-    load_reference_base = partial(load, plan.reference_dtype, reference_archive) if plan.reference == "model" else None
+    load_reference_base = None
+    if plan.reference == "model":
+        load_reference_base = partial(load, plan.reference_dtype, reference_archive)
     return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
 
 
-def load_base(plan: Plan, dtype: torch.dtype | None, archive: Path | None, **options: Any) -> Any:
-    """The model without adapters, by default in its config's dtype; `options` are those of `load_model`."""
-    source = find_source(plan)
-    return load_model(
+def load_base(source: ModelPath, dtype: torch.dtype | None, *, attention: str | None = None, **options: Any) -> Any:
+    """Load the model without its adapter and compare its digest, if that is known.
+
+    The default dtype is the config's, the default attention the plan's; `options` are those of `load_model`.
+    """
+    model = source.plan.model
+    base = load_model(
         source,
         dtype=dtype or load_config(source).dtype or torch.float32,
-        archive=archive,
-        random_init=plan.model.random_init,
-        seed=plan.run.seed,
-        **{"attn_implementation": plan.model.attn_implementation, **options},
+        random_init=model.random_init,
+        seed=source.plan.run.seed,
+        attn_implementation=attention or model.attn_implementation,
+        **options,
     )
-
-
-def check_base(base: Any, recorded: str | None, plan: Plan) -> None:
-    """Raise InputError for a base, without adapters, that has another digest than the recorded one, if there is one."""
-    if recorded is not None and hash_base(base) != recorded:
+    if source.base_digest is not None and hash_base(base) != source.base_digest:
         raise InputError(
-            f"the base {plan.model.name_or_path} has other weights than those that the adapter was trained on: "
-            "restore its files, or give --model DIR"
+            f"the base {source.name} has other weights than those that the adapter was trained on: restore its files, "
+            f"or add --model DIR"
         )
+    return base
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
+    """Load the policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
 
     `policy` is a model or a function that loads it.
     """
-    weights = find_weights(plan) if plan.lora else Weights()
-    adapters = {POLICY: resume_from or weights.adapter} if plan.lora else {}
+    start = find_start(plan) if plan.lora else ModelPath()
+    adapters = {POLICY: resume_from or start.adapter} if plan.lora else {}
     if plan.reference == "adapter":
-        adapters[REFERENCE] = weights.adapter
+        adapters[REFERENCE] = start.adapter
     is_reference = plan.lora is not None and plan.reference != "model"
     model, digest = _load_on_all_ranks(policy, plan, adapters, rank=rank, is_reference=is_reference)
-    if plan.lora and (weights.archive is not None or not plan.model.random_init):
-        base = resolve_name(str(weights.archive or plan.model.name_or_path))
+    if plan.lora and (start.archive is not None or not plan.model.random_init):
+        base = resolve_name(str(start.archive or plan.model.name_or_path))
         model.adapter_configs[POLICY]["base_model_name_or_path"] = base
     return model, digest
 
 
 def load_reference(reference: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """As `load_policy`, for a separate reference; without a digest if it is to follow the policy."""
-    directory = find_weights(plan).adapter
+    """Load a separate reference, as `load_policy` does; without a digest if it is to follow the policy."""
+    directory = find_start(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
     is_fixed = plan.follow_every is None
     model, digest = _load_on_all_ranks(reference, plan, adapters, rank=rank, is_reference=is_fixed)
@@ -187,7 +194,9 @@ def _load_on_all_ranks(
 
     Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
     """
-    given = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
+    given = load
+    if not isinstance(load, torch.nn.Module):
+        given = after_rank_0("a model's weights", load)
     model = take_model(given)
     if model is not given and is_rank_0():
         print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")
@@ -197,14 +206,12 @@ def _load_on_all_ranks(
         if POLICY in adapters and rank == 0:
             model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
         _prepare(model, plan, adapters, rank=rank, compile_blocks=True)
-        return _digest_reference(model, plan, adapters) if is_reference and rank == 0 else None
+        if not is_reference or rank != 0:
+            return None
+        adapter = REFERENCE if REFERENCE in adapters else None
+        return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
     return model, after_rank_0("a model's adapters", adapt)
-
-
-def _digest_reference(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> str:
-    dtype = plan.model.autocast or plan.reference_dtype
-    return model_digest(model, dtype, REFERENCE if REFERENCE in adapters else None)
 
 
 def _prepare(
@@ -222,17 +229,12 @@ def _prepare(
         lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0
         add_adapter(model, lora.r, lora.alpha, lora.target_modules, name=name, dropout=dropout, seed=plan.run.seed)
-        if directory is None or rank != 0:
-            continue
-        stored = read_adapter(directory)
-        if (stored.r, stored.alpha) != (lora.r, lora.alpha):
-            raise InputError(
-                f"{stored.directory} is an adapter of another size: give lora.r={stored.r} lora.alpha={stored.alpha}"
-            )
-        load_adapter(model, stored, name)
-    blocks = find_blocks(model, plan.model.block_name) if plan.model.block_name or plan.training.compile else []
-    if compile_blocks and plan.training.compile:
-        for block in blocks:
-            # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
-            block.compile(dynamic=True, options={"fallback_random": True})
+        if directory is not None and rank == 0:
+            load_adapter(model, directory, name)
+    if plan.model.block_name or plan.training.compile:
+        blocks = find_blocks(model, plan.model.block_name)
+        if compile_blocks and plan.training.compile:
+            for block in blocks:
+                # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
+                block.compile(dynamic=True, options={"fallback_random": True})
     return model

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, count_parameters, list_dropouts
+from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
+from dpo.models.paths import CONFIG, ModelPath
 from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
@@ -23,24 +24,6 @@ from dpo.settings.keys import Dtype
 from dpo.system.host import count_gpus
 
 DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
-
-
-class Source(NamedTuple):
-    name: str  # a directory or a Hub id
-    cache_dir: str | None = None
-    trust_remote_code: bool = False
-    scalar_head: bool = False  # read as a reward model
-
-    @property
-    def options(self) -> dict:
-        """For `from_pretrained` of configs, models and tokenizers."""
-        return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
-
-    @property
-    def auto_class(self) -> Any:
-        if self.scalar_head:
-            return transformers.AutoModelForSequenceClassification
-        return transformers.AutoModelForCausalLM
 
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # around a model; the last by torch.compile
@@ -54,66 +37,70 @@ def unwrap(model: Any) -> Any:
 
 
 def take_model(given: Any) -> Any:
-    """A model that a caller hands over, without wrappers; InputError if it cannot be trained as it is."""
+    """Return a model that a caller hands over, without wrappers; InputError if it cannot be trained as it is."""
     model = unwrap(given)
     if not isinstance(model, transformers.PreTrainedModel) or isinstance(model, FSDPModule):
         raise InputError(
-            f"the model given is a {type(model).__name__}: give the model of transformers itself, as `from_pretrained` "
+            f"the model given is a {type(model).__name__}: pass the model of transformers itself, as `from_pretrained` "
             f"loads it; trainer=FSDPTrainer shards it, and lora=lora adds an adapter"
         )
     return model
 
 
-def load_config(source: Source) -> transformers.PretrainedConfig:
-    """Raises InputError if there is none, or for a model that cannot be trained here."""
-    name, auto_class = source.name, source.auto_class.__name__
+def load_config(source: ModelPath) -> transformers.PretrainedConfig:
+    """Load a model's config; InputError if there is none, or for a model that cannot be trained here."""
+    name = source.name
+    auto_class = source.auto_class.__name__
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
-            f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
-            f"model.name_or_path; or merge both: dpo export {name} DIR --merge"
+            f"model.name_or_path={name} is an adapter: set model.archive to it, with lora=lora, and "
+            f"model.name_or_path to its base; or merge both: dpo export {name} DIR --merge"
         )
-    with explaining_load_errors("model", name):
-        labels = {"num_labels": 1} if source.scalar_head else {}
-        config = transformers.AutoConfig.from_pretrained(name, **source.options, **labels)
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"model {name!r} is quantized: give the model that it was made from")
-    has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
-    has_own_code |= not type(config).__module__.startswith("transformers.")
+    options = dict(source.options)
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if source.scalar_head:
+        options["num_labels"] = 1
         mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    # of an encoder-decoder model, transformers would load the decoder alone
+    with explaining_load_errors("model", name):
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"model {name!r} is quantized: use the model that it was made from")
+    has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
+    has_own_code |= not type(config).__module__.startswith("transformers.")
+    # transformers would load the decoder of an encoder-decoder model alone
     if not has_own_code and (type(config) not in mapping or config.is_encoder_decoder):
         saved_class = ", ".join(config.architectures or [type(config).__name__])
         raise InputError(
-            f"model {name!r} is a {saved_class}, which {auto_class} of transformers does not load: give a model for "
+            f"model {name!r} is a {saved_class}, which {auto_class} of transformers does not load: use a model for "
             f"text alone"
         )
     return config
 
 
-def load_structure(source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
-    """The model of `load_model` on the meta device."""
+def load_structure(source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
+    """Make the model of `load_model` on the meta device."""
     config = load_config(source)
     with explaining_load_errors("model", source.name), torch.device("meta"):
         return _complete(_make(source, config, dtype, choose_attention(attn_implementation)), source, config)
 
 
-def _make(source: Source, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
-    """A model with weights that its class draws."""
+def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    """Make a model with weights that its class draws."""
     return source.auto_class.from_config(
         config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
     )
 
 
 def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> tuple[Any, dict]:
-    """A model and what its loader says; without accelerate, its weights go to a device by way of the CPU.
+    """Load a model, and return what its loader says too; InputError if it does not fit on the devices.
 
-    Raises InputError if it does not fit on the devices.
+    Without accelerate, its weights go to a device by way of the CPU.
     """
     if not transformers.utils.is_accelerate_available():
         model, loading = load(**options, output_loading_info=True)
-        return (model.to(device_map[""]) if isinstance(device_map, dict) else model), loading
+        if isinstance(device_map, dict):
+            model = model.to(device_map[""])
+        return model, loading
     model, loading = load(**options, device_map=device_map, output_loading_info=True)
     if not (isinstance(device_map, dict) and "" in device_map):  # "" stands for the whole model, on one device
         refuse_offloading(model)
@@ -130,10 +117,9 @@ def refuse_offloading(model: Any) -> None:
 
 
 def load_model(
-    source: Source,
+    source: ModelPath,
     *,
     dtype: torch.dtype,
-    archive: str | Path | None = None,
     attn_implementation: str = "eager",
     random_init: bool = False,
     seed: int = 0,
@@ -141,15 +127,17 @@ def load_model(
 ) -> Any:
     """Load a model in `dtype`, with dropout off.
 
-    Weights are those of the `archive` (a `policy.pt`), else with `random_init` drawn, else the model's own. A scalar
-    head that they lack is drawn; InputError if they lack others.
+    Weights are those of the archive, else with `random_init` drawn, else the model's own. A scalar head that they lack
+    is drawn; InputError if they lack others.
     """
-    config, attention = load_config(source), choose_attention(attn_implementation)
-    structure, state = None, {}  # empty for the model's own weights
+    config = load_config(source)
+    attention = choose_attention(attn_implementation)
+    structure = None
+    state = {}  # empty for the model's own weights
     with explaining_load_errors("model", source.name):
-        if archive is not None:
+        if source.archive is not None:
             structure = load_structure(source, dtype=dtype)
-            state = read_archive(archive, structure)  # checked before memory is taken for the model
+            state = read_archive(source.archive, structure)  # checked before memory is taken for the model
         elif random_init:
             # drawn on the CPU in float32, so models of the same seed are equal up to rounding, whatever their dtype
             with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs
@@ -177,7 +165,7 @@ def load_model(
         return _complete(model, source, config)
 
 
-def _complete(model: Any, source: Source, config: Any) -> Any:
+def _complete(model: Any, source: ModelPath, config: Any) -> Any:
     disable_dropout(model)
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
@@ -189,7 +177,7 @@ def _complete(model: Any, source: Source, config: Any) -> Any:
     return model
 
 
-def load_generation_config(source: Source) -> transformers.GenerationConfig:
+def load_generation_config(source: ModelPath) -> transformers.GenerationConfig:
     load = transformers.GenerationConfig.from_pretrained
     try:
         return load(source.name, cache_dir=source.cache_dir)
@@ -210,16 +198,18 @@ def check_positions(model: Any, max_length: int) -> None:
         limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
     limit, why = min(limits)
     if max_length > limit:
-        raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: give {limit} or less, {why}")
+        raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: set {limit} or less, {why}")
 
 
 def count_positions(model: Any) -> float:
-    """The number of positions in a model's table; infinity without one."""
+    """Count the positions in a model's table; infinity without one."""
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
         is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
         if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:  # OPT's has 2 rows more
-            return n_positions - (0 if table.padding_idx is None else table.padding_idx + 1)  # RoBERTa's: after padding
+            if table.padding_idx is not None:  # RoBERTa's positions come after that of padding
+                n_positions -= table.padding_idx + 1
+            return n_positions
     is_computed = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's
     return n_positions if is_computed else math.inf
 
@@ -237,8 +227,10 @@ def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
             yield "longrope", length or getattr(config, "original_max_position_embeddings", n_positions)
 
 
-def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    name, used_attention = type(model).__name__, find_attention(model.config)
+def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
+    """Say what a user may not expect of a model, in lines for the log."""
+    name = type(model).__name__
+    used_attention = find_attention(model.config)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
     if hasattr(model, "checkpoint_class"):
@@ -251,7 +243,7 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     if n_trainable < n_total:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
-        # those of a layer are one tensor of three dims; of a depthwise convolution's kernel the second is 1
+        # a layer's experts are one tensor of three dims, as is a depthwise convolution's kernel, whose second dim is 1
         experts = [weight for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1]
         if n_experts := sum(weight.numel() for weight in experts):
             n_frozen = n_total - n_trainable
@@ -269,7 +261,7 @@ def checkpoint_activations(model: Any) -> None:
 def disable_dropout(model: nn.Module) -> None:
     """Turn dropout off for good, also where a number in a module or its config decides on it."""
     # modules share configs, and the config of a multimodal model contains others
-    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    configs = [module.config for module in model.modules() if getattr(module, "config", None) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
     for owner in (*model.modules(), *configs):
         if isinstance(owner, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)):

@@ -93,16 +93,17 @@ def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequ
 
 
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
-POLICY = "policy"  # the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
+# the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
+POLICY_FORMAT = "policy"
 NO_ANSWER = Answer("", (), ended=True)
-MARK = "reward_format"  # the entry for the format in an exported reward model's config
+FORMAT_KEY = "reward_format"  # the entry for the format in an exported reward model's config
 
 
 class RewardModel:
     """Scores answers, `rows` at a time, or one without a pad token.
 
-    `form` is POLICY or a value of online.reward_format; None is the first that the tokenizer allows. Of texts longer
-    than `limit` the end is scored, which has the answer.
+    `form` is POLICY_FORMAT or a value of online.reward_format; None is the first that the tokenizer allows. Of texts
+    longer than `limit` the end is scored, which has the answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None):
@@ -167,7 +168,7 @@ class RewardModel:
         else:
             [tokens] = self._encode.encode_whole([(prompt.text, [[text]])])
             token_ids = tokens.prompt + tokens.responses[0][0]
-        if self.form == POLICY and answer.ended:
+        if self.form == POLICY_FORMAT and answer.ended:
             end = answer.tokens[-1:] if prompt.rendered else ()  # a turn may end in another token than EOS
             token_ids = [*token_ids, *(end or [self.tokenizer.eos_token_id])]
         return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
@@ -222,7 +223,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     disable_dropout(model)
     with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
-    recorded_format = POLICY if getattr(model_config, MARK, None) == POLICY else None
+    recorded_format = POLICY_FORMAT if getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT else None
     reward_model = RewardModel(model, tokenizer, rows=rows, form=plan.online.reward_format or recorded_format)
     reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model

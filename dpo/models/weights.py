@@ -1,66 +1,27 @@
 """Files with a model's weights, of this project or the reference code, read without running code; digests of models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError, explaining
-from dpo.models.adapters import CONFIG, POLICY, adapter_weights, base_weights, explaining_adapter
+from dpo.models.adapters import POLICY, adapter_weights, base_weights
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
-from dpo.settings.places import check_exists
-from dpo.system.plain_files import read_json
+from dpo.models.paths import find_archive
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
 
-class Weights(NamedTuple):
-    archive: Path | None = None  # a policy.pt with all weights of the model, or of the adapter's base
-    adapter: Path | None = None  # a directory in PEFT's format
-    base: str | None = None  # the base that the adapter names, if that is a directory or a Hub id
-
-    def resolve(self) -> Weights:
-        """The same by absolute paths, without links."""
-        archive, adapter = (path and path.resolve() for path in (self.archive, self.adapter))
-        return self._replace(archive=archive, adapter=adapter)
-
-
-def locate_weights(path: str | Path) -> Weights:
-    """Find a `policy.pt` or an adapter, or that of a directory or run; InputError if none."""
-    folder = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
-    folders = (folder, folder / "LATEST", *([folder.parent] if folder.name == "policy.pt" else []))
-    adapter = next((candidate for candidate in folders if (candidate / CONFIG).is_file()), None)
-    if adapter is None:
-        return Weights(find_archive(path))
-    with explaining_adapter(adapter):
-        base = read_json(adapter / CONFIG).get("base_model_name_or_path")
-        if base and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
-            return Weights(Path(base), adapter)
-    return Weights(None, adapter, base or None)
-
-
-def find_archive(archive: str | Path) -> Path:
-    """The `policy.pt` that a file, directory or run names."""
-    path = Path(os.path.expanduser(archive))
-    for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
-        if candidate.is_file():
-            return candidate
-    check_exists(path, is_local=True)
-    raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
-
-
 def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
+    """Read the weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
 
     A reward model takes those of a language model too, which have no scalar head.
     """
@@ -70,21 +31,25 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
-    state = {name if name in expected else RENAMED.get(str(name), str(name)): tensor for name, tensor in state.items()}
-    state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
-    if find_scalar_head(model) is not None and HEAD_WEIGHT not in state:  # the weights of a language model
-        state = {name: tensor for name, tensor in state.items() if name not in LM_HEAD}
+    named = {}
+    for name, tensor in state.items():
+        if name not in expected:
+            name = RENAMED.get(str(name), str(name))
+        if name in expected or not OBSOLETE_BUFFER.search(name):
+            named[name] = tensor
+    if find_scalar_head(model) is not None and HEAD_WEIGHT not in named:  # the weights of a language model
+        named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
     # tied weights are one object with several names in the model, and a file may have any of these names
-    given = {id(expected[name]) for name in state if name in expected}
-    problems = [f"{name} is not in the model" for name in state if name not in expected]
-    problems += [
-        f"{name} has another shape" for name in state.keys() & expected if state[name].shape != expected[name].shape
-    ]
+    given = {id(expected[name]) for name in named.keys() & expected}
+    problems = [f"{name} is not in the model" for name in named if name not in expected]
+    for name in named.keys() & expected:
+        if named[name].shape != expected[name].shape:
+            problems.append(f"{name} has another shape")
     problems += [f"it lacks {name}" for name, weight in expected.items() if id(weight) not in given]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
-    return state
+    return named
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:

@@ -23,7 +23,7 @@ from dpo.models.adapters import list_dropouts, trained_parameters
 from dpo.models.attention import find_attention
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
-from dpo.models.pretrained import DTYPES, remarks
+from dpo.models.pretrained import DTYPES, describe_model
 from dpo.numbers import count
 from dpo.parallel.mesh import is_rank_0
 from dpo.plugins import find_digests
@@ -118,7 +118,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
-    notes += remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)

@@ -69,7 +69,8 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
 
 def load_policy(model: Path, archive: Path) -> Any:
     """Load a model with the weights of a `policy.pt`, to measure it."""
-    from dpo.models.pretrained import Source, load_model
+    from dpo.models.paths import ModelPath
+    from dpo.models.pretrained import load_model
 
     # `model` has a config and no weights; the archive has all of them
-    return load_model(Source(str(model)), dtype=torch.float32, archive=str(archive), random_init=True).eval()
+    return load_model(ModelPath(str(model), archive), dtype=torch.float32, random_init=True).eval()

@@ -15,7 +15,7 @@ from support.runs import write_rows
 from dpo.data.custom import get_custom
 from dpo.data.sources import FIRST_BYTES_OF_SHEETS, identify_source, load_rows
 from dpo.errors import InputError
-from dpo.models.export import find_origin
+from dpo.models.paths import find_model
 from dpo.settings.places import SUFFIXES, Source, check_exists
 from dpo.system.host import use_caches_without_hub
 from preference_datasets import get_dataset
@@ -295,7 +295,7 @@ def test_a_path_that_is_not_there_is_said_not_to_exist_with_a_similar_name_befor
     (tmp_path / "RUNS" / "mine").mkdir(parents=True)
     (tmp_path / "RUNS" / "mine" / "env.json").touch()
     with refused("^RUNS/min does not exist in .*: did you mean mine"):
-        find_origin("RUNS/min", hub=True)
+        find_model("RUNS/min", hub=True)
     check_exists("Qwen/Other")  # it may be on the Hub
 
 

@@ -10,7 +10,8 @@ import torch
 from support.models import plain_logps
 
 from dpo.data.examples import Example
-from dpo.models.pretrained import Source, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_model
 from experiments.frontier import exact, files
 from experiments.frontier.picture import draw as draw_picture
 from experiments.frontier.reading import at_equal_kl, collect_curve, make_tables, mean_and_interval
@@ -24,7 +25,7 @@ def model(tmp_path_factory):
     """Random weights, larger than usual, so that responses differ in probability."""
     directory = tmp_path_factory.mktemp("frontier") / "model"
     files.write_model(directory, TASK)
-    found = load_model(Source(str(directory)), dtype=torch.float32, random_init=True).eval()
+    found = load_model(ModelPath(str(directory)), dtype=torch.float32, random_init=True).eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.mul_(3)

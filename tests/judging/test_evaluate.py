@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from dpo.commands.evaluate import main
 from dpo.commands.sample import main as sample
 from dpo.data.table import Prompt
-from dpo.judging.answers import AnswerFile, Contestant
+from dpo.judging.answers import AnswerFile, encode_prompt
 from dpo.judging.page import check_files
-from dpo.models.panel import Panel, Side
+from dpo.models.generation import LoadedModel
 from dpo.system.host import is_installed
 
 SHORT = ("--max-new-tokens", "6", "--out", "out")
@@ -112,9 +112,9 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
 
 
 def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
-    contestant = Contestant("first", Panel([], chat(WITH_TOOLS), "chat"), Side("policy", None))
+    model = LoadedModel("first", None, chat(WITH_TOOLS), "chat")
     with refused(r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
-        contestant.encode(Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
+        encode_prompt(model, Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
 
 def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
     assert main([str(TINY), "--judge", "human", *SHORT]) == 2
-    assert "does not say what it was trained from: give OTHER" in capsys.readouterr().err
+    assert "does not say what it was trained from: add OTHER" in capsys.readouterr().err
     assert main([str(TINY), str(run_dir), "--judge", "human", *SHORT]) == 2
     assert "held out no prompts: give --prompts FILE" in capsys.readouterr().err
 

@@ -22,15 +22,15 @@ from dpo.models.adapters import (
     AdaptedLayer,
     adapter_weights,
     add_adapter,
-    add_stored_adapter,
     base_weights,
+    load_adapter,
     policy_part,
     read_adapter,
     seed_dropout,
     switch,
 )
 from dpo.models.layouts import SharedPrefix
-from dpo.models.pretrained import checkpoint_activations, remarks
+from dpo.models.pretrained import checkpoint_activations, describe_model
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def build_adapted(family: str | Callable = "llama", targets: str | list[str] = "
 def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(family, tmp_path):
     expected, _ = save_adapter(tmp_path, family)
     model, plain = build(family).eval(), build(family).eval()
-    add_stored_adapter(model, read_adapter(tmp_path))
+    load_adapter(model, tmp_path)
     assert_near(model(IDS).logits, expected)
     with switch(model, None)():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
@@ -92,7 +92,7 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain
     expected, _ = save_adapter(tmp_path, target_modules=["v_proj"], r=2)
     model, alone = build_adapted(targets=["q_proj"]), build("llama").state_dict()
     before = model(IDS).logits
-    add_stored_adapter(model, read_adapter(tmp_path), REFERENCE)
+    load_adapter(model, tmp_path, REFERENCE)
     assert_near(model(IDS).logits, expected)
     with switch(model, "policy")():
         assert torch.equal(model(IDS).logits, before)
@@ -144,17 +144,18 @@ def test_a_damaged_adapter_is_one_sentence(name, content, made_by_peft, tmp_path
 
 
 def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_peft):
-    stored = read_adapter(made_by_peft)
     with refused(rf"{made_by_peft} names layers that are not in GPTNeoX\S+: model.layers.0."):
-        add_stored_adapter(build("gpt-neox"), stored)
+        load_adapter(build("gpt-neox"), made_by_peft)
     with refused("names layers that are not in LlamaForCausalLM: other"):
         add_adapter(build("llama"), 4, 8, ["q_proj", "other"])
     for family, layer in (("llama", "embed_tokens"), ("llama, tied", "lm_head")):
         with refused("is not linear, is the scalar head, or is tied to the embedding"):
             build_adapted(family, targets=[layer])
-    weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.weights.items()}
-    with refused(r"does not fit .*, which differs in .*lora_A.*: give lora\.target_modules"):
-        add_stored_adapter(build("llama"), stored._replace(weights=weights))
+    stored = load_file(made_by_peft / WEIGHTS)
+    weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.items()}
+    save_file(weights, made_by_peft / WEIGHTS)
+    with refused(r"does not fit .*, which differs in .*lora_A.*: set lora\.target_modules"):
+        load_adapter(build("llama"), made_by_peft)
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------
@@ -244,8 +245,8 @@ def test_experts_without_an_adapter_are_said_with_their_share():
     model = build(lambda: transformers.Qwen3MoeConfig(**GROUPED, **experts, head_dim=8), on_meta=True)
     n_all = sum(parameter.numel() for parameter in model.parameters())
     n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
-    assert remarks(model, attention="eager", max_length=8) == []
+    assert describe_model(model, attention="eager", max_length=8) == []
     add_adapter(model, 4, 8, "auto")
-    assert remarks(model, attention="eager", max_length=8)[1:] == [
+    assert describe_model(model, attention="eager", max_length=8)[1:] == [
         f"warning: the experts, {round(100 * n_experts / n_all)} % of the weights, get no adapter"
     ]

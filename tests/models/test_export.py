@@ -208,9 +208,9 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
     for path, options, said in (
         (whole, {"merge": True, "model": str(home)}, "or none that --merge could merge"),
-        (tmp_path / "run", {"dtype": "bfloat16"}, "in a dtype, give --merge"),
-        (tmp_path / "run", {}, "has random weights, which PEFT cannot load: give --merge"),
-        (foreign, {}, "holds an adapter: .* give --merge"),
+        (tmp_path / "run", {"dtype": "bfloat16"}, "in a dtype, add --merge"),
+        (tmp_path / "run", {}, "has random weights, which PEFT cannot load: add --merge"),
+        (foreign, {}, "holds an adapter: .* add --merge"),
         (tied, {"merge": True}, "tied names a layer .* tied to the embedding"),
         (TINY, {}, "holds no policy.pt or adapter"),
         (tmp_path / "nowhere", {}, "nowhere does not exist"),

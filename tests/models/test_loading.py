@@ -15,8 +15,8 @@ from support.runs import TINY, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
 
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
-from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders, notes_on_base
-from dpo.models.weights import Weights, locate_weights
+from dpo.models.loading import check_parts, find_start, load_policy, model_loaders, notes_on_base
+from dpo.models.paths import ModelPath, locate_weights
 from dpo.settings.plan import Plan, resolve
 
 ALIKE = ("lora.r=4", "lora.alpha=8", "lora.target_modules=[q_proj,v_proj]")
@@ -49,10 +49,9 @@ def check(command) -> Callable[..., Plan]:
 
 def test_an_adapter_is_named_by_its_run_its_checkpoint_or_its_policy(adapter, tmp_path):
     for name in ("", "LATEST", "step-8", "step-8/policy.pt"):
-        archive, found, base = locate_weights(adapter / name)
-        assert (archive, found.resolve(), base) == (None, adapter / "step-8", str(TINY))
+        assert locate_weights(adapter / name).resolve() == ModelPath(str(TINY), adapter=adapter / "step-8")
     (tmp_path / "policy.pt").touch()
-    assert locate_weights(tmp_path) == Weights(tmp_path / "policy.pt")
+    assert locate_weights(tmp_path) == ModelPath(archive=tmp_path / "policy.pt")
 
 
 def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
@@ -69,20 +68,20 @@ def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
 def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check):
     archive = f"model.archive={adapter}"
     for overrides, said in (
-        ((), r"choose lora=lora lora.reference=adapter, or merge it first: dpo export \S+ DIR --merge"),
-        (("loss=sft",), "is an adapter: choose lora=lora, or merge it first"),
-        (("lora=lora", *ALIKE), "is an adapter: choose lora=lora lora.reference=adapter, or merge"),
-        (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: give lora.r=4 lora.alpha=8"),
+        ((), r"set lora=lora lora.reference=adapter, or merge it first: dpo export \S+ DIR --merge"),
+        (("loss=sft",), "is an adapter: set lora=lora, or merge it first"),
+        (("lora=lora", *ALIKE), "is an adapter: set lora=lora lora.reference=adapter, or merge"),
+        (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: set lora.r=4 lora.alpha=8"),
         (
             (*TO_ADAPTER, "lora.target_modules=auto"),
-            r"differs in .*: give lora.target_modules as in its adapter_config",
+            r"differs in .*: set lora.target_modules as in its adapter_config",
         ),
     ):
         with refused(said):
             check(archive, *overrides)
     check(*TO_ADAPTER, archive)
     plan = check("loss=sft", "lora=lora", *ALIKE, archive)
-    assert find_weights(plan).adapter is not None
+    assert find_start(plan).adapter is not None
 
 
 def test_an_adapter_of_another_base_than_the_model_gets_a_warning(adapter, check, tmp_path):
@@ -98,7 +97,7 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     torch.save({"step_idx": 8, "state": AutoModelForCausalLM.from_pretrained(TINY).state_dict()}, sft)
     change_json(run / "LATEST" / CONFIG, base_model_name_or_path=str(sft))
     plan = check(*TO_ADAPTER, f"model.archive={run}")
-    assert find_weights(plan) == Weights(sft, run / "LATEST")
+    assert find_start(plan) == ModelPath(archive=sft, adapter=run / "LATEST")
     sft.unlink()
     with refused(f"{sft} does not exist"):
         check(*TO_ADAPTER, f"model.archive={run}")
@@ -119,5 +118,5 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
 def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path):
     model = shutil.copytree(TINY, tmp_path / "model")
     change_json(model / "config.json", quantization_config={"load_in_8bit": True})
-    with refused("is quantized: give the model that it was made from"):
+    with refused("is quantized: use the model that it was made from"):
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))

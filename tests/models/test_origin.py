@@ -5,7 +5,7 @@ from pathlib import Path
 from support.pytests import refused
 from support.runs import GOLDEN, TINY
 
-from dpo.models.export import find_origin
+from dpo.models.paths import find_model
 
 OTHER = str(GOLDEN)  # any directory
 
@@ -18,21 +18,21 @@ def run_with(base: str, folder: Path) -> Path:
 
 
 def base_of(path: str | Path, **options) -> str:
-    return find_origin(path, **options).plan.model.name_or_path
+    return find_model(path, **options).plan.model.name_or_path
 
 
 def test_a_model_is_not_replaced_by_another():
     assert base_of("some/model", hub=True) == "some/model"
     with refused(rf"{TINY!s} is a whole model: "):
-        find_origin(str(TINY), model=OTHER)
+        find_model(str(TINY), model=OTHER)
 
 
 def test_a_given_base_is_used_instead_of_one_that_is_unknown_or_has_moved(tmp_path):
     (tmp_path / "policy.pt").touch()
     moved = run_with("../moved/away", tmp_path / "moved")
     assert base_of(moved, model=OTHER) == base_of(tmp_path, model=OTHER) == OTHER
-    with refused(r"names no base model.*: give --model"):
-        find_origin(tmp_path)
+    with refused(r"names no base, .*: add --model"):
+        find_model(tmp_path)
 
 
 def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):
@@ -41,4 +41,4 @@ def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_p
     with (run / "config.yaml").open("a") as file:
         file.write("\nexp_name: ${oc.env:HOME}\n")
     with refused(r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):
-        find_origin(run)
+        find_model(run)

@@ -19,7 +19,7 @@ from dpo.models import pretrained
 from dpo.models.adapters import add_adapter, count_parameters
 from dpo.models.layouts import Padded
 from dpo.models.logprobs import sequence_logps
-from dpo.models.pretrained import Source
+from dpo.models.paths import ModelPath
 from dpo.models.weights import load_archive
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -39,7 +39,7 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
         random = (as_published.train()(ids).logits, as_published.eval()(ids).logits)
-        model = pretrained.load_model(Source(str(tmp_path)), dtype=torch.float32)
+        model = pretrained.load_model(ModelPath(str(tmp_path)), dtype=torch.float32)
         ours = (model.train()(ids).logits, model.eval()(ids).logits)
 
     assert not torch.equal(*random)  # or there would be nothing to switch off
@@ -70,7 +70,7 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():
 
 
 def load_float32(name: str):
-    return pretrained.load_model(Source(name), dtype=torch.float32)
+    return pretrained.load_model(ModelPath(name), dtype=torch.float32)
 
 
 def test_weights_that_are_missing_are_an_error_not_random_numbers(tmp_path):
@@ -136,7 +136,7 @@ POSITION_TABLES = {
 def test_a_table_of_positions_limits_the_length(family):
     model = transformers.AutoModelForCausalLM.from_config(POSITION_TABLES[family]()).eval()
     pretrained.check_positions(model, 16)
-    with refused(r"max_length=17 is too long for .*: give 16 or less"):
+    with refused(r"max_length=17 is too long for .*: set 16 or less"):
         pretrained.check_positions(model, 17)
     model(torch.full((1, 16), 5))
     with pytest.raises((IndexError, RuntimeError)):
@@ -150,7 +150,7 @@ def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llam
     config = transformers.LlamaConfig(**ONE_LAYER, **lengths, intermediate_size=8, initializer_range=1.0)
     dynamic = transformers.LlamaForCausalLM(config).eval()
     pretrained.check_positions(dynamic, 16)
-    with refused(r"give 16 or less, beyond which .* depend on other rows"):
+    with refused(r"set 16 or less, beyond which .* depend on other rows"):
         pretrained.check_positions(dynamic, 17)
     row = torch.arange(17)[None]
     assert not torch.allclose(dynamic(row).logits[:, :8], dynamic(row[:, :8]).logits, atol=1e-3)
@@ -178,11 +178,11 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("family", "dtype"), [("llama, tied", torch.bfloat16), ("gpt-j", torch.float32)])
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family == "gpt-j" else "sdpa"
-    overwritten = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention)
+    overwritten = pretrained.load_model(ModelPath(name), dtype=dtype, attn_implementation=attention)
     load_archive(overwritten, name)
     (tmp_path / "model.safetensors").unlink()  # nobody needs it
 
-    ours = pretrained.load_model(Source(name), dtype=dtype, attn_implementation=attention, archive=name)
+    ours = pretrained.load_model(ModelPath(name, name), dtype=dtype, attn_implementation=attention)
 
     theirs = tensors_of(overwritten)
     assert tensors_of(ours).keys() == theirs.keys()  # tied weights have one name
@@ -199,7 +199,7 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(dtype, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.9}')  # not taken: it came with the trained weights
     torch.manual_seed(3)
     drawn = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).to(dtype)
-    ours = pretrained.load_model(Source(str(tmp_path)), dtype=dtype, random_init=True, seed=3)
+    ours = pretrained.load_model(ModelPath(str(tmp_path)), dtype=dtype, random_init=True, seed=3)
     weights, others = dict(ours.named_parameters()), dict(drawn.named_parameters())
     assert weights.keys() == others.keys()
     assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
@@ -210,9 +210,9 @@ def test_a_run_says_that_max_length_is_too_long_and_what_an_adapter_trains():
     model = build("llama")
     n = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model) == (n, n)
-    assert pretrained.remarks(model, attention="eager", max_length=2048) == []
+    assert pretrained.describe_model(model, attention="eager", max_length=2048) == []
     add_adapter(model, 4, 8, ["q_proj"])
     trained = 2 * (4 * 32 + 32 * 4)  # layers, A and B
-    length, adapter = pretrained.remarks(model, attention="eager", max_length=2049)
+    length, adapter = pretrained.describe_model(model, attention="eager", max_length=2049)
     assert length.startswith("warning: max_length=2,049 is more than the 2,048 tokens")
     assert adapter.startswith(f"trainable parameters: 512 of {n + trained:,} ({trained / (n + trained):.2%})")

@@ -20,7 +20,8 @@ from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from dpo.models.logprobs import HEAD_WEIGHT, install_scalar_head
-from dpo.models.pretrained import Source, disable_dropout, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import disable_dropout, load_model
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
@@ -67,7 +68,7 @@ TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
 @pytest.mark.parametrize("layout", ["shared_prefix", slow("padded")])
 @pytest.mark.parametrize("case", TRL["losses"])
 def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
-    policy = load_model(Source(str(TINY), scalar_head=True), dtype=torch.float32)
+    policy = load_model(ModelPath(str(TINY), scalar_head=True), dtype=torch.float32)
     with torch.no_grad():
         policy.score.weight.copy_(torch.tensor([TRL["head"]]))
     centering = TRL["centering"] if case == "centering" else 0
@@ -165,9 +166,7 @@ def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_l
     torch.save({"step_idx": 0, "state": body, "metrics": {}}, archive)
 
     def load(seed: int, file: Path | None = archive) -> dict[str, torch.Tensor]:
-        return load_model(
-            Source(str(TINY), scalar_head=True), dtype=torch.float32, archive=file, seed=seed
-        ).state_dict()
+        return load_model(ModelPath(str(TINY), file, scalar_head=True), dtype=torch.float32, seed=seed).state_dict()
 
     one, again, other, without = load(0), load(0), load(1), load(0, None)
     assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {HEAD_WEIGHT}

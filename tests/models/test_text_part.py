@@ -9,7 +9,8 @@ from support.models import GROUPED, assert_near
 from support.pytests import refused, slow
 from support.runs import read_metrics, run_card, run_here
 
-from dpo.models.pretrained import Source, load_structure
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_structure
 from dpo.models.text_part import check_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
@@ -110,7 +111,7 @@ def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_language_model_is_refused_before_the_data_is_read(name, save, command):
-    with refused(f"(?i)^model '.*' is a {name}ForConditionalGeneration, which .* does not load: give a model for"):
+    with refused(f"(?i)^model '.*' is a {name}ForConditionalGeneration, which .* does not load: use a model for"):
         run_here(command("run", f"model.name_or_path={save(name)}", "dataset_sources.hh=/nowhere"))
 
 
@@ -121,4 +122,4 @@ def test_a_text_part_that_cannot_be_told_from_other_parts_is_refused(save):
     twins = {key.replace("language_model", "second_model"): tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors | twins, file, metadata={"format": "pt"})
     with refused("cannot be told from the others"):
-        check_names(load_structure(Source(model), dtype=torch.float32), Source(model))
+        check_names(load_structure(ModelPath(model), dtype=torch.float32), ModelPath(model))

@@ -77,7 +77,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
         trained_difference = (base.eval()(IDS).logits - ours).abs().max()
         # PEFT scales the product after rounding it to bfloat16, and training before that
         assert (theirs - ours).abs().max() < 0.05 * trained_difference
-    with refused(r"hf is an adapter: give it as model\.archive with lora=lora"):
+    with refused(r"hf is an adapter: set model\.archive to it, with lora=lora"):
         run("again", f"model.name_or_path={checkpoint}/hf")
 
 

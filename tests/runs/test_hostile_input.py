@@ -42,7 +42,8 @@ from dpo.data.table import PromptTable, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
-from dpo.models.pretrained import Source, load_config
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_config
 from dpo.redaction import redact
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
@@ -160,10 +161,10 @@ def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monk
     )
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
     if asked_for:
-        load_config(Source(str(tmp_path), trust_remote_code=True))
+        load_config(ModelPath(str(tmp_path), trust_remote_code=True))
     else:
         with refused(r"Python code.*model\.trust_remote_code=true"):
-            load_config(Source(str(tmp_path)))
+            load_config(ModelPath(str(tmp_path)))
     assert (tmp_path / "proof").exists() == asked_for
 
 

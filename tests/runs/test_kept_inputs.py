@@ -9,7 +9,7 @@ from support.runs import TINY, write_rows
 
 from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.commands.export import main as export
-from dpo.models.panel import load_panel
+from dpo.models.generation import load_for_generation
 from dpo.system.plain_files import read_json
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -23,12 +23,12 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     run("run", *settings, "n_examples=4")
     template.write_text(TEMPLATE.replace("<", "["))
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    panel = load_panel(tmp_path / "run", reference="none")
+    [model] = load_for_generation(tmp_path / "run", reference="none")
     run("run", *settings, "n_examples=8", "resume=auto")
 
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
-    asked = panel.encode([{"role": "user", "content": "Hi"}], n_new=1)
-    assert panel.tokenizer.decode(asked) == "<user>Hi"
+    asked = model.encode([{"role": "user", "content": "Hi"}], n_new=1)
+    assert model.tokenizer.decode(asked) == "<user>Hi"
     assert "had when the run began" in capsys.readouterr().out
 
 
@@ -45,7 +45,7 @@ def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tm
     given = export([str(run_dir), str(tmp_path / "given"), "--template", str(tmp_path / "mine")])
 
     assert (kept, refused, given) == (0, 2, 0)
-    assert f"kept the path of its chat template, {secret}, and not the text: give --template FILE" in said
+    assert f"kept the path of its chat template, {secret}, and not the text: add --template FILE" in said
     assert not (tmp_path / "kept" / "chat_template.jinja").exists()
     assert (tmp_path / "given" / "chat_template.jinja").read_text() == TEMPLATE
 
@@ -61,9 +61,9 @@ def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run
 
     assert (export(command), export([*command, *moved])) == (2, 0)
     assert f"error: the base {base} has other weights" in capsys.readouterr().err
-    with refused(rf"the base {base} has other weights than those .* give --model"):
-        load_panel(tmp_path / "run")
-    assert len(load_panel(tmp_path / "run", model=moved[1]).sides) == 2
+    with refused(rf"the base {base} has other weights than those .* add --model"):
+        load_for_generation(tmp_path / "run")
+    assert len(load_for_generation(tmp_path / "run", model=moved[1])) == 2
 
 
 def test_a_run_that_was_made_before_holdout_keeps_a_tenth(run, tmp_path):

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from dpo.checkpoint.files import read_state
 from dpo.models.adapters import WEIGHTS, switch
 from dpo.models.export import export
+from dpo.models.generation import load_for_generation
 from dpo.models.loading import load_policy, model_loaders
-from dpo.models.panel import load_panel
-from dpo.models.pretrained import Source, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_model
 from dpo.models.quantization import Linear4bit, quantize
 from dpo.settings.plan import resolve
 from trainers import BasicTrainer, Trainer
@@ -126,10 +127,10 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     assert not torch.allclose(before, ours(IDS).logits, atol=1e-4)
 
     export(directory, tmp_path / "merged", merge=True)  # onto what 4 bits keep of the base
-    merged = load_model(Source(str(tmp_path / "merged")), dtype=torch.float32, attn_implementation="sdpa")
+    merged = load_model(ModelPath(str(tmp_path / "merged")), dtype=torch.float32, attn_implementation="sdpa")
     torch.testing.assert_close(merged(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-5)
 
-    policy, reference = load_panel(directory).sides
+    policy, reference = load_for_generation(directory)
     assert reference.model is policy.model
     with switch(policy.model, policy.adapter)():
         assert torch.equal(policy.model(IDS).logits, ours(IDS).logits)

@@ -146,11 +146,12 @@ def test_worker_main_refuses_what_cannot_run(tiny_llama):
 SPAWN = """
 import copy, sys, torch
 from omegaconf import OmegaConf
-from dpo.models.pretrained import Source, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import load_model
 from train import worker_main
 if __name__ == "__main__":
     config = OmegaConf.load(sys.argv[1])
-    policy = load_model(Source(config.model.name_or_path), dtype=torch.float32, attn_implementation="sdpa")
+    policy = load_model(ModelPath(config.model.name_or_path), dtype=torch.float32, attn_implementation="sdpa")
     torch.multiprocessing.spawn(worker_main, nprocs=2, args=(2, config, policy, copy.deepcopy(policy)))
 """
 

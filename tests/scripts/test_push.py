@@ -14,7 +14,7 @@ from support.pytests import succeeded
 from support.runs import ROOT, make_environment
 
 from dpo.commands.export import complete_card, main
-from dpo.models.export import find_origin
+from dpo.models.paths import find_model
 
 CONVERTER = """\
 import pathlib, sys
@@ -93,12 +93,12 @@ def test_a_push_leaves_the_repository_as_the_last_export_is_and_a_refusal_shows_
 
 def test_a_card_shows_what_others_named_as_text(copied, tmp_path):
     run_dir = copied("run")
-    origin, name = find_origin(run_dir), "<script>x</script>\n# Owned [a](http://b.c) www.b.c *b*"
-    found = {"settings": {"model": str(origin.policy)}, "sentences": [name]}
+    source, name = find_model(run_dir), "<script>x</script>\n# Owned [a](http://b.c) www.b.c *b*"
+    found = {"settings": {"model": str(source.policy_file)}, "sentences": [name]}
     (run_dir / "evaluation").mkdir()
     (run_dir / "evaluation" / "evaluation-<b>.json").write_text(json.dumps(found))
     (tmp_path / "README.md").write_text("---\n---\n# A model\n")
-    complete_card(tmp_path, origin, "run")
+    complete_card(tmp_path, source, "run")
     lines = (tmp_path / "README.md").read_text().splitlines()
     [judged] = [line for line in lines if line.startswith("Judged by ")]
     assert html.unescape(judged) == f"Judged by <b>: {' '.join(name.split())}"
@@ -157,5 +157,5 @@ def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, 
     folder = tmp_path / "export"
     folder.mkdir()
     (folder / "README.md").write_text("---\ntags: []\n---\n# A model\n")
-    complete_card(folder, find_origin(run_dir), "id")
+    complete_card(folder, find_model(run_dir), "id")
     assert capsys.readouterr().out.count("left out of the card: ") == 3

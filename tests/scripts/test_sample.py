@@ -18,7 +18,7 @@ from support.runs import TINY, change_json
 from dpo.commands.sample import converse, main
 from dpo.models.answers import Sampling
 from dpo.models.export import export
-from dpo.models.panel import Panel, Side, load_panel
+from dpo.models.generation import LoadedModel, load_for_generation
 
 LLAMA = str(TINY)
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
@@ -47,8 +47,8 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def panel(run_dir):
-    return load_panel(run_dir)
+def models(run_dir):
+    return load_for_generation(run_dir)
 
 
 @pytest.fixture
@@ -58,23 +58,23 @@ def chatty(tokenizer):
     return tokenizer
 
 
-def answered(panel: Panel, sampling: Sampling) -> dict[str, list[str]]:
-    """The answers of each side to some prompts."""
-    prompts = [panel.encode([{"role": "user", "content": text}], n_new=12) for text in ASKED]
-    return {
-        side.name: [panel.answer(side, prompt, number, sampling) for number, prompt in enumerate(prompts)]
-        for side in panel.sides
-    }
+def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[str]]:
+    """The answers of each model to some prompts."""
+    answers = {}
+    for model in models:
+        prompts = [model.encode([{"role": "user", "content": text}], n_new=12) for text in ASKED]
+        answers[model.name] = [model.answer(prompt, number, sampling) for number, prompt in enumerate(prompts)]
+    return answers
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty):
+def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
     """In a chat a control token in a message is refused."""
 
     def ask(form: str, messages: list[dict[str, str]]) -> str:
-        return chatty.decode(Panel([], chatty, form).encode(messages, n_new=8))
+        return chatty.decode(models[0]._replace(tokenizer=chatty, form=form).encode(messages, n_new=8))
 
     assert ask("hh", TALK) == (
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
@@ -97,9 +97,9 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(rope, tokenizer)
         sizes = COMMON | {"vocab_size": 1024}
         own = transformers.LlamaConfig(**sizes, max_position_embeddings=16, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(own)
-    panel = Panel([Side("policy", model)], tokenizer, "raw")
-    with refused(r"prompt and answer may be too long: .*give 16 or less"):
-        panel.encode(TALK, n_new=12)
+    policy = LoadedModel("policy", model, tokenizer, "raw")
+    with refused(r"prompt and answer may be too long: .*set 16 or less"):
+        policy.encode(TALK, n_new=12)
 
 
 def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
@@ -115,18 +115,18 @@ def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir
         record = {} if form is None else {"prompt_formats": {"mine": form}}
         (run / "preflight.json").write_text(json.dumps({"train": {"examples": 8, "prompts": 8, **record}}))
         out = export(run / "step-8", tmp_path / f"out-{form}")
-        forms[form] = [load_panel(path).form for path in (run / "step-8", out)]
+        forms[form] = [load_for_generation(path)[0].form for path in (run / "step-8", out)]
     assert forms == {"chat": ["chat"] * 2, "hh": ["hh"] * 2, "raw": ["raw"] * 2, None: ["chat"] * 2}
     assert r"Form of a prompt: `\n\nHuman: ...\n\nAssistant:`." in (tmp_path / "out-hh" / "README.md").read_text()
     (tmp_path / "out-hh" / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff\xfe")  # somebody else's
-    assert load_panel(tmp_path / "out-hh").form == "chat"
+    assert load_for_generation(tmp_path / "out-hh")[0].form == "chat"
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_answers_are_those_of_generate(run_dir, panel, tokenizer):
-    answers = answered(panel, Sampling(12, temperature=0))
+def test_greedy_answers_are_those_of_generate(run_dir, models, tokenizer):
+    answers = answered(models, Sampling(12, temperature=0))
     for name, model in (("policy", load_tiny(archive=run_dir)), ("reference", load_tiny())):
         for text, given in zip(ASKED, answers[name], strict=True):
             ids = tokenizer(f"\n\nHuman: {text}\n\nAssistant:", return_tensors="pt")["input_ids"]
@@ -134,11 +134,11 @@ def test_greedy_answers_are_those_of_generate(run_dir, panel, tokenizer):
             assert given == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_the_reference_is_the_start_of_the_run_or_the_one_given(run_dir, panel):
-    of_run = answered(panel, Sampling(12))
-    assert answered(load_panel(LLAMA, form="hh"), Sampling(12)) == {"policy": of_run["reference"]}
-    assert answered(load_panel(run_dir, reference=LLAMA), Sampling(12)) == of_run
-    assert answered(load_panel(run_dir, reference="none"), Sampling(12)) == {"policy": of_run["policy"]}
+def test_the_reference_is_the_start_of_the_run_or_the_one_given(run_dir, models):
+    of_run = answered(models, Sampling(12))
+    assert answered(load_for_generation(LLAMA, form="hh"), Sampling(12)) == {"policy": of_run["reference"]}
+    assert answered(load_for_generation(run_dir, reference=LLAMA), Sampling(12)) == of_run
+    assert answered(load_for_generation(run_dir, reference="none"), Sampling(12)) == {"policy": of_run["policy"]}
 
 
 def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokenizer):
@@ -147,7 +147,7 @@ def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokeni
     renamed.add_tokens(["<new>"])
     renamed.save_pretrained(other)
     with refused("other has another tokenizer than the policy"):
-        load_panel(run_dir, reference=str(other))
+        load_for_generation(run_dir, reference=str(other))
 
 
 def test_a_session_says_how_answers_are_drawn_and_bad_input_is_a_sentence_and_status_2(run_dir, monkeypatch, capsys):
@@ -165,19 +165,19 @@ def test_a_session_says_how_answers_are_drawn_and_bad_input_is_a_sentence_and_st
 
 
 @pytest.mark.parametrize("form", ["hh", "chat", "raw"])
-def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel, chatty, monkeypatch, capsys):
+def test_each_side_continues_its_own_conversation_until_it_is_reset(form, models, chatty, monkeypatch, capsys):
     asked: dict[str, list] = {"policy": [], "reference": []}
-    draw = Panel.answer
+    draw = LoadedModel.answer
 
-    def listen(self, side, prompt, *rest):
-        answer = f"\x1b[2J{draw(self, side, prompt, *rest)}"
-        asked[side.name].append((chatty.decode(prompt), answer.strip()))
+    def listen(self, prompt, *rest):
+        answer = f"\x1b[2J{draw(self, prompt, *rest)}"
+        asked[self.name].append((chatty.decode(prompt), answer.strip()))
         return answer
 
-    monkeypatch.setattr(Panel, "answer", listen)
+    monkeypatch.setattr(LoadedModel, "answer", listen)
     refused = "Say <|endoftext|>\n" if form == "chat" else ""  # and asked again
     monkeypatch.setattr("sys.stdin", io.StringIO(f"One?\n\n{refused}Two?\n/reset\nOne?\n"))
-    converse(panel._replace(tokenizer=chatty, form=form), Sampling(6))
+    converse([model._replace(tokenizer=chatty, form=form) for model in models], Sampling(6))
 
     said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<|endoftext|><assistant>", "raw": "{}"}[form]
     for turns in asked.values():

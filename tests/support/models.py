@@ -14,7 +14,8 @@ import transformers
 
 from dpo.data.examples import Example
 from dpo.models.layouts import Padded
-from dpo.models.pretrained import Source, disable_dropout, load_model
+from dpo.models.paths import ModelPath
+from dpo.models.pretrained import disable_dropout, load_model
 from support.runs import TINY
 
 nearly = partial(pytest.approx, rel=1e-4, abs=1e-5)
@@ -97,9 +98,9 @@ def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
     return Padded().forward(model, microbatch.inputs).logps.sum(-1)
 
 
-def load_tiny(**options: Any) -> Any:
+def load_tiny(archive: Any = None, **options: Any) -> Any:
     """The tiny Llama of the golden runs in float32; with an `archive`, as a run has trained it."""
-    return load_model(Source(str(TINY)), dtype=torch.float32, attn_implementation="sdpa", **options)
+    return load_model(ModelPath(str(TINY), archive), dtype=torch.float32, attn_implementation="sdpa", **options)
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:

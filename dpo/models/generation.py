@@ -1,0 +1,124 @@
+"""A policy and its reference, loaded for generation."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpo.data.asking import CHAT, HH, RAW, write_dialogue
+from dpo.data.schema import Messages, Record
+from dpo.data.templates import ChatTemplate
+from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError, explaining
+from dpo.models.adapters import load_adapter, switch
+from dpo.models.answers import Sampling, Tokens, answer
+from dpo.models.loading import load_base, resolve_name
+from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
+from dpo.models.pretrained import DTYPES, check_positions
+from dpo.models.quantization import quantize
+from dpo.parallel.sharding import choose_device_map
+
+
+class LoadedModel(NamedTuple):
+    """A policy or a reference; if they have the same base, they share one `model`."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    form: str  # the form of its prompts, one of MEANINGS
+    adapter: str | None = None  # the name of its adapter in `model`
+    path: ModelPath | None = None
+
+    def encode(self, messages: Messages, *, n_new: int) -> Tokens:
+        """Encode messages as in training; InputError if the model has no positions for them and `n_new` tokens more."""
+        return self.encode_text(self.write(messages), n_new=n_new)
+
+    def encode_text(self, text: str, *, n_new: int) -> Tokens:
+        tokens = tuple(TextEncoder(self.tokenizer)([text])[text])
+        with explaining(InputError, lambda why: InputError(f"prompt and answer may be too long: {why}")):
+            check_positions(self.model, len(tokens) + n_new)
+        return tokens
+
+    def write(self, messages: Messages) -> str:
+        """Write messages in the form of its prompts; InputError if it cannot hold them."""
+        if self.form == CHAT:
+            return ChatTemplate(self.tokenizer).render(Record(messages, [])).prompt
+        return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
+
+    def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:
+        """Answer a prompt, whose number in the session is part of the seed."""
+        with switch(self.model, self.adapter)():
+            [given] = answer(self.model, self.tokenizer, [prompt], [number], sampling)
+        return given.text
+
+
+def load_for_generation(
+    path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any
+) -> list[LoadedModel]:
+    """Load a policy, and its reference if there is one; `options` are those of `find_model`.
+
+    `reference` is a path, Hub id or "none"; None: what the policy's run started from. Raises InputError if a model
+    cannot be loaded, or if the tokenizers differ.
+    """
+    policy = find_model(path, hub=True, **options)
+    if policy.scalar_head:
+        raise InputError(f"{path} is a reward model, which gives no answers: use a policy")
+    tokenizer = _load_tokenizer(policy)
+    found = {"policy": policy}
+    if reference is None:
+        start = _find_start(policy)
+        if start is not None:
+            found["reference"] = start
+    elif reference != "none":
+        found["reference"] = find_model(reference, hub=True, trust_remote_code=policy.trust_remote_code)
+        if _load_tokenizer(found["reference"]).get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"{reference} has another tokenizer than the policy: use a reference with the same one")
+    form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
+    bases = {}
+    models = []
+    for name, source in found.items():
+        base = _load_base(name, source, bases)
+        if source.adapter is not None:
+            load_adapter(base, source.adapter, name)
+        models.append(LoadedModel(name, base, tokenizer, form, source.adapter and name, source))
+    return models
+
+
+def _load_tokenizer(model: ModelPath) -> Any:
+    return load_tokenizer(model.plan.model.tokenizer, **model.options, chat=model.plan.chat)
+
+
+def _find_start(policy: ModelPath) -> ModelPath | None:
+    """Find the model that a policy's run started from, in the reference's dtype; None if not known."""
+    plan = policy.plan
+    if policy.run_dir is None:  # an adapter started from its base
+        return None if policy.adapter is None else policy._replace(adapter=None)
+    start = locate_weights(plan.model.archive) if plan.model.archive else ModelPath()
+    # an adapter names its base; model.archive may be a LATEST that has moved
+    archive = start.archive if policy.adapter is None else policy.archive
+    adapter = None if plan.reference == "base" else start.adapter
+    if plan.reference:
+        plan = plan.change("model.policy_dtype", plan.reference_dtype)
+    # the digest is of the policy's base in the policy's dtype
+    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).resolve()
+
+
+def _load_base(name: str, source: ModelPath, bases: dict[Hashable, Any]) -> Any:
+    """Load a model without its adapter, or take it from `bases`."""
+    print(f"{name}: {source.describe()}")
+    plan = source.plan
+    dtype = None  # that of the model's own config
+    if source.run_dir is not None or source.archive is not None:
+        dtype = DTYPES[plan.model.policy_dtype]
+    init_seed = plan.run.seed if plan.model.random_init else None
+    key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
+    if key not in bases or (source.base_digest and source.base_digest != bases[key].base_digest):
+        # not attention that needs a GPU
+        attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
+        device_map = None if plan.quantized else choose_device_map()
+        base = load_base(source, dtype, attention=attention, device_map=device_map)
+        base.base_digest = source.base_digest
+        if plan.quantized:
+            quantize(base)
+        bases[key] = base.eval()
+    return bases[key]

@@ -1,0 +1,215 @@
+"""Models by the paths or names of their files: found, but not loaded."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from huggingface_hub import metadata_load
+
+from dpo.checkpoint.files import MANIFEST, read_manifest
+from dpo.data.asking import HH, MEANINGS
+from dpo.data.tokenizer import KeptTemplate
+from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.settings.places import BUILT_IN, HUB_ID, check_exists
+from dpo.settings.plan import Plan, resolve
+from dpo.settings.validation import read_plan
+from dpo.system.plain_files import check_readable, read_json
+
+CONFIG = "adapter_config.json"  # in PEFT's format
+POLICY_FILE = "policy.pt"
+RUN_CONFIG = "config.yaml"
+
+
+class ModelPath(NamedTuple):
+    """Where a model's files are, and how to read them."""
+
+    name: str = (
+        ""  # a directory or Hub id, with config, and weights unless they are in the archive; "" if unknown
+    )
+    archive: Path | None = None  # a policy.pt with all weights of the model, or of the adapter's base
+    adapter: Path | None = None  # a directory in PEFT's format
+    cache_dir: str | None = None
+    trust_remote_code: bool = False
+    scalar_head: bool = False  # it is read as a reward model
+    plan: Plan | None = None  # the plan of its run, or one of defaults, in which `name` is the base's
+    run_dir: Path | None = None  # the run's directory, which contains config.yaml
+    base_digest: str | None = None  # identifies the base on which an adapter was trained, if the run recorded it
+
+    @property
+    def options(self) -> dict:
+        """For `from_pretrained` of configs, models and tokenizers."""
+        return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def auto_class(self) -> Any:
+        if self.scalar_head:
+            return transformers.AutoModelForSequenceClassification
+        return transformers.AutoModelForCausalLM
+
+    @property
+    def policy_file(self) -> Path | None:
+        """The checkpoint's own `policy.pt`, not its base's."""
+        if self.adapter is None:
+            return self.archive
+        file = self.adapter / POLICY_FILE
+        return file if file.is_file() else None
+
+    def describe(self) -> str:
+        """Say what is read, which a stranger's run may have named."""
+        return f"weights of {self.archive or self.name}, tokenizer of {self.plan.model.tokenizer}"
+
+    def resolve(self) -> "ModelPath":
+        """Make its paths absolute, without links."""
+        archive = self.archive and self.archive.resolve()
+        return self._replace(archive=archive, adapter=self.adapter and self.adapter.resolve())
+
+
+def find_base(plan: Plan) -> ModelPath:
+    """The model that a plan names, without the archive."""
+    return ModelPath(
+        plan.model.name_or_path,
+        cache_dir=plan.run.cache_dir,
+        trust_remote_code=plan.model.trust_remote_code,
+        scalar_head=plan.loss.scalar_head,
+        plan=plan,
+    )
+
+
+def locate_weights(path: str | Path) -> ModelPath:
+    """Find a `policy.pt` or an adapter, or that of a directory or run; InputError if there is none.
+
+    `name` is the base that the adapter names, if it names a directory or a Hub id.
+    """
+    path = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
+    folders = [path, path / "LATEST"]
+    if path.name == POLICY_FILE:
+        folders.append(path.parent)
+    for folder in folders:
+        if (folder / CONFIG).is_file():
+            with explaining_adapter(folder):
+                base = read_json(folder / CONFIG).get("base_model_name_or_path") or ""
+                if base and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
+                    return ModelPath(archive=Path(base), adapter=folder)
+            return ModelPath(base, adapter=folder)
+    return ModelPath(archive=find_archive(path))
+
+
+def find_archive(archive: str | Path) -> Path:
+    """Find the `policy.pt` that a file, directory or run names."""
+    path = Path(os.path.expanduser(archive))
+    for candidate in (path, path / POLICY_FILE, path / "LATEST" / POLICY_FILE):
+        if candidate.is_file():
+            return candidate
+    check_exists(path, is_local=True)
+    raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
+
+
+def explaining_adapter(directory: Path) -> AbstractContextManager:
+    return explaining_library(
+        lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
+    )
+
+
+def find_model(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    hub: bool = False,
+    template: str | Path | None = None,
+    run_plan: Plan | None = None,
+) -> ModelPath:
+    """Find the model that a path names; InputError if it names none.
+
+    It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
+    neither adapter nor run names it, or if it has moved; `template` is a file with a chat template, in place of the
+    run's. `run_plan` is the run's, whose trust `trust_remote_code` replaces.
+    """
+    check_exists(str(path))
+    path = Path(path).expanduser()
+    is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
+    if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
+        if model is not None:
+            raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
+        plan = resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}})
+        return find_base(_choose_template(plan, template, {}, path))
+    found = locate_weights(path).resolve()
+    if model is not None and found.adapter:
+        found = ModelPath(model, adapter=found.adapter)  # without the base or archive that the adapter names
+    folder = found.adapter or found.archive.parent
+    run_dir = None
+    if found.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
+        run_dir = next((parent for parent in (folder, folder.parent) if (parent / RUN_CONFIG).is_file()), None)
+    if run_plan is None and run_dir is not None:
+        # the keys that decide anything here; others may be wrong
+        decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
+        run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
+    base = model or found.name
+    if not base:
+        if run_plan is None:
+            raise InputError(f"{path} names no base, and has no {RUN_CONFIG} of its run beside it: add --model")
+        base = run_plan.model.name_or_path
+    plan = (run_plan or resolve({"model": {"name_or_path": base}})).change("model.name_or_path", base)
+    plan = plan.change("model.trust_remote_code", trust_remote_code)
+    if found.adapter and model:  # it has weights, even if the run's base had random ones
+        plan = plan.change("model.random_init", False)
+    if found.adapter and run_dir is None and list(folder.glob("tokenizer*")):
+        plan = plan.change("model.tokenizer_name_or_path", str(folder))
+    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    return find_base(_choose_template(plan, template, manifest, path))._replace(
+        archive=found.archive,
+        adapter=found.adapter,
+        run_dir=run_dir,
+        base_digest=manifest.get("base") if run_dir else None,
+    )
+
+
+def _choose_template(plan: Plan, given: str | Path | None, manifest: Mapping, path: Path) -> Plan:
+    """Change a plan to a file's chat template, or to the text that a checkpoint keeps.
+
+    A path in a run's config is not read: the file may have changed, or the run be a stranger's that names any file.
+    """
+    if given is not None:
+        return plan.change("chat_template", str(given))
+    if "chat_template" in manifest:
+        for key in ("chat_template_args", "chat_template_date"):
+            plan = plan.change(key, manifest["config"].get(key))
+        return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
+    if plan.chat.chat_template is not None:
+        raise InputError(
+            f"{path} is of a run that kept the path of its chat template, {plan.chat.chat_template}, and not the text: "
+            f"add --template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
+        )
+    return plan
+
+
+def find_prompt_format(model: ModelPath) -> str | None:
+    """Find the form of all training prompts, by the run's record or an export's card; None if they differ."""
+    if model.run_dir is not None:
+        train = read_run_file(model, "preflight.json").get("train")
+        recorded = train.get("prompt_formats") if isinstance(train, Mapping) else None
+        forms = set()
+        for name in model.plan.data.datasets:
+            forms.add(HH if name in BUILT_IN else str((recorded or {}).get(name)))
+        form = forms.pop() if len(forms) == 1 else None
+    else:
+        card = Path(model.adapter or model.name, "README.md")
+        try:
+            check_readable(card)
+            form = (metadata_load(card) or {}).get("prompt_format")
+        except Exception:  # no card, or not one of ours: a card may hold anything
+            return None
+    return form if form in list(MEANINGS) else None
+
+
+def read_run_file(model: ModelPath, name: str) -> Mapping:
+    """Read a file of the model's run; empty if there is none."""
+    file = model.run_dir and model.run_dir / name
+    record = read_json(file) if file and file.exists() else {}
+    if not isinstance(record, Mapping):
+        raise InputError(f"{file} holds no mapping: restore it, or remove it")
+    return record
