@@ -27,9 +27,7 @@ RUN_CONFIG = "config.yaml"
 class ModelPath(NamedTuple):
     """Where a model's files are, and how to read them."""
 
-    name: str = (
-        ""  # a directory or Hub id, with config, and weights unless they are in the archive; "" if unknown
-    )
+    name: str = ""  # a directory or Hub id, with config, and weights unless they are in the archive; "" if unknown
     archive: Path | None = None  # a policy.pt with all weights of the model, or of the adapter's base
     adapter: Path | None = None  # a directory in PEFT's format
     cache_dir: str | None = None
