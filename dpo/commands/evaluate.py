@@ -26,17 +26,16 @@ from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
 from dpo.judging.answers import (
     ANSWERS,
-    AnswerFile,
     Pair,
     draw_answers,
     encode_prompt,
     list_labelled,
     load_prompts,
-    show,
+    write_question,
 )
 from dpo.judging.page import check_files, write_form, write_result
 from dpo.judging.server import Server
-from dpo.judging.statistics import find_rate, summarize
+from dpo.judging.statistics import find_rate, summarize_verdicts
 from dpo.models.answers import choose_sampling, list_end_tokens
 from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.models.paths import ModelPath, find_model
@@ -48,9 +47,8 @@ from dpo.system.plain_files import write_file
 from dpo.system.run_directory import now
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
-SAVED = "verdicts:verdicts.jsonl"  # a judge: what the page of `human` saves
 # options that decide which answers there are
-DRAWN = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
+SAMPLING_OPTIONS = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,12 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     option("--judge", metavar="JUDGE", help=JUDGES)
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
     option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
-    option(
-        "--labelled",
-        type=parse_count,
-        default=100,
-        help="most labelled pairs on which the judge is tested (default: 100)",
-    )
+    option("--labelled", type=parse_count, default=100, help="most labelled pairs to test the judge on (default: 100)")
     option("--out", type=Path, metavar="DIR", help="default: RUN/evaluation, or evaluation")
     add_sampling_options(parser)
     option("--batch-size", type=parse_count, default=16, help="prompts answered at a time (default: 16)")
@@ -82,19 +75,19 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     kind, _, file = (options.judge or "").partition(":")
     if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
-        drawn = judges.read_drawn(file)
-        known = [f"--{name.replace('_', '-')}={drawn[name]}" for name in DRAWN if drawn.get(name) is not None]
-        options = parser.parse_args([*known, *arguments])
-    options.next_command = shlex.join(["dpo", "evaluate", *(SAVED if word == "human" else word for word in arguments)])
+        carried = []
+        for name, value in judges.read_sampling_options(file).items():
+            if name in SAMPLING_OPTIONS and value is not None:
+                carried.append(f"--{name.replace('_', '-')}={value}")
+        options = parser.parse_args([*carried, *arguments])
+    words = ["verdicts:verdicts.jsonl" if word == "human" else word for word in arguments]
+    options.next_command = shlex.join(["dpo", "evaluate", *words])
     if not (options.judge or options.lm_eval):
-        parser.error("give --judge, --lm-eval or both")
+        parser.error("pass --judge, --lm-eval or both")
     set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return run_command(
-        lambda: evaluate(options),
-        when_interrupted="what is done is kept: the same command goes on",
-    )
+    return run_command(lambda: evaluate(options), when_interrupted="what is done is kept: the same command goes on")
 
 
 def evaluate(options: Any) -> None:
@@ -108,7 +101,7 @@ def judge_answers(options: Any) -> None:
     models = load_pair(options)
     source = models[0].path
     folder = find_folder(options, source)
-    with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; give another --out")):
+    with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; choose another --out")):
         folder.mkdir(parents=True, exist_ok=True)
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     check_files(folder, kind)
@@ -117,12 +110,14 @@ def judge_answers(options: Any) -> None:
     prompts = load_prompts(source, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
     pairs, sampling = answer_both(models, prompts, folder / ANSWERS, options)
     if judge is None:
-        write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in DRAWN})
+        write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         print(f"then: {redact(options.next_command)}")
         return
     verdicts = judge(pairs)
-    labelled = [] if kind == "verdicts" else list_labelled(prompts, tokenizer)[: options.labelled]
+    tests = []
+    if kind != "verdicts" and (labelled := list_labelled(prompts, tokenizer)[: options.labelled]):
+        tests = judge(labelled)
     settings = {
         "model": str(source.policy_file or options.model),
         "other": options.other,
@@ -133,14 +128,18 @@ def judge_answers(options: Any) -> None:
         "longest answer": f"{options.max_new_tokens} tokens",
         "made": f"{now()} by dpo {__version__}",
     }
-    names = (models[0].name, models[1].name)
-    tested = judge(labelled) if labelled else []
-    known = {key: redact(value) for key, value in settings.items() if value}
-    report(folder, kind, names, pairs, verdicts, tested, known)
+    facts = {
+        "policy": models[0].name,
+        "other": models[1].name,
+        "settings": {key: redact(value) for key, value in settings.items() if value},
+    }
+    report(folder, kind, facts, pairs, verdicts, tests)
 
 
 def find_folder(options: Any, source: ModelPath) -> Path:
-    return options.out or (source.run_dir / "evaluation" if source.run_dir else Path("evaluation"))
+    if options.out:
+        return options.out
+    return (source.run_dir or Path()) / "evaluation"
 
 
 def load_pair(options: Any) -> list[LoadedModel]:
@@ -161,7 +160,7 @@ def load_pair(options: Any) -> list[LoadedModel]:
 
 
 def name_model(source: ModelPath) -> str:
-    """Such as `mine/step-240`, of a run's checkpoint."""
+    """Name a model briefly, such as `mine/step-240` for a run's checkpoint."""
     file = source.policy_file
     if file and source.run_dir:
         return str(file.parent.relative_to(source.run_dir.parent))
@@ -169,7 +168,7 @@ def name_model(source: ModelPath) -> str:
 
 
 def make_judge(options: Any, folder: Path) -> judges.Judge | None:
-    """None for people, who judge later."""
+    """Make the judge that the options name; None for people, who judge later."""
     if options.judge == "human":
         return None
     kind, _, place = options.judge.partition(":")
@@ -182,71 +181,82 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
         return judges.make_server_judge(server, template)
     if kind in ("reward_model", "function") and place:
         return judges.make_scoring_judge(scorer=kind, **{kind: place})
-    raise InputError(f"--judge {options.judge} is not known: give {JUDGES}")
+    raise InputError(f"--judge {options.judge} is not known: choose {JUDGES}")
 
 
 def answer_both(models: Sequence[LoadedModel], prompts: Sequence, file: Path, options: Any) -> tuple:
-    """The pairs of answers to all prompts that both models have positions for, and how they were drawn."""
+    """Return pairs of answers to all prompts that both models have positions for, and how they were drawn."""
     first = models[0]
-    tokenizer = first.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
     n_new = options.max_new_tokens
     is_chat = first.form == CHAT
     sampling = choose_sampling(
         first.model, first.tokenizer, vars(options), chat=is_chat, max_new_tokens=n_new, seed=(options.seed,)
     )
-    encoded = [[encode_prompt(model, prompt, tokenizer, n_new=n_new) for prompt in prompts] for model in models]
-    fitting = [i for i in range(len(prompts)) if None not in (encoded[0][i], encoded[1][i])]
+    tokenizer = first.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+    fitting = []
+    encoded = ([], [])  # by model
+    for prompt in prompts:
+        tokens = [encode_prompt(model, prompt, tokenizer, n_new=n_new) for model in models]
+        if None not in tokens:
+            fitting.append(prompt)
+            encoded[0].append(tokens[0])
+            encoded[1].append(tokens[1])
     if len(fitting) < len(prompts):
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
-        raise InputError("no prompt is left: give others, or a smaller --max-new-tokens")
-    kept, store, answers = [prompts[i] for i in fitting], AnswerFile(file), []
+        raise InputError("no prompt is left: choose others, or a smaller --max-new-tokens")
+    answers = []
     for model, tokens in zip(models, encoded, strict=True):
         ends = list_end_tokens(model.model.generation_config, model.tokenizer)
         own = sampling._replace(end_tokens=ends)
-        answers.append(
-            draw_answers(model, kept, [tokens[i] for i in fitting], own, store, batch_size=options.batch_size)
-        )
-    questions = [show(prompt, first.tokenizer) for prompt in kept]
-    return [Pair(*parts) for parts in zip(kept, questions, *answers, strict=True)], sampling
+        answers.append(draw_answers(model, fitting, tokens, own, file, batch_size=options.batch_size))
+    questions = [write_question(prompt, first.tokenizer) for prompt in fitting]
+    return list(map(Pair, fitting, questions, *answers)), sampling
 
 
 def report(
     folder: Path,
     kind: str,
-    names: tuple[str, str],
+    facts: dict,
     pairs: Sequence[Pair],
     verdicts: Sequence[judges.Verdict],
-    tested: Sequence[judges.Verdict],
-    settings: dict,
+    tests: Sequence[judges.Verdict],
 ) -> None:
-    """Print the result, and write it as a page and as files."""
-    valid = [(verdict, pair) for verdict, pair in zip(verdicts, pairs, strict=True) if verdict.score is not None]
-    if not valid:
+    """Print the result, and write it as a page and as files; `tests` are verdicts on labelled pairs."""
+    scores = []
+    lengths = []
+    n_flipped = 0
+    rows = []
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        rows.append(json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n")
+        if verdict.score is not None:
+            scores.append(verdict.score)
+            lengths.append((len(pair.first.text), len(pair.second.text)))
+            n_flipped += verdict.is_flipped
+    if not scores:
         raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
-    lengths = [(len(pair.first.text), len(pair.second.text)) for _, pair in valid]
-    summary = summarize([verdict.score for verdict, _ in valid], lengths)
-    sentences, rates = [summary.describe(*names)], [("Win rate", summary.rate)]
+    summary = summarize_verdicts(scores, lengths)
+    sentences = [summary.describe(facts["policy"], facts["other"])]
+    rates = {"Win rate": summary.rate}
     if summary.controlled:
-        rates.append(("Length-controlled win rate", summary.controlled))
-    if n_flipped := sum(verdict.is_flipped for verdict, _ in valid):
-        share = percent(n_flipped / len(valid))
+        rates["Length-controlled win rate"] = summary.controlled
+    if n_flipped:
+        share = percent(n_flipped / len(scores))
         sentences.append(f"In {share} of the pairs the order of the answers decided, which counts as a tie.")
-    if len(valid) < len(pairs):
-        sentences.append(f"{count(len(pairs) - len(valid), 'pair')} without a valid verdict did not count.")
-    scores = np.array([verdict.score for verdict in tested if verdict.score is not None])
-    agreement = find_rate(scores, np.random.default_rng(0)) if len(scores) else None
-    if agreement:
-        sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
-        rates.append(("The judge's agreement with labels", agreement))
-    facts = {"policy": names[0], "other": names[1], "sentences": sentences, "rates": rates, "settings": settings}
+    n_invalid = len(pairs) - len(scores)
+    if n_invalid:
+        sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
+    agreement = None
+    if agreements := [verdict.score for verdict in tests if verdict.score is not None]:
+        agreement = find_rate(np.array(agreements), np.random.default_rng(0))
+        sentences.append(f"On {count(len(agreements), 'labelled pair')} the judge agrees with the labels: {agreement}.")
+        rates["The judge's agreement with labels"] = agreement
+    facts = {**facts, "sentences": sentences, "rates": rates}
     page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
     write_result(page, facts, pairs, verdicts)
-    rows = [{"pair": p.id, "prompt": p.question, **v._asdict()} for p, v in zip(pairs, verdicts, strict=True)]
-    numbers = {**summary._asdict(), "agreement": agreement, "invalid": len(pairs) - len(valid), "flipped": n_flipped}
-    write_file(folder / f"judged-{kind}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    result = json.dumps({**facts, **numbers, "rates": dict(rates)}, indent=2)
-    write_file(folder / f"evaluation-{kind}.json", result.encode())
+    write_file(folder / f"judged-{kind}.jsonl", "".join(rows).encode())
+    result = {**facts, **summary._asdict(), "agreement": agreement, "invalid": n_invalid, "flipped": n_flipped}
+    write_file(page.with_suffix(".json"), json.dumps(result, indent=2).encode())
     print(*sentences, f"page: {page}", sep="\n")
 
 
@@ -260,12 +270,13 @@ def run_lm_eval(options: Any) -> None:
     model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
     if (source.policy_file and not model.exists()) or "," in str(model):
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
-    folder = find_folder(options, source)
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():
         arguments = f"pretrained={source.name},peft={model}"
-    command = ["-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
-    command += ["--output_path", str(folder / "lm-eval"), "--batch_size", str(options.batch_size)]
-    command += ["--include_path", options.include_path] if options.include_path else []
-    if subprocess.run(**python_command(*command), check=False).returncode:
+    out = find_folder(options, source) / "lm-eval"
+    command = ["lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
+    command += ["--output_path", str(out), "--batch_size", str(options.batch_size)]
+    if options.include_path:
+        command += ["--include_path", options.include_path]
+    if subprocess.run(**python_command("-m", *command), check=False).returncode:
         raise RunError("lm-eval failed: its output above says why")

@@ -23,10 +23,11 @@ from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
 from dpo.preference_datasets import load_data
 from dpo.settings.places import Source
-from dpo.system.plain_files import append_line, read_lines
+from dpo.system.plain_files import KeptLines
 
 ANSWERS = "answers.jsonl"
 ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that begins
+ANSWER_FORM = {"answer": str, "tokens": list, "ended": bool}
 
 
 class Pair(NamedTuple):
@@ -50,33 +51,34 @@ def hash_texts(*texts: str) -> str:
 
 
 def load_prompts(model: ModelPath, file: str | None, tokenizer: Any, *, limit: int, seed: int) -> list[Prompt]:
-    """At most `limit` prompts, drawn by the seed: those of a file (docs/formats.md), or those that a run held out."""
+    """Draw at most `limit` prompts by the seed, from a file (docs/formats.md) or those that a run held out."""
     if file is not None:
         rows = load_rows(Source(file), "test")
         data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
         prompts: Sequence[Prompt] = list(iterate_prompts([("prompts", data)], "prompts"))
     elif model.run_dir is None:
-        raise InputError(f"{model.name} is no run, so it held out no prompts: give --prompts FILE")
+        raise InputError(f"{model.name} is no run, so it held out no prompts: pass --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code
         plan = model.plan.change("dry_run", True).change("model.trust_remote_code", False)
-        with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or give --prompts")):
+        with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or pass --prompts")):
             prompts = load_data(plan, silent=True).test
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:limit]
     return [prompts[int(i)] for i in sorted(chosen)]
 
 
 def list_labelled(prompts: Sequence[Prompt], tokenizer: Any) -> list[Pair]:
-    """The first pair of each prompt that has one, the chosen response first."""
+    """List the first pair of each prompt that has one, the chosen response first."""
     pairs = []
     for prompt in prompts:
         texts = prompt.texts(0)
         if {"chosen", "rejected"} <= texts.keys():
-            answers = (Answer(texts[role], (), ended=True) for role in ("chosen", "rejected"))
-            pairs.append(Pair(prompt, show(prompt, tokenizer), *answers))
+            chosen = Answer(texts["chosen"], (), ended=True)
+            rejected = Answer(texts["rejected"], (), ended=True)
+            pairs.append(Pair(prompt, write_question(prompt, tokenizer), chosen, rejected))
     return pairs
 
 
-def show(prompt: Prompt, tokenizer: Any) -> str:
+def write_question(prompt: Prompt, tokenizer: Any) -> str:
     return write_turns(prompt, prompt.text, tokenizer)
 
 
@@ -86,7 +88,7 @@ def show(prompt: Prompt, tokenizer: Any) -> str:
 def encode_prompt(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
     """Encode a prompt as in training if it was made with this tokenizer, else from its messages.
 
-    None if the model has no positions for it and `n_new` tokens more; InputError if it cannot be asked.
+    Returns None if the model has no positions for it and `n_new` tokens more. Raises InputError if it cannot be asked.
     """
     text = prompt.text
     if tokenizer is not model.tokenizer:
@@ -97,34 +99,24 @@ def encode_prompt(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, 
     return None
 
 
-class AnswerFile:
-    """Answers that were drawn before, and those that are drawn now."""
-
-    def __init__(self, path: Path):
-        self.path, self.answers = path, {}
-        for line in read_lines(path, ANSWER_MARK, {"key": str, "answer": str, "tokens": list, "ended": bool}):
-            self.answers[line["key"]] = Answer(line["answer"], tuple(line["tokens"]), line["ended"])
-
-    def add(self, key: str, answer: Answer, **facts: str) -> None:
-        self.answers[key] = answer
-        line = {"key": key, **facts, "answer": answer.text, "tokens": answer.tokens, "ended": answer.ended}
-        append_line(self.path, line)
-
-
 def draw_answers(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
     encoded: Sequence[Tokens],
     sampling: Sampling,
-    file: AnswerFile,
+    file: Path,
     *,
     batch_size: int,
 ) -> list[Answer]:
-    """An answer to each prompt, new or from the file; the longest first, so that memory runs out at once or never."""
+    """Return an answer to each prompt, new or kept in the file; the longest are drawn first, so that memory runs out
+    at once or never.
+    """
+    kept = KeptLines(file, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model
     identity = model_digest(model, str(model.dtype), loaded.adapter)
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
-    missing = sorted((i for i, key in enumerate(keys) if key not in file.answers), key=lambda i: -len(encoded[i]))
+    missing = [i for i, key in enumerate(keys) if key not in kept.lines]
+    missing.sort(key=lambda i: -len(encoded[i]))
     with (
         switch(model, loaded.adapter)(),
         tqdm.tqdm(total=len(missing), desc=loaded.name, disable=not missing) as bar,
@@ -132,7 +124,9 @@ def draw_answers(
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
             drawn = answer(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
-            for i, given in zip(batch, drawn, strict=True):
-                file.add(keys[i], given, model=loaded.name, prompt=show(prompts[i], loaded.tokenizer))
+            for i, new in zip(batch, drawn, strict=True):
+                facts = {"model": loaded.name, "prompt": write_question(prompts[i], loaded.tokenizer)}
+                kept.add(keys[i], **facts, answer=new.text, tokens=new.tokens, ended=new.ended)
             bar.update(len(batch))
-    return [file.answers[key] for key in keys]
+    lines = [kept.lines[key] for key in keys]
+    return [Answer(line["answer"], tuple(line["tokens"]), line["ended"]) for line in lines]

@@ -26,7 +26,9 @@ CHOSEN = (
 )
 LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
 LABELLED = re.compile(rf"{LABELS}[\w ]*[^\w\n]*:{CHOSEN}", re.MULTILINE)
-SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # of the answer that is shown as A
+SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # for the answer that is shown as A
+
+SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # what people choose, as the score of the answer on the left
 
 
 class Verdict(NamedTuple):
@@ -42,7 +44,7 @@ Judge = Callable[[Sequence[Pair]], list[Verdict]]
 
 
 def make_scoring_judge(**online: Any) -> Judge:
-    """A reward model or a function of the user, as online training has them; the answer with the higher score wins."""
+    """Judge by a reward model or a function of the user, as online training has them: the higher score wins."""
     plan = resolve({"online": {"name": "online", **online}})
     raise_problems([problem for problem in find_problems(plan) if problem.key.startswith("online.")])
     scorer = load_scorer(plan, choose_device(), rows=16)
@@ -51,10 +53,11 @@ def make_scoring_judge(**online: Any) -> Judge:
         prompts = [pair.prompt for pair in pairs]
         firsts = scorer(prompts, [pair.first for pair in pairs])
         seconds = scorer(prompts, [pair.second for pair in pairs])
-        return [
-            Verdict(0.5 + 0.5 * ((a > b) - (a < b)), reason=f"scores {a:.4g} and {b:.4g}")
-            for a, b in zip(firsts, seconds, strict=True)
-        ]
+        verdicts = []
+        for first, second in zip(firsts, seconds, strict=True):
+            score = 0.5 + 0.5 * ((first > second) - (first < second))
+            verdicts.append(Verdict(score, reason=f"scores {first:.4g} and {second:.4g}"))
+        return verdicts
 
     return judge
 
@@ -63,13 +66,13 @@ def make_scoring_judge(**online: Any) -> Judge:
 
 
 def make_server_judge(server: Server, template: str) -> Judge:
-    """Asks for each pair in both orders, which count as one verdict."""
+    """Ask a server about each pair in both orders, which count as one verdict."""
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
         in_order = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
         reversed_ = [_fill_in(template, pair.question, pair.second, pair.first) for pair in pairs]
         replies = server.ask_all([*in_order, *reversed_])
-        return [_combine(*both) for both in zip(replies[: len(pairs)], replies[len(pairs) :], strict=True)]
+        return list(map(_combine, replies[: len(pairs)], replies[len(pairs) :]))
 
     return judge
 
@@ -80,30 +83,32 @@ def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
 
 
 def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
-    """Of a pair that was shown in its order, and reversed."""
+    """Combine the replies on a pair that was shown in its order, and reversed."""
+    scores = []
     for reply in (in_order, reversed_):
         if isinstance(reply, Exception):
             return Verdict(None, reason=str(reply))
-    first, second = (read_verdict(str(reply)) for reply in (in_order, reversed_))
-    if first is None or second is None:
-        return Verdict(None, reason=f"no verdict in {str(in_order if first is None else reversed_)[-200:]!r}")
-    score = (first + 1 - second) / 2
-    return Verdict(score, is_flipped={first, 1 - second} == {0, 1}, reason=str(in_order).strip())
+        score = read_verdict(reply)
+        if score is None:
+            return Verdict(None, reason=f"no verdict in {reply[-200:]!r}")
+        scores.append(score)
+    first, second = scores
+    is_flipped = {first, 1 - second} == {0, 1}
+    return Verdict((first + 1 - second) / 2, is_flipped, str(in_order).strip())
 
 
 def read_verdict(reply: str) -> float | None:
-    """The score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
+    """Return the score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
     chosen = LABELLED.findall(reply) or re.findall(f"^{CHOSEN}", reply.strip().rpartition("\n")[2])
     return SCORES[chosen[-1].lower()] if chosen else None
 
 
 def read_template(name: str) -> str:
-    """One of ours by name, or a file; InputError if it lacks a place for the prompt or an answer."""
-    file = TEMPLATES / f"{name}.txt"
-    path = file if file.exists() else Path(name).expanduser()
-    ours = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.txt")))
-    with explaining(OSError, lambda why: InputError(f"--template {name} is none of {ours}, and no file: {why}")):
-        text = read_json(path, str)
+    """Read one of ours by name, or a file; InputError if it lacks a place for the prompt or an answer."""
+    ours = {file.stem: file for file in sorted(TEMPLATES.glob("*.txt"))}
+    problem = f"--template {name} is none of {', '.join(ours)}, and no file"
+    with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
+        text = read_json(ours.get(name, Path(name).expanduser()), str)
     if missing := [place for place in ("{prompt}", "{a}", "{b}") if place not in text]:
         raise InputError(f"--template {name} lacks {', '.join(missing)}, where the texts are to be")
     return text
@@ -117,9 +122,9 @@ def is_shown_swapped(pair: Pair) -> bool:
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 
-def read_drawn(file: str) -> dict:
-    """The options that the verdicts of a page carry, with which their answers were drawn."""
-    # `make_file_judge` says what is wrong
+def read_sampling_options(file: str) -> dict:
+    """Read the options with which answers were drawn, which the verdicts of a page carry."""
+    # `make_file_judge` says what is wrong with a file
     with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         lines = filter(str.strip, read_json(Path(file), str.splitlines))
         return dict(json.loads(next(lines, "{}")).get("drawn", {}))
@@ -127,7 +132,7 @@ def read_drawn(file: str) -> dict:
 
 
 def make_file_judge(file: str) -> Judge:
-    """Verdicts of people, or of a program, as `human` saves them: {"pair": ID, "better": "left", "right" or "tie"}."""
+    """Take the verdicts of people, or a program: {"pair": ID, "better": "left", "right" or "tie"} in each line."""
     verdicts: dict[str, str] = {}
     with explaining(OSError, lambda why: InputError(f"--judge verdicts:{file} cannot be read: {why}")):
         lines = read_json(Path(file), str.splitlines)
@@ -135,22 +140,22 @@ def make_file_judge(file: str) -> Judge:
         try:
             verdict: Mapping[str, str] = json.loads(line)
             verdicts[verdict["pair"]] = verdict["better"]
-            if verdict["better"] not in ("left", "right", "tie"):
+            if verdict["better"] not in SIDES:
                 raise ValueError
         except (ValueError, LookupError, TypeError, RecursionError):
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
             raise InputError(f"line {number} of {file} is no verdict: write {wanted}") from None
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
-        judged = []
         if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:
             raise InputError(f"the verdicts of {file} are on other answers: draw these again, with the same options")
+        judged = []
         for pair in pairs:
-            better = verdicts.get(pair.id)
-            winner = {"left": 1.0, "right": 0.0, "tie": 0.5, None: None}[better]
-            if winner is not None and is_shown_swapped(pair):
-                winner = 1 - winner
-            judged.append(Verdict(winner, reason="" if better else "not judged"))
+            if pair.id not in verdicts:
+                judged.append(Verdict(None, reason="not judged"))
+                continue
+            score = SIDES[verdicts[pair.id]]
+            judged.append(Verdict(1 - score if is_shown_swapped(pair) else score))
         return judged
 
     return judge

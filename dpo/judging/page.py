@@ -1,6 +1,7 @@
 """The pages of an evaluation: its result, and the form in which people judge."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.numbers import percent
 from dpo.system.plain_files import check_own, write_file
 
-# files of an evaluation, by the kind of its judge, and how each begins; pairs were once known by `id`
-FORM = {
+# files of an evaluation, and how each begins; pairs were once known by `id`
+FORM = {  # where people judge
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
 }
-RESULT = {
+RESULT = {  # by the kind of the judge
     "evaluation-{}.html": ".* against .* · evaluation</title>",
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
@@ -28,34 +29,39 @@ MOST_SHOWN = 100  # pairs on the page; the files have all
 
 def check_files(folder: Path, kind: str) -> None:
     """Raise InputError if files of others would be replaced."""
-    for name, mark in (FORM if kind == "human" else RESULT).items():
+    files = FORM if kind == "human" else RESULT
+    for name, mark in files.items():
         check_own(folder / name.format(kind), mark)
 
 
 def write_result(file: Path, facts: Mapping, pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
-    """Losses first, as they say most."""
-    order = sorted(range(len(pairs)), key=lambda i: (verdicts[i].score is None, verdicts[i].score or 0))
+    """Write the page of a result, on which losses come first, as they say most."""
     words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
-    cards = [
-        (words.get(verdicts[i].score, "wins in one order, ties in the other"), pairs[i], verdicts[i])
-        for i in order[:MOST_SHOWN]
-    ]
-    _write(file, "result.html.jinja", facts=facts, cards=cards, n_pairs=len(pairs), percent=percent)
+    cards = []
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        cards.append((words.get(verdict.score, "wins in one order, ties in the other"), pair, verdict))
+    cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
+    _write(file, "result.html.jinja", facts=facts, cards=cards[:MOST_SHOWN], n_pairs=len(pairs), percent=percent)
 
 
 def write_form(file: Path, pairs: Sequence[Pair], drawn: Mapping) -> None:
-    """A page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines.
+    """Write a page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines.
 
     `drawn` has the options with which the answers were drawn; each verdict gets them.
     """
-    shown = []
+    rows = []
     for pair in pairs:
-        left, right = (pair.second, pair.first) if is_shown_swapped(pair) else (pair.first, pair.second)
-        shown.append({"pair": pair.id, "prompt": pair.question, "left": left.text.strip(), "right": right.text.strip()})
-    write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(pair)}\n" for pair in shown).encode())
-    # in a script, where `<` could end it
-    scripts = {name: json.dumps(value).replace("<", "\\u003c") for name, value in (("pairs", shown), ("drawn", drawn))}
-    _write(file, "form.html.jinja", **scripts, n_pairs=len(pairs))
+        left = pair.first.text.strip()
+        right = pair.second.text.strip()
+        if is_shown_swapped(pair):
+            left, right = right, left
+        rows.append({"pair": pair.id, "prompt": pair.question, "left": left, "right": right})
+    write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    _write(file, "form.html.jinja", pairs=_write_script(rows), drawn=_write_script(drawn), n_pairs=len(pairs))
+
+
+def _write_script(value: Any) -> str:
+    return json.dumps(value).replace("<", "\\u003c")  # `<` could end the script
 
 
 def _write(file: Path, template: str, **values: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from dpo.analysis.verdict import FEWEST, share_interval
 from dpo.numbers import count, percent
 
-N_RESAMPLES = 10_000  # of the bootstrap; of a fit, which takes longer, a tenth
+N_RESAMPLES = 10_000  # for the bootstrap; a tenth for fits, which take longer
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
 FEWEST_ON_A_SIDE = 0.1  # share of prompts on which either answer is the longer one, for the same
 RIDGE = 0.1  # penalty of the squared slope, in units of one prompt's log-likelihood
@@ -22,7 +22,7 @@ class Rate(NamedTuple):
     """A share of wins, in which a tie is half a win."""
 
     value: float
-    low: float  # of the 95 % interval
+    low: float  # the 95 % interval
     high: float
 
     def __str__(self) -> str:
@@ -40,27 +40,29 @@ class Summary(NamedTuple):
     controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
 
     def describe(self, name: str, other: str) -> str:
-        judged = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
-        text = f"{judged} against {other}: win rate {self.rate}."
+        counts = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
+        text = f"{counts} against {other}: win rate {self.rate}. "
         more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
         if self.n < FEWEST:
-            return f"{text} So few say little; {more} from 50 %."
-        text += f" This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
-        text += f"; {more}." if self.missing else "."
+            return f"{text}So few say little; {more} from 50 %."
+        text += f"This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
+        if self.missing:
+            text += f"; {more}"
         if self.controlled is None:
-            return (
-                f"{text} No length-controlled rate, which needs {FEWEST_FOR_LENGTH} prompts, where now the one and now "
-                "the other answer is longer."
-            )
-        return f"{text} At equal lengths of the answers: {self.controlled}."
+            needs = f"{FEWEST_FOR_LENGTH} prompts, where now the one and now the other answer is longer"
+            return f"{text}. No length-controlled rate, which needs {needs}."
+        return f"{text}. At equal lengths of the answers: {self.controlled}."
 
 
-def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Summary:
+def summarize_verdicts(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Summary:
     """Summarize verdicts of N prompts: 1 for a win, 0.5 for a tie, 0 for a loss, and the lengths of both answers."""
-    values, generator = np.array(scores, dtype=float), np.random.default_rng(0)
-    wins, losses = int((values > 0.5).sum()), int((values < 0.5).sum())
+    values = np.array(scores, dtype=float)
+    generator = np.random.default_rng(0)
+    wins = int((values > 0.5).sum())
+    losses = int((values < 0.5).sum())
     deviation = values.std(ddof=1) if len({*scores}) > 1 else 0.5  # equal verdicts show no spread: take the largest
-    controlled, differences = None, np.subtract(*np.array(lengths, dtype=float).T)
+    controlled = None
+    differences = np.array([first - second for first, second in lengths], dtype=float)
     rarer_side = min((differences > 0).mean(), (differences < 0).mean())
     if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
         controlled = find_controlled_rate(values, differences, generator)
@@ -77,8 +79,9 @@ def summarize(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Su
 
 
 def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
-    """The mean, and the interval of its bootstrap over prompts."""
-    mean, n = float(values.mean()), len(values)
+    """Return the mean, and the interval of its bootstrap over prompts."""
+    mean = float(values.mean())
+    n = len(values)
     distinct, counts = np.unique(values, return_counts=True)
     if len(distinct) == 1:  # every resample is the sample
         return Rate(mean, *share_interval(mean, n))
@@ -87,7 +90,7 @@ def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
 
 
 def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator: np.random.Generator) -> Rate:
-    """The win rate that a logistic regression on the length difference predicts at equal lengths.
+    """Return the win rate that a logistic regression on the length difference predicts at equal lengths.
 
     The regressor is tanh of the standardized difference, as in length-controlled AlpacaEval (arXiv 2404.04475), whose
     term for the difficulty of instructions is left out: it needs many models' answers.
@@ -104,9 +107,9 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
 
 
 def _fit_logistic(regressor: np.ndarray, values: np.ndarray, weights: Any) -> np.ndarray:
-    """Intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
+    """Find intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
     inputs = np.stack([np.ones_like(regressor), regressor], axis=1)  # (N, 2)
-    penalty = np.diag([1e-3, RIDGE])  # the intercept's keeps it finite if all verdicts are equal
+    penalty = np.diag([1e-3, RIDGE])  # the first keeps the intercept finite if all verdicts are equal
     solution = np.zeros(2)
     for _ in range(NEWTON_STEPS):
         predicted = 1 / (1 + np.exp(-inputs @ solution))

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ def check_readable(path: Path) -> None:
 
 
 def check_own(path: Path, mark: str) -> None:
-    """Raise InputError for what is there, unless it begins as a pattern says that a file of ours does, or is empty."""
+    """Raise InputError for a file that is not empty and does not begin as a pattern says that one of ours does."""
     if not os.path.lexists(path):
         return
     if path.is_file():
@@ -37,7 +38,7 @@ def check_own(path: Path, mark: str) -> None:
 
 
 def read_json(path: Path, parse: Callable = json.loads) -> Any:
-    """Raises InputError for an invalid file."""
+    """Read a file as JSON, or by another parser; InputError for an invalid file."""
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
@@ -55,7 +56,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def list_wrong(values: Mapping, form: Mapping) -> list[str]:
-    """The names of the values that are not of the types in `form`."""
+    """List the names of values that are not of the types in `form`."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
@@ -69,9 +70,13 @@ def remove(path: Path) -> None:
 
 def move_aside(path: Path, name: str | None = None) -> Path:
     """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken."""
-    name = name or f"{path.name}.old"
-    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-    return path.rename(next(new for new in map(path.with_name, names) if not os.path.lexists(new)))
+    first = path.with_name(name or f"{path.name}.old")
+    target = first
+    for number in itertools.count(1):
+        if not os.path.lexists(target):
+            break
+        target = path.with_name(f"{first.name}.{number}")
+    return path.rename(target)
 
 
 @contextmanager
@@ -79,7 +84,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a path atomically by what the body writes to the yielded path beside it."""
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # of processes of this host that were killed
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # processes of this host that were killed left it
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():
             remove(leftover)
@@ -97,10 +102,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
-    """Yield the objects of JSON lines to which `append_line` adds, if there is such a file.
+    """Yield the objects of JSON lines, if there is such a file; remove a last line that was cut off, as by a kill.
 
-    A last line that was cut off, as by a kill, is removed. InputError for a file that does not begin as `mark` says, or
-    a line that is no object with values of the types in `form`.
+    Raises InputError for a file that does not begin as `mark` says, or a line that is no object with values of the
+    types in `form`.
     """
     check_own(path, mark)
     if path.exists():
@@ -108,14 +113,24 @@ def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict
         end = content.rfind(b"\n") + 1
         os.truncate(path, end)
         for number, line in enumerate(content[:end].splitlines(), start=1):
-            where = f"line {number} of {path} cannot be read: move the file away, so that it is written anew"
-            with explaining((ValueError, RecursionError), lambda why, where=where: InputError(f"{where} ({why})")):
+            damaged = f"line {number} of {path} cannot be read: move the file away"
+            with explaining((ValueError, RecursionError), lambda why, what=damaged: InputError(f"{what} ({why})")):
                 value = json.loads(line)
                 if not isinstance(value, dict) or form.keys() - value.keys() or list_wrong(value, form):
                     raise ValueError(f"it needs {', '.join(form)}")
                 yield value
 
 
-def append_line(path: Path, value: Any) -> None:
-    with path.open("ab") as file:
-        file.write(json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+class KeptLines:
+    """A file of JSON lines, each with a `key`, to which several threads may add."""
+
+    def __init__(self, path: Path, mark: str, form: Mapping[str, type]):
+        self.path = path
+        self.lines = {line["key"]: line for line in read_lines(path, mark, {"key": str, **form})}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, **values: Any) -> None:
+        line = {"key": key, **values}
+        with self._lock, self.path.open("ab") as file:
+            file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        self.lines[key] = line

@@ -21,10 +21,11 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from dpo.commands.evaluate import main
 from dpo.commands.sample import main as sample
 from dpo.data.table import Prompt
-from dpo.judging.answers import AnswerFile, encode_prompt
+from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_prompt
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel
 from dpo.system.host import is_installed
+from dpo.system.plain_files import KeptLines
 
 SHORT = ("--max-new-tokens", "6", "--out", "out")
 
@@ -120,7 +121,7 @@ def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--judge", "gpt-4"], "--judge gpt-4 is not known: give human"),
+        (["--judge", "gpt-4"], "--judge gpt-4 is not known: choose human"),
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
         (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
@@ -136,7 +137,7 @@ def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
     assert main([str(TINY), "--judge", "human", *SHORT]) == 2
     assert "does not say what it was trained from: add OTHER" in capsys.readouterr().err
     assert main([str(TINY), str(run_dir), "--judge", "human", *SHORT]) == 2
-    assert "held out no prompts: give --prompts FILE" in capsys.readouterr().err
+    assert "held out no prompts: pass --prompts FILE" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_a_file_of_answers_that_is_damaged_is_named_with_the_line(line, tmp_path
     begins = '{"key": "0123456789abcdef", "model": "m", "answer": "a", "tokens": [1], "ended": true}'
     path.write_text(f"{begins}\n{line}\n")
     with refused("line 2 of .*answers.jsonl cannot be read: move the file away"):
-        AnswerFile(path)
+        KeptLines(path, ANSWER_MARK, ANSWER_FORM)
 
 
 def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, capsys):

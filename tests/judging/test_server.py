@@ -9,7 +9,7 @@ import pytest
 from support.pytests import refused
 
 from dpo.judging import server as server_module
-from dpo.judging.server import KEYS, Server
+from dpo.judging.server import KEY_VARIABLES, Server
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub(monkeypatch):
-    for name in KEYS:
+    for name in KEY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(server_module, "WAIT_SECS", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
@@ -125,8 +125,9 @@ def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, m
         Server("https://me:secret@example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
     with refused("would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted"):
         Server("http://example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
-    with refused("unencrypted"):
-        Server("http://127.0.0.1.example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+    for host in ("127.0.0.1.example.org", "localhost.example.org"):  # names may lead elsewhere
+        with refused("unencrypted"):
+            Server(f"http://{host}/v1", "m", tmp_path / "r", parallel=1, timeout=1)
 
 
 @pytest.mark.parametrize("padding", ["x" * 270, "x" * 280, "\n" * 600_000])
@@ -158,11 +159,6 @@ def test_a_proxy_is_not_asked_for_an_address_of_this_machine(host, stub, tmp_pat
     server = Server(url, "m", tmp_path / "replies.jsonl", parallel=1, timeout=1)
     assert server.ask_all(["a"]) == ["re: a"]
     assert stub.calls == [("a", "m", "Bearer secret-key")]
-    # a name may lead elsewhere when it is looked up again
-    monkeypatch.setattr(server_module, "_is_loopback", lambda address: False)
-    with refused(r"led to this machine before, and now to 127\.0\.0\.1"):
-        server.ask_all(["b", "c"])
-    assert len(stub.calls) == 1
 
 
 def test_a_server_that_refuses_is_named_before_all_is_asked(stub, tmp_path):

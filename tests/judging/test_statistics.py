@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpo.judging import statistics
-from dpo.judging.statistics import FEWEST_FOR_LENGTH, find_rate, summarize
+from dpo.judging.statistics import FEWEST_FOR_LENGTH, find_rate, summarize_verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def draw(n: int, *, quality: float, slope: float, seed: int) -> tuple[list[float
 
 
 def test_wins_ties_and_losses_are_counted_and_a_tie_is_half_a_win():
-    summary = summarize([1, 0.5, 0.75, 0, 0.25], [(1, 1)] * 5)
+    summary = summarize_verdicts([1, 0.5, 0.75, 0, 0.25], [(1, 1)] * 5)
     assert (summary.n, summary.wins, summary.ties, summary.losses) == (5, 2, 1, 2)
     assert summary.rate.value == 0.5
     assert summary.controlled is None
@@ -46,11 +46,11 @@ def test_equal_verdicts_have_an_interval_too():
 
 def test_what_length_explains_is_taken_out():
     scores, lengths = draw(1000, quality=0.0, slope=2.0, seed=1)
-    summary = summarize(scores, lengths)
+    summary = summarize_verdicts(scores, lengths)
     assert summary.rate.low > 0.6  # equal answers seem better for their length
     assert summary.controlled.low < 0.5 < summary.controlled.high
     scores, lengths = draw(1000, quality=1.0, slope=2.0, seed=2)
-    better = summarize(scores, lengths).controlled
+    better = summarize_verdicts(scores, lengths).controlled
     assert better.low < 1 / (1 + np.exp(-1.0)) < better.high
     assert "At equal lengths of the answers: " in summary.describe("a", "b")
 
@@ -61,26 +61,26 @@ def test_a_judge_of_length_alone_is_seen_through():
     covered = 0
     for _ in range(20):
         lengths = [(int(a), 100) for a in generator.normal(160, 100, 100).round()]
-        controlled = summarize([float(a > b) for a, b in lengths], lengths).controlled
+        controlled = summarize_verdicts([float(a > b) for a, b in lengths], lengths).controlled
         covered += controlled.low <= 0.5 <= controlled.high
     assert covered >= 15  # with answers longer by 0.6 deviations
 
 
 def test_where_one_models_answers_are_always_longer_there_is_no_rate_at_equal_lengths():
     always = [(200 + i, 100) for i in range(100)]
-    assert summarize([1.0, 0.0] * 50, always).controlled is None
+    assert summarize_verdicts([1.0, 0.0] * 50, always).controlled is None
 
 
 @pytest.mark.parametrize("verdict", [0.0, 1.0])
 def test_equal_lengths_or_verdicts_leave_the_controlled_rate_finite(verdict):
-    summary = summarize([verdict] * FEWEST_FOR_LENGTH, [(9, 9)] * FEWEST_FOR_LENGTH)
+    summary = summarize_verdicts([verdict] * FEWEST_FOR_LENGTH, [(9, 9)] * FEWEST_FOR_LENGTH)
     assert summary.controlled.value == pytest.approx(verdict, abs=0.01)
 
 
 def test_the_smallest_difference_is_found_in_most_samples_of_that_size():
     """80 % of samples with the difference have an interval without one half."""
     n, found = 200, 0
-    smallest = summarize([0.0, 1.0] * (n // 2), [(1, 1)] * n).smallest
+    smallest = summarize_verdicts([0.0, 1.0] * (n // 2), [(1, 1)] * n).smallest
     for seed in range(200):
         scores = (np.random.default_rng(seed).random(n) < 0.5 + smallest).astype(float)
         found += find_rate(scores, np.random.default_rng(0)).low > 0.5

@@ -70,7 +70,7 @@ def test_a_run_with_a_plugins_loss_is_exported_and_judged_without_the_plugin(fol
     write_rows(folder / "asked.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}])
     judged = ["run", "--judge", "human", "--max-new-tokens", "4"]
     refused = run_python("-m", "dpo", "evaluate", *judged, cwd=folder, PYTHONPATH=str(ROOT))
-    assert (refused.returncode, "or give --prompts" in refused.stderr) == (2, True)
+    assert (refused.returncode, "or pass --prompts" in refused.stderr) == (2, True)
     for command in (["export", "run", "out"], ["evaluate", *judged, "--prompts", "asked.jsonl"], ["report", "run"]):
         succeeded(run_python("-m", "dpo", *command, cwd=folder, PYTHONPATH=str(ROOT)))
 
