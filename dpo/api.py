@@ -20,19 +20,24 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
 from dpo.redaction import redact
-from dpo.settings.command_line import PARSER, check_command_line, parse_key
+from dpo.settings.command_line import PARSER, check_line, parse, parse_key
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
-from dpo.system.plain_files import read_json
+from dpo.system.plain_files import read_json, write_json
+from dpo.system.run_directory import exiting_on_failure
 from dpo.system.signals import end_on_stop_signals
-from dpo.train import run_or_exit
+from dpo.train import RUN_LOG
+from dpo.train import run as run_plan
 
 if TYPE_CHECKING:
     import pandas as pd
 
 POLL_SECS = 0.3
 START = "from dpo.api import _start; _start({}, {!r})"  # in the child
+# files by which the child tells this process where it writes, and why it failed
+PLACE = "place.txt"
+FAILURE = "failure.json"
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,9 +93,10 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         overrides = shlex.split(keys) if isinstance(keys, str) else [*keys]
     given = {parse_key(override): override for override in overrides}
     if data is None and not given.keys() & {"datasets", "experiment"}:
-        raise InputError("there is no data: give data=ROWS, or the key datasets")
-    if data is not None and (idle := given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}):
-        raise InputError(f"data and {', '.join(idle)} exclude each other: give one")
+        raise InputError("there is no data: pass data=ROWS, or set the key datasets")
+    idle = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
+    if data is not None and idle:
+        raise InputError(f"data and {', '.join(idle)} exclude each other: use one")
     if isinstance(data, (str, Path)):
         overrides.append(f"datasets={_write([data])}")
     elif data is not None:
@@ -99,7 +105,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         place = given.get("local_dirs")
         stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
         if "dataset_sources" not in stored:
-            raise InputError(f"data is {redact(repr(data))[:100]}: give rows, or one split of a Dataset")
+            raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
     if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
@@ -109,23 +115,26 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
 def _write(value: Any) -> str:
     """A value in the grammar of Hydra's overrides."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_write(part)}" for name, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_write, value))}]"
-    if isinstance(value, (str, Path)):  # a quote is escaped, and so are backslashes before it
-        return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + "\\'" * bool(found[2]), str(value)) + "'"
+    if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before them
+        text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
+        return "'" + text.replace("'", r"\'") + "'"
     return str(value)
 
 
 def _train(overrides: Sequence[str]) -> Path:
     """Train in a child process; show its messages, and its updates as a bar. Returns the run's directory."""
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
-        output, place, metrics = _Tail(Path(folder, "output.txt")), Path(folder, "place.txt"), None
+        output = _Tail(Path(folder, "output.txt"))
+        place = Path(folder, PLACE)
+        metrics = None
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                **host.python_command("-c", START.format(os.getpid(), str(place)), *overrides),
+                **host.python_command("-c", START.format(os.getpid(), folder), *overrides),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -134,15 +143,18 @@ def _train(overrides: Sequence[str]) -> Path:
         try:
             while True:
                 has_ended = child.poll() is not None  # what it wrote before is read below
-                if metrics is None and place.exists() and (written := place.read_text(encoding="utf-8")):
-                    metrics = _Tail(Path(written, "metrics.jsonl"))
-                if metrics and bar.total is None and (found := metrics.path.with_name("preflight.json")).exists():
-                    bar.total = read_json(found)["updates"]
                 for line in output.read():
                     if not line.startswith("update "):
                         bar.write(line)
-                for line in metrics.read() if metrics else ():
-                    bar.update(json.loads(line)["updates"] - bar.n)
+                if metrics is None and place.exists():
+                    run_dir = place.read_text(encoding="utf-8")
+                    metrics = _Tail(Path(run_dir, "metrics.jsonl")) if run_dir else None
+                if metrics is not None:
+                    report = metrics.path.with_name("preflight.json")
+                    if bar.total is None and report.exists():
+                        bar.total = read_json(report)["updates"]
+                    for line in metrics.read():
+                        bar.update(json.loads(line)["updates"] - bar.n)
                 if has_ended:
                     break
                 time.sleep(POLL_SECS)
@@ -150,9 +162,11 @@ def _train(overrides: Sequence[str]) -> Path:
             child.terminate()
             child.wait()
             raise
-    if child.returncode or metrics is None:
-        message = re.split("bad configuration:\n|error: ", "\n".join(output.lines[-20:]), maxsplit=1)[-1].strip()
-        raise (InputError if child.returncode == 2 else RunError)(message)
+        if Path(folder, FAILURE).exists():
+            failure = read_json(Path(folder, FAILURE))
+            raise (InputError if failure["is_input"] else RunError)(failure["message"])
+    if child.returncode or metrics is None:  # a bug, or a stop signal
+        raise RunError("\n".join(output.lines[-20:]))
     return metrics.path.parent
 
 
@@ -160,10 +174,13 @@ class _Tail:
     """The complete lines of a file that grows, and may not exist yet."""
 
     def __init__(self, path: Path):
-        self.path, self.lines, self._unfinished, self._n_read = path, [], b"", 0
+        self.path = path
+        self.lines: list[str] = []
+        self._unfinished = b""
+        self._n_read = 0
 
     def read(self) -> list[str]:
-        """Those that are new."""
+        """The lines that are new."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -171,18 +188,28 @@ class _Tail:
             content = file.read()
             self._n_read = file.tell()
         *lines, self._unfinished = (self._unfinished + content).split(b"\n")
-        self.lines += (new := [line.decode(errors="replace") for line in lines])
+        new = [line.decode(errors="replace") for line in lines]
+        self.lines += new
         return new
 
 
-def _start(parent: int, place: str) -> None:
-    """Train in this process, which ends with its parent; write the run's directory to a file."""
+def _start(parent: int, folder: str) -> None:
+    """Train in this process, which ends with its parent; tell by files in the folder where, or why it failed."""
     end_with_parent(parent, signal.SIGTERM)
     host.harden_stdio()
     end_on_stop_signals()
     host.set_allocators(os.environ)
-    _, plan = check_command_line(sys.argv[1:])
-    if plan is None:
-        raise InputError("dpo.run trains one run: leave out options such as -m")
-    Path(place).write_text(str(Path(plan.run.local_run_dir).absolute()), encoding="utf-8")
-    run_or_exit(plan)
+    RUN_LOG.begin()
+    with exiting_on_failure(RUN_LOG):
+        try:
+            plan, problems = check_line(parse(sys.argv[1:]))
+            if problems:
+                raise InputError("\n".join(problems))
+            if plan is None:
+                raise InputError("dpo.run trains one run: leave out options such as -m")
+            Path(folder, PLACE).write_text(os.path.abspath(plan.run.local_run_dir), encoding="utf-8")
+            run_plan(plan)
+        except (InputError, RunError) as error:
+            failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}
+            write_json(Path(folder, FAILURE), failure)
+            raise

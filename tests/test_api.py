@@ -77,13 +77,13 @@ def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
 def test_bad_input_is_an_error_with_all_problems(keys):
     with refused(r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
-    with refused(r"data is 3: give rows, or one split"):
+    with refused(r"data is 3: pass rows, or one split"):
         dpo.run(keys, data=3)
     with refused("datasets names rows.csv: rows.csv does not exist"):
         dpo.run(keys, data="rows.csv")
-    with refused("there is no data: give data=ROWS"):
+    with refused("there is no data: pass data=ROWS"):
         dpo.run(keys)
-    with refused("data and datasets exclude each other: give one"):
+    with refused("data and datasets exclude each other: use one"):
         dpo.run({**keys, "datasets": "demo"}, data=ROWS)
     with refused(r"record 3 of data: chosen is missing"):
         dpo.run({**keys, "dry_run": True}, data=[*ROWS[:2], {"prompt": "?"}, *ROWS])
