@@ -8,7 +8,7 @@ from typing import Any
 
 from dpo.redaction import redact
 
-LONGEST = 300  # characters of a library's message
+MAX_MESSAGE = 300  # characters of a library's message
 ADVICE = {  # what to do about errors of the system and of NCCL, by words in their messages
     "Too many open files": "raise the hard limit of open files (ulimit -Hn shows it), or use fewer processes",
     "NCCL": "NCCL_DEBUG=INFO shows the cause: often the network (NCCL_SOCKET_IFNAME) or a small /dev/shm",
@@ -24,7 +24,7 @@ class RunError(RuntimeError):
 
 
 class NonFinite(RunError):
-    """Every process raises it at the same update."""
+    """The loss is NaN or infinite; every process raises it at the same update."""
 
 
 class ScorerFailed(RunError):
@@ -32,16 +32,17 @@ class ScorerFailed(RunError):
 
 
 class SamplingFailed(Exception):
-    """Every process raises it if one fails, and training goes on."""
+    """Samples could not be drawn; every process raises it if one fails, and training goes on."""
 
 
 def one_sentence(error: BaseException) -> str:
-    """Its message on one readable line without lone surrogates and secrets, or its class."""
+    """An error's message on one readable line without lone surrogates and secrets, or its class."""
     if is_disk_full(error):
         return "the disk is full"
-    is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
-    words = [type(error).__name__] * is_value_alone + str(error).split()
-    text = redact(" ".join(words))[:LONGEST].encode(errors="backslashreplace").decode()
+    words = str(error).split()
+    if isinstance(error, LookupError) or not words:  # as in KeyError: 'missing'
+        words.insert(0, type(error).__name__)
+    text = redact(" ".join(words))[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
     advice = find_advice(error)
     return f"{text} ({advice})" if advice else text
 
@@ -51,8 +52,11 @@ def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
     by_letters = {name.lower(): name for name in names}
     given = given.lower()
     swapped = [name for name in by_letters if sorted(name) == sorted(given)]  # such as dpo for dop
-    similar = dict.fromkeys([*swapped, *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)])
-    return f": did you mean {' or '.join(by_letters[name] for name in similar)}?" if similar else ""
+    similar = [*swapped, *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)]
+    if not similar:
+        return ""
+    written = [by_letters[name] for name in dict.fromkeys(similar)]
+    return f": did you mean {' or '.join(written)}?"
 
 
 def find_advice(error: BaseException) -> str | None:
@@ -69,7 +73,7 @@ def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
 
 
 def needing(package: str) -> AbstractContextManager:
-    """Inside, the lack of an optional package is an InputError that says how to install it."""
+    """Make the lack of an optional package an InputError that says how to install it."""
     return explaining(ModuleNotFoundError, lambda why: InputError(f"{why}: pip install {package}"))
 
 
@@ -109,6 +113,6 @@ def explaining_full_disk() -> Iterator:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """An error of a collective or the store, probably because another process failed."""
+    """Whether a collective or the store failed, probably because another process did."""
     classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
     return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source

@@ -2,16 +2,22 @@ import math
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """Without an exponent if large."""
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    """A number of `digits` significant digits, without an exponent if it is large."""
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """With a true minus sign; "unknown" if not finite."""
+    """A number with a true minus sign; "unknown" if it is not finite."""
     if not math.isfinite(value):
         return "unknown"
     text = compact(value, digits)
-    return text if "e" in text else text.replace("-", "\N{MINUS SIGN}")  # 1e-05 keeps its hyphen
+    return text if "e" in text else _with_true_minus(text)  # 1e-05 keeps its hyphen
+
+
+def _with_true_minus(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def signed(value: float) -> str:
@@ -19,14 +25,17 @@ def signed(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """With a decimal near 0 and 1."""
+    """A share in percent, with a decimal near 0 and 1."""
     if not math.isfinite(share):
         return "unknown"
-    digits = 1 if 0.99 < share < 0.9995 or 0.0005 <= share < 0.01 else 0
-    text = f"{100 * share:.{digits}f}"
-    return ("0 %" if float(text) == 0 else f"{text} %").replace("-", "\N{MINUS SIGN}")
+    has_decimal = 0.99 < share < 0.9995 or 0.0005 <= share < 0.01
+    text = f"{100 * share:.1f}" if has_decimal else f"{100 * share:.0f}"
+    if float(text) == 0:  # not "-0"
+        text = "0"
+    return _with_true_minus(f"{text} %")
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """`1 update`, `2,048 updates`."""
-    return f"{n:,.0f} {one if n == 1 else many or one + 's'}"
+    """A number with its noun, such as `1 update` and `2,048 updates`."""
+    noun = one if n == 1 else many or f"{one}s"
+    return f"{n:,.0f} {noun}"

@@ -16,7 +16,7 @@ READERS: dict[str, Callable[[Mapping], Mapping | None]] = {}
 OPTIMIZERS: dict[str, type] = {}
 CALLBACKS: dict[str, type] = {}
 REQUIRED = "???"
-_digests: dict[Path, str] = {}  # of the files that have run
+_digests: dict[Path, str] = {}  # the files that have run, with their digests
 
 
 def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
@@ -24,16 +24,20 @@ def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
 
     Its keyword-only parameters are the keys `loss.PARAMETER`, with their types, bounds and defaults.
     """
-    _refuse_known(name, LOSSES, "loss")
-    loss, known = Loss(formula, **needs), list_options()
+    _check_name(name, LOSSES, "loss")
+    loss = Loss(formula, **needs)
+    known_types = list_options()
+    parameters = inspect.signature(formula).parameters
+    defaults = {}
     for option, annotation in list_parameters(loss).items():
-        if option == "name" or annotation is inspect.Parameter.empty or known.get(option, annotation) != annotation:
+        has_type = annotation is not inspect.Parameter.empty and known_types.get(option, annotation) == annotation
+        if option == "name" or not has_type:
             raise InputError(
                 f"loss {name}: its option {option} needs a type, that of other losses' options of its name"
             )
-    parameters = inspect.signature(formula).parameters.values()
-    defaults = {option.name: option.default for option in parameters if option.kind is option.KEYWORD_ONLY}
-    ADDED_LOSSES[name] = {k: REQUIRED if v is inspect.Parameter.empty else v for k, v in defaults.items()}
+        default = parameters[option].default
+        defaults[option] = REQUIRED if default is inspect.Parameter.empty else default
+    ADDED_LOSSES[name] = defaults
     LOSSES[name] = loss
 
 
@@ -42,7 +46,7 @@ def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
 
     If `load("test")` gives None, prompts are held out as the test split.
     """
-    _refuse_known(name, DATASETS, "dataset")
+    _check_name(name, DATASETS, "dataset")
     DATASETS[name] = load
 
 
@@ -50,30 +54,31 @@ def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
     """Add `dataset_sources.DATASET.reader=NAME`: makes a row of docs/formats.md from a row of the data, or None to
     leave it out.
     """
-    _refuse_known(name, READERS, "reader")
+    _check_name(name, READERS, "reader")
     READERS[name] = read
 
 
 def add_optimizer(name: str, optimizer: type) -> None:
     """Add `optimizer=NAME`, a class like those of `torch.optim`; its arguments are `optimizer_args`."""
-    _refuse_known(name, OPTIMIZERS, "optimizer")
+    _check_name(name, OPTIMIZERS, "optimizer")
     OPTIMIZERS[name] = optimizer
 
 
 def add_callback(name: str, callback: type) -> None:
     """Add a subclass of `dpo.reporting.events.Callback` to every run; `name` is that of its state in checkpoints."""
-    _refuse_known(name, CALLBACKS, "callback")
+    _check_name(name, CALLBACKS, "callback")
     CALLBACKS[name] = callback
 
 
-def _refuse_known(name: str, table: Mapping, what: str) -> None:
+def _check_name(name: str, table: Mapping, what: str) -> None:
     if name in table or not name.replace("-", "_").isidentifier():
-        raise InputError(f"{what} {name!r}: this name is taken, or no name of letters, digits and _: choose another")
+        raise InputError(f"{what} {name!r}: this name is taken, or has other characters than letters, digits and _")
 
 
 def run_plugins(files: Sequence[str]) -> None:
     """Run files that have not run in this process; InputError for one that fails."""
-    for file in (Path(name).expanduser().resolve() for name in files):
+    for name in files:
+        file = Path(name).expanduser().resolve()
         if file not in _digests:
             load_module(file, f"plugins: {file} cannot be run")
             _digests[file] = hash_code(file)

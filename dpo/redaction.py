@@ -27,7 +27,7 @@ URL_SECRETS = re.compile(
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
 REMEMBERED: set[str] = set()  # secrets that were read at other places than `_list_secrets` knows
-SHORTEST = 8  # characters; a shorter value may be an ordinary word
+MIN_SECRET = 8  # characters; a shorter value may be an ordinary word
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
@@ -40,12 +40,14 @@ def is_secret(name: Any) -> bool:
 
 
 def _list_secrets() -> Iterator[str]:
-    """Those of the environment, of the files in which `hf auth login` and `wandb login` save theirs, and others."""
-    environ, home = os.environ, os.path.expanduser("~")
+    """The secrets of the environment, of the files of `hf auth login` and `wandb login`, and those remembered."""
     yield from REMEMBERED
-    yield from (secret for name, secret in environ.items() if is_secret(name))
-    hub = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or f'{home}/.cache'}/huggingface"
-    token, logins = environ.get("HF_TOKEN_PATH") or f"{hub}/token", environ.get("NETRC") or f"{home}/.netrc"
+    yield from (secret for name, secret in os.environ.items() if is_secret(name))
+    home = os.path.expanduser("~")
+    cache = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    hub = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    token = os.environ.get("HF_TOKEN_PATH") or f"{hub}/token"
+    logins = os.environ.get("NETRC") or f"{home}/.netrc"
     for file in (token, f"{hub}/stored_tokens", logins):
         with suppress(OSError):  # there is no such file, or it may not be read
             found = os.stat(file)
@@ -55,7 +57,7 @@ def _list_secrets() -> Iterator[str]:
 
 @lru_cache(8)
 def _read_secrets(file: str, changed: int) -> list[str]:
-    """A token alone on its line, the values of an INI file, or the passwords of a netrc file."""
+    """Read a token alone on its line, the values of an INI file, or the passwords of a netrc file."""
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
 
@@ -80,18 +82,21 @@ def redact(value: Any) -> Any:
     environment and logins, and credentials in URLs. Before a text is cut, as what is left of a secret is not found.
     """
     if isinstance(value, dict):
-        secret_keys = {k for k, v in value.items() if is_secret(k) and v and not INTERPOLATION.fullmatch(str(v))}
-        return {k: "REDACTED" if k in secret_keys else redact(v) for k, v in value.items()}
+        redacted = {}
+        for key, part in value.items():
+            holds_secret = is_secret(key) and part and not INTERPOLATION.fullmatch(str(part))
+            redacted[key] = "REDACTED" if holds_secret else redact(part)
+        return redacted
     if isinstance(value, list):
-        return [redact(v) for v in value]
+        return [redact(part) for part in value]
     if not isinstance(value, str):
         return value
     text = value
     for secret in sorted({*_list_secrets()}, key=len, reverse=True):  # one may be a part of another
-        if len(secret.strip()) >= SHORTEST:
+        if len(secret.strip()) >= MIN_SECRET:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
-    # up to its last @ each word is searched: behind it there are no credentials, but perhaps many ://
+    # each word is searched up to its last @: behind it there are no credentials, but perhaps many ://
     text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
     return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

@@ -35,9 +35,13 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
     """Part `rank` of `world_size` equal parts of a batch, on `device`."""
     n_rows = len(next(iter(batch.values())))
     if n_rows % world_size:  # the reference implementation silently drops the remainder
-        raise ValueError(f"{n_rows} rows cannot be cut into {world_size} equal parts: give a multiple")
+        raise ValueError(f"{n_rows} rows cannot be cut into {world_size} equal parts: use a multiple")
     part = slice(rank * n_rows // world_size, (rank + 1) * n_rows // world_size)
-    return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
+    parts = {name: values[part] for name, values in batch.items()}
+    for name, values in parts.items():
+        if isinstance(values, torch.Tensor):
+            parts[name] = values.to(device)
+    return parts
 
 
 def formatted_dict(d: Mapping) -> dict:
@@ -47,20 +51,23 @@ def formatted_dict(d: Mapping) -> dict:
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
     """Print this process's allocated and peak memory on each visible GPU, or on GPU `rank` alone."""
-    for device in range(torch.cuda.device_count()) if rank is None else (rank,):
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        print(f"{message} GPU {device}: {now / 2**30:.2f} GiB allocated, {peak / 2**30:.2f} GiB at the peak")
+    devices = range(torch.cuda.device_count()) if rank is None else [rank]
+    for device in devices:
+        now = torch.cuda.memory_allocated(device) / 2**30
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        print(f"{message} GPU {device}: {now:.2f} GiB allocated, {peak:.2f} GiB at the peak")
 
 
 @contextmanager
 def TemporarilySeededRandom(seed: int) -> Iterator:
     """Seed `random` and `numpy.random` inside, then restore them."""
-    states = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     seed = int(seed)  # Python 3.11's random.seed refuses numpy integers
     random.seed(seed)
     np.random.seed(seed)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -8,7 +8,7 @@ from support.runs import run_python
 
 from dpo.data.custom import get_custom
 from dpo.data.schema import BadRecordsError
-from dpo.errors import LONGEST, one_sentence
+from dpo.errors import MAX_MESSAGE, one_sentence
 from dpo.redaction import redact
 
 SECRET = "s3cret-0123456789/+abcdef"
@@ -40,7 +40,7 @@ def test_the_logins_of_this_machine_are_hidden(place, content, tmp_path, monkeyp
 @pytest.mark.parametrize("shown", ["s3cret-0123456789%2F%2Babcdef", r"s3cret-0123456789\/+abcdef", SECRET])
 def test_a_secret_is_hidden_before_a_message_is_cut(shown, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
-    for n in range(LONGEST - 30, LONGEST):
+    for n in range(MAX_MESSAGE - 30, MAX_MESSAGE):
         assert "s3c" not in one_sentence(ValueError("x" * n + shown))
 
 

@@ -22,12 +22,11 @@ from dpo.system.plain_files import check_readable, list_wrong, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
-TEMPORARY, FORMER = "dpo-tmp", "dpo-former"  # endings of hidden names of ours
+TEMPORARY = "dpo-tmp"  # ending of a hidden name: what is written or removed
+FORMER = "dpo-former"  # ending of a hidden name: what is being replaced
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
-ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
-
-
+MIN_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
 MANIFEST_FORM = {  # the types of facts that are read, and not only compared
     "files": dict,
     "config": dict,
@@ -40,32 +39,40 @@ MANIFEST_FORM = {  # the types of facts that are read, and not only compared
 
 
 class DamagedCheckpoint(InputError):
-    """The message says why."""
+    """A checkpoint is not as it was written; the message says in what."""
 
 
 def write_checkpoint(
-    directory: Path, states: Iterable[tuple], *, step_idx: int, metrics: Mapping | None, facts: Mapping
+    directory: Path,
+    states: Iterable[tuple],
+    *,
+    step_idx: int,
+    metrics: Mapping | None,
+    facts: Mapping,
 ) -> None:
-    """A checkpoint is complete or not there; an earlier one at the same step is kept until the end. A state is a file
-    `NAME.pt`, or NAME if it is bytes. Raises RunError if writing fails.
+    """Write a checkpoint, which is complete or not there; one at the same step is kept until the end.
+
+    A state becomes a file `NAME.pt`, or NAME if it is bytes. Raises RunError if writing fails.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
-            f"checkpoint {directory} could not be written, as what is there is no checkpoint of this run: move it "
+            f"checkpoint {directory} could not be written over what is there, which this run did not write: move it "
             f"away; earlier ones are intact"
         )
-    temporary, former = (directory.with_name(f".{directory.name}.{ending}") for ending in (TEMPORARY, FORMER))
+    temporary = directory.with_name(f".{directory.name}.{TEMPORARY}")
+    former = directory.with_name(f".{directory.name}.{FORMER}")
     try:
         with _explaining(directory):
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files = {}
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
-            path = temporary / (name if isinstance(state, bytes) else f"{name}.pt")
             with _explaining(directory):
                 if isinstance(state, bytes):
+                    path = temporary / name
                     path.write_bytes(state)
                 else:
+                    path = temporary / f"{name}.pt"
                     torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, path)
                 sync(path)
                 files[path.name] = describe_file(path)
@@ -91,15 +98,16 @@ def _explaining(directory: Path) -> Iterator:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        is_first = not find_checkpoints(directory.parent)
-        then = "there is no earlier one" if is_first else "earlier ones are intact, and resume=auto continues"
+        then = "there is no earlier one"
+        if find_checkpoints(directory.parent):
+            then = "earlier ones are intact, and resume=auto continues"
         raise RunError(f"checkpoint {directory} could not be written: {one_sentence(error)}; {then}") from error
 
 
 def write_state(path: Path, content: Mapping) -> None:
     """Write a file like those of a checkpoint; InputError if that would damage a run's own checkpoint."""
     if (path.parent / MANIFEST).exists():
-        raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: give another dir_name")
+        raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: choose another dir_name")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         torch.save(content, unfinished)
@@ -107,7 +115,8 @@ def write_state(path: Path, content: Mapping) -> None:
 
 def describe_file(path: Path) -> dict:
     with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}
+        digest = hashlib.file_digest(file, "sha256")
+        return {"sha256": digest.hexdigest(), "bytes": file.tell()}
 
 
 def hash_manifest(manifest: Mapping) -> str:
@@ -125,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """A link (LATEST, BEST) to a sibling directory, atomically."""
+    """Set a link (LATEST, BEST) to a sibling directory, atomically."""
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync(link.parent)
@@ -136,7 +145,7 @@ def parse_step(directory: Path) -> int:
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """Newest first."""
+    """The checkpoints of a run, newest first."""
     checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(checkpoints, key=parse_step, reverse=True)
 
@@ -152,7 +161,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
     """Remove all but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
-    for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
+    for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
         if os.path.realpath(directory) not in linked:
             pruned = directory.with_name(f".{directory.name}.{TEMPORARY}")
             remove(pruned)
@@ -199,11 +208,13 @@ def read_manifest(directory: Path) -> dict:
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
-    if isinstance(templates := manifest.get("chat_template"), dict):
+    templates = manifest.get("chat_template")
+    if isinstance(templates, dict):
         wrong += list_wrong(templates, dict.fromkeys(templates, str))
     if wrong:
         raise DamagedCheckpoint(f"{path} has values of another type than a run writes: {', '.join(wrong)}")
-    if outside := sorted(name for name in manifest["files"] if Path(name).name != name):
+    outside = sorted(name for name in manifest["files"] if Path(name).name != name)
+    if outside:
         raise DamagedCheckpoint(f"{path} lists files outside its directory: {', '.join(outside)}")
     return manifest
 
@@ -213,7 +224,7 @@ def read_state(path: Path) -> Any:
 
 
 def read_file(path: Path) -> Mapping:
-    """Its tensors are mapped: copy those that you keep, as the file may be deleted."""
+    """Read a part's file; its tensors are mapped: copy those that you keep, as the file may be deleted."""
     check_readable(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

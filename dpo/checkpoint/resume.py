@@ -62,7 +62,8 @@ class Run(NamedTuple):
     def record(self, plan: Plan) -> None:
         former = None
         if self.resume_point is not None:
-            former = self.resume_point.manifest["run"], (self.resume_point.path / MANIFEST).stat().st_mtime
+            saved_at = (self.resume_point.path / MANIFEST).stat().st_mtime
+            former = (self.resume_point.manifest["run"], saved_at)
         write_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
 
@@ -88,14 +89,15 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
 
 
 def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """What `opening_run` would continue from, or its InputError; writes nothing."""
+    """Find what `opening_run` would continue from, or raise its InputError; writes nothing."""
     source = _find_source(plan, logs)
     return _find_resume_point(source, plan) if source else None
 
 
 def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     """The run (maybe this one) or checkpoint that is continued; InputError for what the run would overwrite."""
-    resume, run_dir = plan.run.resume, _find_run_dir(plan)
+    resume = plan.run.resume
+    run_dir = _find_run_dir(plan)
     if resume is None:
         check_free(run_dir, logs)
         return None
@@ -108,7 +110,7 @@ def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
         check_free(run_dir, logs)
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
         raise InputError(
-            f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}); give another "
+            f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}): choose another "
             "local_run_dir"
         )
     return source
@@ -149,22 +151,25 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     for checkpoint in candidates:
         try:
             manifest = check_complete(checkpoint)
-            if missing := sorted(MANIFEST_FORM.keys() - manifest.keys()):
+            missing = sorted(MANIFEST_FORM.keys() - manifest.keys())
+            if missing:
                 raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(missing)}")
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
-            not_given = [key for key in BEFORE if plan.values[key] is None]
+            config = record_config(plan)
+            not_set = [key for key in BEFORE if config[key] is None]
             if plan.model.autocast == "auto":  # the run computes as it began
-                not_given += [key for key in PRECISION if plan.values[key] in ("auto", None)]
-            kept = {key: manifest["config"].get(key) for key in not_given}
-            check_fits(manifest, record_config(plan) | kept, where=checkpoint)
+                not_set += [key for key in PRECISION if config[key] in ("auto", None)]
+            for key in not_set:
+                config[key] = manifest["config"].get(key)
+            check_fits(manifest, config, where=checkpoint)
             return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
         return None
     raise InputError(
-        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give another run or step-N, or "
+        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; name another run or step-N, or "
         "start a new run with model.archive"
     )
 
@@ -172,17 +177,18 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     """Copy a checkpoint and logs, completely or not at all."""
     checkpoint = resume_point.path
-    for log in (checkpoint.parent / name for name in logs):
-        if log.exists():
-            shutil.copyfile(log, run_dir / log.name)
-            sync(run_dir / log.name)
+    _copy_files([name for name in logs if (checkpoint.parent / name).exists()], checkpoint.parent, run_dir)
     with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
-        for name in (*resume_point.manifest["files"], MANIFEST):
-            shutil.copyfile(checkpoint / name, copy / name)
-            sync(copy / name)
-        sync(copy)
+        _copy_files([*resume_point.manifest["files"], MANIFEST], checkpoint, copy)
     sync(run_dir)
+
+
+def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+        sync(target / name)
+    sync(target)
 
 
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
@@ -218,7 +224,8 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
 
 def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
-    manifest, named = resume_point.manifest if resume_point else {}, plan.chat.chat_template
+    manifest = resume_point.manifest if resume_point else {}
+    named = plan.chat.chat_template
     if "chat_template" not in manifest or named != manifest["config"].get("chat_template"):
         return named
     if named:
@@ -252,10 +259,14 @@ def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict:
     """What `check_inputs` compares, for a manifest."""
-    train, test = data.report.train, data.report.test
-    model = find_model_facts(model_config)
-    digests = {"data": train.digest, "test_data": test.digest, "tokens": train.token_digest, "code": find_digests()}
-    return digests | {"model": model, "chat_template": getattr(data.tokenizer, "unbound_template", None)}
+    return {
+        "data": data.report.train.digest,
+        "test_data": data.report.test.digest,
+        "tokens": data.report.train.token_digest,
+        "code": find_digests(),
+        "model": find_model_facts(model_config),
+        "chat_template": getattr(data.tokenizer, "unbound_template", None),
+    }
 
 
 def find_model_facts(model_config: Any) -> dict:
@@ -267,7 +278,8 @@ def find_model_facts(model_config: Any) -> dict:
 def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
     if resume_point is None:
         return
-    saved, current = resume_point.manifest, record_inputs(data, model_config)
+    saved = resume_point.manifest
+    current = record_inputs(data, model_config)
     names = {
         "data": "the training data",
         "test_data": "the test data",
@@ -275,13 +287,14 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         "code": "the code of plugins",
     }
     changed = [name for key, name in names.items() if saved.get(key) != current[key]]
-    former, model = saved["model"], current["model"]
-    keys = former.keys() | model.keys()
-    if former.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys
-        keys = (former.keys() & model.keys()) - {VERSION_KEY}
+    saved_model = saved["model"]
+    model = current["model"]
+    keys = saved_model.keys() | model.keys()
+    if saved_model.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys
+        keys = (saved_model.keys() & model.keys()) - {VERSION_KEY}
     for key in sorted(keys):
-        if model.get(key) != former.get(key):
-            changed.append(f"{key}={model.get(key)} (was {former.get(key)}) in the model's config.json")
+        if model.get(key) != saved_model.get(key):
+            changed.append(f"{key}={model.get(key)} (was {saved_model.get(key)}) in the model's config.json")
     if changed:
         where = resume_point.path
         raise InputError(

@@ -24,7 +24,8 @@ class Part:
     """A state in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
     def __init__(self, name: str, source: Any):
-        self.name, self.source = name, source
+        self.name = name
+        self.source = source
 
     def gather(self) -> Any:
         return full_state(self.source.state_dict())
@@ -34,7 +35,7 @@ class Part:
         return {}
 
     def restore(self, file: Path) -> None:
-        """Only rank 0 reads the file."""
+        """Load the state, whose file rank 0 reads for all."""
         self.source.load_state_dict(from_rank_0(read_state(file) if is_rank_0() else None))
 
 
@@ -46,7 +47,7 @@ class ModelPart(Part):
 
 
 class OptimizerPart(Part):
-    """Saved whole; each process restores its shards."""
+    """An optimizer's state, saved whole; each process restores its shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh):
         super().__init__("optimizer", optimizer)
@@ -60,7 +61,7 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """Another number of processes continues without these states."""
+    """The states of random generators, without which another number of processes continues."""
 
     def __init__(self, mesh: Mesh):
         super().__init__("random", None)
@@ -99,9 +100,9 @@ class RunState:
     saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
 
     def __init__(self, reference: Any, base_digest: str | None, **states: Any):
-        self._states, self._frozen_digest = states, base_digest
+        self._states = states
+        self._frozen_digest = reference.digest if reference else base_digest
         if reference:
-            self._frozen_digest = reference.digest
             self._states["reference_logps"] = reference.logps
 
     def state_dict(self) -> dict:
@@ -112,7 +113,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Raises InputError if the frozen weights have changed."""
+        """Restore; raise InputError if the frozen weights have changed."""
         if is_rank_0() and state["reference"] != self._frozen_digest:
             raise InputError(
                 "the reference or base model has changed since the checkpoint: restore its files "
@@ -128,13 +129,17 @@ class RunState:
 
 
 class Checkpoints:
-    """BEST is the best of evaluations of the same `n_evaluated` examples."""
+    """A run's checkpoints, of which BEST is the best by evaluations of the same `n_evaluated` examples."""
 
     best_at: int | None = None  # number of examples at BEST
     best = -math.inf  # quality of BEST; higher is better
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0):
-        self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
+        self.run_dir = run_dir
+        self.mesh = mesh
+        self.keep = keep
+        self.log = log
+        self.n_evaluated = n_evaluated
         self.run = read_facts(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
@@ -150,7 +155,8 @@ class Checkpoints:
         """Save to `step-N`, LATEST and, if the best so far, BEST; or only `elsewhere`. Every process must call it."""
         links = [] if elsewhere else ["LATEST"]
         if links and quality is not None and quality > self.best:  # false for NaN
-            self.best, self.best_at = quality, step_idx
+            self.best = quality
+            self.best_at = step_idx
             links.append("BEST")
         states = self._gather(parts)  # a generator: each part is gathered when taken from it
         if self.mesh.rank != 0:
@@ -167,7 +173,7 @@ class Checkpoints:
         self.log(f"saved {directory}")
 
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
-        """Each state is whole on rank 0 alone."""
+        """Yield the parts' names and states, which are whole on rank 0 alone."""
         for part in parts:
             meet_rank_0("a checkpoint's part")  # it may still write the previous part
             state = part.gather()
@@ -181,7 +187,7 @@ class Checkpoints:
         self.mesh.any(False)  # a barrier
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Every process must call it."""
+        """Restore the parts; every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
             wrong = f"{file} does not hold the state of a run"
@@ -192,10 +198,10 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """BEST is kept if it is in this run's directory, which may be a new one."""
-        if state["n_evaluated"] != self.n_evaluated:
-            evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"
-            self.log(f"BEST is chosen anew, as {evaluated}: their means cannot be compared")
-            return
-        if (self.run_dir / f"step-{state['best_at']}").exists():
-            self.best, self.best_at = state["best"], state["best_at"]
+        """Keep BEST if it is in this run's directory, which may be a new one."""
+        before = state["n_evaluated"]
+        if before != self.n_evaluated:
+            self.log(f"BEST is chosen anew: {self.n_evaluated} test examples are evaluated, and were {before}")
+        elif (self.run_dir / f"step-{state['best_at']}").exists():
+            self.best = state["best"]
+            self.best_at = state["best_at"]
