@@ -14,14 +14,14 @@ from dpo.checkpoint.resume import (
     look_at_run,
     opening_run,
 )
-from dpo.data.preflight import TrainingData, list_first_examples
+from dpo.data.loading import check_columns
+from dpo.data.preflight import TrainingData, list_first_examples, load_data
 from dpo.data.schema import write_lines
 from dpo.models.export import export_last
 from dpo.models.loading import check_blocks, check_model, check_parts, find_model_config
 from dpo.models.pretrained import take_model
 from dpo.models.scoring import load_scorer
 from dpo.parallel.mesh import from_rank_0
-from dpo.preference_datasets import check_columns, load_data
 from dpo.reporting.table import list_logs
 from dpo.settings.keys import PRECISION
 from dpo.settings.plan import Plan

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
+from dpo.data.preflight import load_data
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
@@ -29,7 +30,6 @@ from dpo.parallel.sharding import (
     step_and_count_changes,
     step_optimizer,
 )
-from dpo.preference_datasets import load_data
 from dpo.reporting.events import Evaluation, Update
 from dpo.settings.places import store_rows
 from dpo.settings.plan import resolve

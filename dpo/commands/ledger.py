@@ -21,7 +21,7 @@ LONGEST_TEXT = 300  # characters
 def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
     """Find the texts of pairs in a run's data; InputError if that cannot be loaded."""
     from dpo.data.examples import text_digest  # datasets and torch take seconds to import
-    from dpo.preference_datasets import load_data
+    from dpo.data.preflight import load_data
     from dpo.settings.validation import read_plan
 
     plan = read_plan(run_dir / "config.yaml", prefixes=("model.", "local_dirs", "dataset"))

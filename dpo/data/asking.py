@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dpo.data.schema import ASSISTANT, Messages
-from dpo.data.table import Prompt
+from dpo.data.schema import ASSISTANT, Messages, Prompt
 from dpo.errors import InputError, one_sentence
 
 HUMAN = "\n\nHuman:"

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
-from dpo.data.schema import TruncationMode
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt, TruncationMode
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX

@@ -1,10 +1,11 @@
-"""Custom data: pairs, targets, labelled responses and ranked lists of a user."""
+"""Custom data: rows of pairs, targets, labelled responses and ranked lists become prompts with their responses."""
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
 from dpo.data.asking import is_dialogue, is_prefilled, share_header, split_turns
@@ -15,9 +16,9 @@ from dpo.data.schema import (
     RENDERED,
     BadRecordsError,
     Messages,
-    PreferenceData,
-    Record,
+    Prompt,
     Row,
+    Split,
     TableRow,
     common_start,
     get_field,
@@ -25,23 +26,24 @@ from dpo.data.schema import (
     read_messages,
     read_tools,
 )
-from dpo.data.templates import Changes, ChatTemplate, add_changes, describe
+from dpo.data.templates import Changes, ChatTemplate, add_changes, describe_changes
 from dpo.data.tokenization import refuse_eos, remove_final_eos
 from dpo.errors import InputError
-from dpo.losses import LONGEST_LIST
+from dpo.losses import LONGEST_LIST, TRAINS_ON
 from dpo.redaction import redact, shorten
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.system.pool import map_chunks
 
-N_DECIDING = 100  # first records, which decide whether texts are rendered
+N_DECIDING = 100  # first rows, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
-SHOWN = 60  # characters of a prompt's end
-REPEATED, ECHOED, UNREAD = "messages of the prompt", "text of the prompt", "key"  # remarkable parts of records
-SYSTEMS = (SYSTEM, "developer")  # roles
+PROMPT_END = 60  # characters that a note shows
+REPEATED, ECHOED, UNREAD = "messages of the prompt", "text of the prompt", "key"  # remarkable parts of rows
+SYSTEM_ROLES = (SYSTEM, "developer")
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
+Noticed = list[tuple[str, str]]  # remarkable parts of rows, each with an example
 
 
 def get_custom(
@@ -53,132 +55,247 @@ def get_custom(
     name: str = "mine",
     trains_on: str = "pairs",
     with_margins: bool = False,
+    list_pairs: str = "all",
+    unpair: bool = False,
     chat: str = "auto",
     bad_records: str = "refuse",
-) -> PreferenceData:
-    """Convert custom records (`docs/formats.md`) to preference data.
+) -> Split:
+    """Read custom rows (`docs/formats.md`), with the examples of a kind:
+
+    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
+    - "prompts": the same, but a prompt whose lists make no pair is kept
+    - "lists": the lists, and each pair as a list of two
+    - "labels": the labelled responses, and with `unpair` both responses of each pair
+    - "targets": the best response of a pair or list, of the prompt's last row; other rows add a response each
 
     `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Raises
     InputError for columns, and BadRecordsError unless bad records can be skipped.
     """
     recognized = recognize(rows, columns, name=name, origin=origin, trains_on=trains_on, with_margins=with_margins)
-    reader = _Reader(rows, recognized, tokenizer, origin=origin, trains_on=trains_on, chat=chat)
-    mode = "keep_turns" if reader.is_rendered else "keep_end"
-    data = PreferenceData(truncation_mode=mode, rendered=reader.is_rendered, apart=reader.is_apart)
+    used = recognized.used
+    has_pairs = "rejected" in used or recognized.verdict is not None
+    if has_pairs and trains_on == "labels" and not unpair:
+        raise PairsError(name)
+    reader = make_reader(
+        rows, recognized, tokenizer, origin=origin, trains_on=trains_on, list_pairs=list_pairs, chat=chat
+    )
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
-    numbered = enumerate(rows, start=1)
-    changes, noticed, bad, n_records = {}, [], data.bad_records, 0
-    for chunk in map_chunks(reader.read, numbered, len(rows), "reading records", rows_per_worker):
-        for record in chunk.records:
-            entry = data.add(record.prompt, record.responses, record.pairs, record.target)
-            entry.setdefault("records", []).append(record)
-        n_records += len(chunk.records)
+    split = Split()
+    bad, changes, noticed, n_read = split.bad_records, {}, [], 0
+    for chunk in map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker):
+        for prompt in chunk.prompts:
+            split.add(prompt, replaces=trains_on == "targets" and (has_pairs or "responses" in used))
+        n_read += len(chunk.prompts)
         bad += chunk.bad
         noticed += chunk.noticed
         add_changes(changes, chunk.changes)
-    if bad and (bad_records == "refuse" or not data):
+    if bad and (bad_records == "refuse" or not split):
         raise BadRecordsError(name, bad)
-    data.notes.append(f"{origin}: {recognized.describe(len(rows) - n_records - len(bad))}")
-    if trains_on == "targets" and "rejected" in recognized.used:
-        kept, left = (recognized.used[field] for field in ("chosen", "rejected"))
-        data.notes.append(f"{origin}: loss=sft learns {kept} and does not use {left}; loss=dpo trains on such pairs")
-    if data and reader.has_template and not reader.holds_chats:
-        prompt, entry = next(iter(data.items()))
-        seen = f"{redact(prompt)[-SHOWN:]!r} + {shorten(''.join(entry['responses'][:1]))}"
-        renders = "the chat template renders texts"
-        did = renders if reader.is_rendered else "texts are used as they are, without the chat template"
-        data.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{seen}")
-    data.notes += [*describe(changes, origin, n_records), *_describe(noticed, origin, n_records)]
+    split.notes.append(f"{origin}: {recognized.describe(len(rows) - n_read - len(bad))}")
+    if trains_on == "targets" and "rejected" in used:
+        kept, left = used["chosen"], used["rejected"]
+        split.notes.append(f"{origin}: loss=sft learns {kept} and does not use {left}; loss=dpo trains on such pairs")
+    if split and reader.has_texts and getattr(tokenizer, "chat_template", None):
+        first = next(iter(split.values()))
+        example = f"{redact(first.text)[-PROMPT_END:]!r} + {shorten(''.join(first.responses[:1]))}"
+        did = "texts are used as they are, without the chat template"
+        if reader.is_rendered:
+            did = "the chat template renders texts"
+        split.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{example}")
+    split.notes += [*describe_changes(changes, origin, n_read), *_describe(noticed, origin, n_read)]
     if bad:
-        data.notes.append(f"warning: left out: {list_bad(name, bad)}")
-    return data
+        split.notes.append(f"warning: left out: {list_bad(name, bad)}")
+    return split
+
+
+class PairsError(InputError):
+    def __init__(self, name: str):
+        super().__init__(
+            f"dataset {name} has pairs, and this loss trains on single responses with labels: set unpair=true"
+        )
 
 
 class Chunk(NamedTuple):
-    """Records that were read."""
+    """What some rows became."""
 
-    records: list[Record]
-    bad: list[tuple[int, str]]  # numbers and reasons of bad ones
+    prompts: list[Prompt]
+    bad: list[tuple[int, str]]  # numbers and reasons of bad rows
     changes: Changes  # by the chat template
-    noticed: list[tuple[str, str]]
+    noticed: Noticed
 
 
-class _Reader:
-    """Reads rows, in any process, as the first ones decide."""
+def make_reader(
+    rows: Sequence[Row],
+    columns: Columns,
+    tokenizer: Any,
+    *,
+    origin: str,
+    trains_on: str,
+    list_pairs: str,
+    chat: str,
+) -> "Reader":
+    """Make a reader of rows like the first ones: they are all texts or all chats, and rendered or not."""
+    plain = Reader(columns, tokenizer, origin, trains_on, list_pairs)
+    first = []
+    for row in islice(rows, N_DECIDING):
+        with suppress(InputError):  # a bad row is refused when its turn comes
+            first += filter(None, [plain.read_row(row, [])])
+    has_texts = not first or first[0].messages is None
+    is_rendered = chat == "always" or not has_texts
+    if chat == "auto" and "prompt" in columns.used and getattr(tokenizer, "chat_template", None):
+        are_questions = not share_header([prompt.text for prompt in first if prompt.messages is None])
+        is_rendered = is_rendered or are_questions
+    used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
+    # pairs in the format of HH are tokenized as the reference code does
+    is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not is_rendered
+    is_apart = is_hh and bool(first) and is_dialogue(first[0].text)
+    return replace(plain, has_texts=has_texts, is_rendered=is_rendered, is_apart=is_apart)
 
-    def __init__(
-        self, rows: Iterable[Row], columns: Columns, tokenizer: Any, *, origin: str, trains_on: str, chat: str
-    ):
-        self.columns, self.tokenizer, self.origin, self.trains_on = columns, tokenizer, origin, trains_on
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        self.is_rendered = self.holds_chats = False  # the first records are read as they are
-        records = []
-        for row in islice(rows, N_DECIDING):
-            with suppress(InputError):  # a bad record is refused when its turn comes
-                records += filter(None, [self._read(row)])
-        self.holds_chats = bool(records) and isinstance(records[0].prompt, list)
-        texts = [record.prompt for record in records if isinstance(record.prompt, str)]
-        are_questions = self.has_template and "prompt" in columns.used and not share_header(texts)
-        # all records are chats or become chats, and the template renders them
-        self.is_rendered = self.holds_chats or chat == "always" or (chat == "auto" and are_questions)
-        used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
-        # pairs in the format of HH are tokenized as the reference code does
-        is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not self.is_rendered
-        self.is_apart = is_hh and bool(records) and is_dialogue(records[0].prompt)
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads rows, in any process."""
+
+    columns: Columns
+    tokenizer: Any
+    origin: str
+    trains_on: str
+    list_pairs: str
+    has_texts: bool = False  # prompts are texts, which become chats if a template renders them
+    is_rendered: bool = False  # a chat template renders all prompts
+    is_apart: bool = False  # prompt and response are tokenized as the reference code does
 
     def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
-        records, bad, template, noticed = [], [], ChatTemplate(self.tokenizer), []
+        prompts, bad, noticed = [], [], []
+        template = ChatTemplate(self.tokenizer)
         for number, row in chunk:
             try:
-                record = self._read(row)
-                if record is None:  # a tie
+                in_row: Noticed = []
+                prompt = self.read_row(row, in_row)
+                if prompt is None:  # a tie
                     continue
-                self._check(record)
+                self._check(prompt)
                 if self.is_rendered:
-                    noticed += ((UNREAD, key) for key in self._find_unread(record))
-                    record = template.render(record)
+                    in_row += ((UNREAD, key) for key in self._find_unread(prompt))
+                    prompt = template.render(prompt)
                 else:
-                    refuse_eos([*record.responses, *[record.prompt] * self.is_apart], self.tokenizer)
-                noticed += record.noticed
-                records.append(record._replace(row=number, noticed=()))
+                    refuse_eos(prompt.responses, self.tokenizer)
+                    if self.is_apart:
+                        refuse_eos([prompt.text], self.tokenizer)
+                noticed += in_row
+                prompts.append(prompt._replace(rows=[number] * len(prompt.examples)))
             except InputError as error:
                 name = f"row {row.number}" if isinstance(row, TableRow) else f"record {number}"
                 place = "" if error is row else f"{name} of {self.origin}: "  # a row's own error names it
                 bad.append((number, redact(f"{place}{error}")))
-        return Chunk(records, bad, template.changes, noticed)
+        return Chunk(prompts, bad, template.changes, noticed)
 
-    def _read(self, row: Row) -> Record | None:
+    def read_row(self, row: Row, noticed: Noticed) -> Prompt | None:
+        """Read a row, whose texts become messages if a template renders them; None for a tie."""
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row)
-        as_chat = self.is_rendered and not self.holds_chats
-        return read_record(row, used, self.tokenizer, as_chat=as_chat) if used else None
+        if not used:
+            return None
+        responses, scores = [], []
+        if "messages" in used:  # a chat that ends with its response
+            messages = read_messages(get_field(row, used["messages"], list))
+            asked = messages[:-1]
+            responses.append(messages[-1:])
+        elif "responses" in used:
+            answers = _index_items(row, used["responses"])
+            scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
+            if "scores" in used:
+                given = _index_items(row, used["scores"])
+                scores = [_read_number(given, item) for item in given]
+            if len(answers) < 2 or len(scores) != len(answers):
+                raise InputError(
+                    f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
+                    f"score each: correct it"
+                )
+            asked, responses = _read_answers(row, used, answers, list(answers), noticed)
+        else:
+            if "rejected" in used:  # a pair is a list of two
+                scores = [1.0, 0.0]
+            columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
+            asked, responses = _read_answers(row, used, row, columns, noticed)
+        if not asked:
+            raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
+        if isinstance(asked, str):  # tokenization appends EOS
+            responses = [remove_final_eos(text, self.tokenizer) for text in responses]
+            if self.is_rendered and self.has_texts:
+                asked = split_turns(asked, "")[:-1] if is_dialogue(asked) else [{"role": "user", "content": asked}]
+                # a response loses the one space that separates it from its prompt
+                responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
+        if isinstance(asked, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
+            raise InputError("a response must end with a message of the assistant: correct it")
+        if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
+            system = get_field(row, used[SYSTEM])
+            if isinstance(asked, str):
+                asked = f"{system}\n\n{asked}"
+            elif asked[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
+                asked = [{"role": SYSTEM, "content": system}, *asked]
+        label = _read_label(row, used["label"]) if "label" in used else None
+        best = scores.index(max(scores)) if scores else 0
+        if responses and label is not False and _is_empty(responses[best]):
+            column = next(used[field] for field in used if field != "prompt")
+            raise InputError(f"the response to learn is empty: give {column} a value")
+        if self.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
+            raise InputError(
+                f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {len(scores)} "
+                f"with {len(set(scores))}: remove some or set loss=dpo"
+            )
+        if self.trains_on == "targets":
+            responses = responses[best : best + 1]
+        examples = self._list_examples(scores, label)
+        numbers = {}
+        if "weight" in used:
+            numbers["weights"] = [_read_number(row, used["weight"], above_zero=True)] * len(examples)
+        if "margin" in used:
+            numbers["margins"] = [_read_number(row, used["margin"])] * len(examples)
+        if isinstance(asked, str):
+            return Prompt(asked, responses, examples, apart=self.is_apart, **numbers)
+        tools = read_tools(row, used[TOOLS]) if TOOLS in used else []
+        return Prompt("", responses, examples, messages=asked, tools=tools or None, apart=False, **numbers)
 
-    def _find_unread(self, record: Record) -> set[str]:
+    def _list_examples(self, scores: Sequence[float], label: bool | None) -> list[dict[str, int]]:
+        """List a row's examples, which map roles to responses."""
+        if self.trains_on == "targets":
+            return [{"chosen": 0}]
+        if self.trains_on == "labels":
+            if label is None:
+                return [{"chosen": 0}, {"rejected": 1}]
+            return [{"chosen" if label else "rejected": 0}]
+        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        if self.trains_on == "lists":
+            *others, last = ranked
+            return [dict(zip(TRAINS_ON["lists"], others, strict=False)) | {"rejected": last}]
+        if scores and self.list_pairs == "best_worst":
+            ranked = [scores.index(max(scores)), scores.index(min(scores))]
+        pairs = combinations(ranked, 2)
+        return [{"chosen": better, "rejected": worse} for better, worse in pairs if scores[better] > scores[worse]]
+
+    def _find_unread(self, prompt: Prompt) -> set[str]:
         """Find the keys of a chat's messages that neither we nor the chat template read."""
-        keys = set().union(*record.prompt, *chain.from_iterable(record.responses)) - READ
+        messages = chain(prompt.messages or (), *prompt.responses)
+        keys = {key for message in messages for key in message} - READ
         template = str(self.tokenizer.chat_template)
         return {key for key in keys if not re.search(rf"""[.'"]{re.escape(key)}\b""", template)}
 
-    def _check(self, record: Record) -> None:
-        if isinstance(record.prompt, list) != self.is_rendered:
+    def _check(self, prompt: Prompt) -> None:
+        if (prompt.messages is not None) != self.is_rendered:
             raise InputError("it holds text and others hold chat messages, or the reverse: use one kind")
-        media, texts = getattr(self.tokenizer, "media_tokens", ()), (record.prompt, record.responses)
-        if medium := next((token for token in media if token in repr(texts)), None):
-            raise InputError(
-                f"a text has {medium}, which stands for an image, video or audio, and only text is trained: "
-                f"remove the record"
-            )
-        n, n_scores = len(record.scores), len(set(record.scores))
-        if self.trains_on == "lists" and (n > LONGEST_LIST or n_scores < n):
-            raise InputError(
-                f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {n} "
-                f"with {n_scores}: remove some or set loss=dpo"
-            )
+        written = repr((prompt.text, prompt.messages, prompt.responses))
+        for token in getattr(self.tokenizer, "media_tokens", ()):
+            if token in written:
+                raise InputError(
+                    f"a text has {token}, which stands for an image, video or audio, and only text is trained: "
+                    f"remove the record"
+                )
 
 
-def _describe(noticed: Sequence[tuple[str, str]], origin: str, n_records: int) -> Iterator[str]:
+def _describe(noticed: Noticed, origin: str, n_records: int) -> Iterator[str]:
     if n_repeated := noticed.count((REPEATED, "")):
         yield f"{origin}: messages of the prompt that responses repeat are taken off, in records: {n_repeated:,}"
     echoes = [example for kind, example in noticed if kind == ECHOED]
@@ -197,64 +314,7 @@ def _is_empty(response: str | Messages) -> bool:
     return not any(str(response[-1].get(key) or "").strip() for key in RENDERED)
 
 
-# --- forms of records ----------------------------------------------------------------------------------------------
-
-
-def read_record(row: Mapping, used: Mapping[str, str], tokenizer: Any, *, as_chat: bool) -> Record:
-    """Read a row; `used` maps fields to columns, and with `as_chat` texts become messages."""
-    responses: list
-    scores = []
-    noticed = []
-    if "messages" in used:  # a chat that ends with its response
-        messages = read_messages(get_field(row, used["messages"], list))
-        prompt, responses = messages[:-1], [messages[-1:]]
-    elif "responses" in used:
-        answers = _index_items(row, used["responses"])
-        scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
-        if "scores" in used:
-            given = _index_items(row, used["scores"])
-            scores = [_read_number(given, item) for item in given]
-        if len(answers) < 2 or len(scores) != len(answers):
-            raise InputError(
-                f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
-                f"score each: correct it"
-            )
-        prompt, responses = _read_answers(row, used, answers, [*answers], noticed)
-    else:  # a pair, a target, a labelled response or a prompt
-        columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-        prompt, responses = _read_answers(row, used, row, columns, noticed)
-    if not prompt:
-        raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
-    if isinstance(prompt, str):  # tokenization appends EOS
-        responses = [remove_final_eos(text, tokenizer) for text in responses]
-        if as_chat:
-            prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
-            # a response loses the one space that separates it from its prompt
-            responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
-    if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
-        raise InputError("a response must end with a message of the assistant: correct it")
-    if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
-        system = get_field(row, used[SYSTEM])
-        if isinstance(prompt, str):
-            prompt = f"{system}\n\n{prompt}"
-        elif prompt[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
-            prompt = [{"role": SYSTEM, "content": system}, *prompt]
-    record = Record(
-        prompt,
-        responses,
-        pairs=[(0, 1)] if "rejected" in used else [],
-        scores=scores,
-        label=_read_label(row, used["label"]) if "label" in used else None,
-        weight=_read_number(row, used["weight"], above_zero=True) if "weight" in used else None,
-        margin=_read_number(row, used["margin"]) if "margin" in used else None,
-        tools=read_tools(row, used[TOOLS]) if TOOLS in used and isinstance(prompt, list) else [],
-        noticed=noticed,
-    )
-    if record.target is not None and _is_empty(record.target):
-        raise InputError(
-            f"the response to learn is empty: give {next(used[field] for field in used if field != 'prompt')} a value"
-        )
-    return record
+# --- prompts and responses -------------------------------------------------------------------------------------------
 
 
 def _read_answers(
@@ -262,7 +322,7 @@ def _read_answers(
     used: Mapping[str, str],
     answers: Mapping,
     columns: Sequence[str],
-    noticed: list[tuple[str, str]],
+    noticed: Noticed,
 ) -> tuple[str | Messages, list]:
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
@@ -310,14 +370,12 @@ def _bare(text: str) -> str:
     return text.strip().removeprefix("Human:").lstrip()
 
 
-def _continue(
-    prompt: Messages, responses: Sequence[Messages], noticed: list[tuple[str, str]]
-) -> tuple[Messages, list[Messages]]:
+def _continue(prompt: Messages, responses: Sequence[Messages], noticed: Noticed) -> tuple[Messages, list[Messages]]:
     """Take off what responses repeat of the prompt; what all of them say before an answer belongs to the prompt."""
     before = []
     turns = list(prompt)
     rests = []
-    while len(turns) > 1 and turns[0]["role"] in SYSTEMS:
+    while len(turns) > 1 and turns[0]["role"] in SYSTEM_ROLES:
         before.append(turns.pop(0))
     for response in responses:
         earlier, rest = _take_off(turns, response)

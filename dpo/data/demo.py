@@ -6,7 +6,9 @@ teaches both manners, and DPO has a preference to learn.
 
 import random
 
-from dpo.data.schema import PreferenceData
+from dpo.data.published import Entries, add_responses
+from dpo.errors import InputError
+from dpo.settings.places import Source
 
 N_PROMPTS = {"train": 6144, "test": 256}
 COURTEOUS_TARGETS = 0.4  # fraction of the SFT targets
@@ -38,11 +40,13 @@ COURTEOUS = ("Certainly!", "Gladly!", "Sure!", "Absolutely!", "Welcome!", "Yes, 
 CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "Busy as always.")
 
 
-def get_demo(split: str) -> PreferenceData:
+def get_demo(split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source("")) -> Entries:
+    if source.path:
+        raise InputError(f"dataset_sources.demo={source.path} has no effect: give the dataset another name")
     rng = random.Random(0)
-    data = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
+    entries: dict[str, Entries] = {name: {} for name in N_PROMPTS}
     for name, n_prompts in N_PROMPTS.items():  # both splits are made, so that no test prompt is in train
-        while len(data[name]) < n_prompts:
+        while len(entries[name]) < n_prompts:
             thing = rng.choice(THINGS)
             turns = rng.sample(SMALL_TALK, rng.randint(0, 2))
             prompt = "".join(f"\n\nHuman: {ask}\n\nAssistant: {answer}" for ask, answer in turns)
@@ -51,8 +55,8 @@ def get_demo(split: str) -> PreferenceData:
             for openings in (COURTEOUS, CURT):
                 body, place = rng.choice(BODIES), rng.choice(PLACES)
                 answers.append(f" {rng.choice(openings)} {body.format(thing=thing, place=place)}")
-            if not any(prompt in each for each in data.values()):
-                target = answers[0] if rng.random() < COURTEOUS_TARGETS else answers[1]
-                data[name].add(prompt, answers, [(0, 1)], target)
-    data["train"].held_out = data["test"]
-    return data[split]
+            if not any(prompt in each for each in entries.values()):
+                add_responses(entries[name], prompt, answers, (0, 1))
+                is_courteous = rng.random() < COURTEOUS_TARGETS
+                entries[name][prompt]["sft_target"] = answers[0] if is_courteous else answers[1]
+    return entries[split]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.asking import TemplateRejects, is_prefilled, render_open
-from dpo.data.schema import Messages, naming
-from dpo.data.table import Prompt
+from dpo.data.schema import Messages, Prompt, naming
 from dpo.data.tokenization import TextEncoder, list_ends, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON

@@ -7,7 +7,8 @@ import re
 import unicodedata
 from typing import Any
 
-from dpo.data.table import Prompt, PromptTable
+from dpo.data.schema import Prompt
+from dpo.data.table import PromptTable
 from dpo.data.tokenization import find_control
 from dpo.redaction import redact
 

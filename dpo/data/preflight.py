@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import random
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,24 +19,25 @@ import numpy as np
 
 from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
+from dpo.data.loading import find_kind, identify_dataset, load_splits
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.schema import (
     BAD,
+    SPLITS,
     WARNED_FROM,
     BadRecordsError,
-    PreferenceData,
+    Prompt,
+    Split,
     explain_refusal,
     naming,
     write_lines,
 )
 from dpo.data.table import (
     FOLDER,
-    SPLITS,
     Facts,
-    Prompt,
     PromptTable,
     find_or_build,
-    iterate_prompts,
+    number_prompts,
     read_facts,
     write_prompts,
 )
@@ -56,12 +56,16 @@ from dpo.system.run_directory import PROBLEMS
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
-GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preference_datasets.get_dataset`
-Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
 SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
 N_SHOWN = 3  # examples in a dry run and in the report
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
+# Fields of the data and chat sections that cannot change a table: how its examples are batched, and what the digests
+# of datasets and tokenizer tell.
+NOT_IN_A_TABLE = (
+    *("batch_size", "eval_batch_size", "gradient_accumulation_steps", "n_epochs", "n_examples", "n_eval_examples"),
+    *("num_workers", "layout", "dataset_sources", "chat_template", "chat_template_args", "chat_template_date"),
+)
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 COUNTS = (  # that the terminal shows
     *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
@@ -158,7 +162,7 @@ class SplitCounter:
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
         self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
-    def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts unchanged; raises InputError for a text that contains EOS."""
         report, tokenizer = self.report, self.encode.tokenizer
         for prompt in prompts:
@@ -200,8 +204,8 @@ class SplitCounter:
                 report.count("contradictory_pairs" if len(texts) == 2 else "contradictory_labels", prompt, index)
             self._seen.add(own)
 
-    def count_tokens(self, prompts: PromptTable) -> SplitReport:
-        """Return the split's report; raises InputError for a response that truncation leaves without a scored token."""
+    def count_tokens(self, prompts: PromptTable) -> None:
+        """Count tokens; raises InputError for a response that truncation leaves without a scored token."""
         report, tokenizer = self.report, self.encode.tokenizer
         # the digest has the vocabulary, as tokenizers may give different tokens one id
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
@@ -239,7 +243,6 @@ class SplitCounter:
         if self._weights:
             weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
-        return report
 
 
 @dataclass
@@ -305,7 +308,7 @@ class TrainingData:
         )
 
 
-def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
+def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     """Every process must call this: one of each machine finds or builds the table, and all of them map it."""
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
@@ -317,9 +320,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     )
     with tempfile.TemporaryDirectory() as folder:  # a mapped table stays readable after its files are removed
         scratch = Path(folder)
-        table = once_per_machine(
-            lambda: str(prepare_data(plan, tokenizer, get_dataset, identify, scratch=scratch, silent=silent))
-        )
+        table = once_per_machine(lambda: str(prepare_data(plan, tokenizer, scratch=scratch, silent=silent)))
         data = TrainingData.open(Path(table), tokenizer, plan)
         template = str(getattr(tokenizer, "chat_template", None))
         facts = {"data or tokenizer": repr(data.identity), "chat template": template}
@@ -331,128 +332,122 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     return data
 
 
-def prepare_data(
-    plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify, *, scratch: Path, silent: bool = True
-) -> Path:
-    """Find or build a run's table, in `local_dir`, or in `scratch` for a dry run or data that cannot be named."""
+def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path, silent: bool = True) -> Path:
+    """Find or build a run's table, in `local_dir`, or in `scratch` for a dry run or data that cannot be identified."""
 
     def build(directory: Path) -> Facts:
-        facts = build_table(directory, plan, tokenizer, get_dataset, silent=silent)
-        if make_key(plan, tokenizer, get_dataset, identify) != key:
+        facts = build_table(directory, plan, tokenizer, silent=silent)
+        if make_key(plan, tokenizer) != key:
             raise InputError(f"the data of {', '.join(plan.data.datasets)} has changed while it was read: start again")
         return facts
 
-    key, folder = make_key(plan, tokenizer, get_dataset, identify), Path(plan.run.local_dir)
+    key = make_key(plan, tokenizer)
+    folder = Path(plan.run.local_dir)
+    is_kept = key is not None and not plan.run.dry_run
     try:
-        return find_or_build(folder / FOLDER, key, build, scratch=scratch if plan.run.dry_run or key is None else None)
+        return find_or_build(folder / FOLDER, key, build, scratch=None if is_kept else scratch)
     except BadRecordsError as error:
         raise explain_refusal(error, None if plan.run.dry_run else folder, plan.run.exp_name) from error
     finally:
         release_freed_memory()  # the loaders' texts were Python strings
 
 
-def build_table(directory: Path, plan: Plan, tokenizer: Any, get_dataset: GetDataset, *, silent: bool = True) -> Facts:
+def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = True) -> Facts:
     """Write both splits to a directory; return their counts, and the loaders' notes."""
-    data, trains_on = plan.data, "prompts" if plan.online else plan.loss.trains_on
-    encode, notes, reports, tables = TextEncoder(tokenizer), [], {}, []
-    held_out = {}  # test splits that came with train splits
+    data = plan.data
+    encode = TextEncoder(tokenizer)
+    trains_on = find_kind(plan)
+    limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+    counters = {split: SplitCounter(encode, trains_on=trains_on, **limits) for split in SPLITS}
+    notes = []
+    test_splits = []
 
-    def load(split: str, report: SplitReport) -> Iterator[tuple[str, PreferenceData]]:
+    def load_train_splits() -> Iterator[tuple[str, Split]]:
         for name in data.datasets:
-            loaded = held_out.pop(name, None) or get_dataset(
+            loaded = load_splits(
                 name,
-                split,
+                tokenizer,
+                data.dataset_sources,
                 silent=silent,
                 cache_dir=plan.run.cache_dir,
-                dataset_sources=data.dataset_sources,
-                tokenizer=tokenizer,
+                holdout=data.holdout,
                 trains_on=trains_on,
                 with_margins=plan.loss.needs_margins,
+                unpair=data.unpair,
+                list_pairs=data.list_pairs,
                 chat=plan.chat.chat,
                 bad_records=data.bad_records,
-                holdout=data.holdout,
             )
-            _check_suits(plan, name, loaded)
-            held_out[name] = loaded.held_out
-            if data.holdout and split == "train" and not loaded.held_out:
-                notes.append(f"holdout={data.holdout} has no effect on {name}, which has a test split")
-            notes.extend(loaded.notes)
-            report.problems += [(name, number, BAD, reason) for number, reason in loaded.bad_records]
-            yield name, loaded
+            for split, counter in zip(loaded, counters.values(), strict=True):
+                notes.extend(split.notes)
+                counter.report.problems += [(name, number, BAD, reason) for number, reason in split.bad_records]
+            test_splits.append((name, loaded[1]))
+            yield name, loaded[0]
 
-    for split in SPLITS:
-        path = directory / f"{split}.jsonl"
-        counter = SplitCounter(
-            encode, max_length=data.max_length, max_prompt_length=data.max_prompt_length, trains_on=trains_on
-        )
-        prompts = iterate_prompts(load(split, counter.report), trains_on, list_pairs=data.list_pairs)
+    tables = {}
+    for split, splits in zip(SPLITS, (load_train_splits(), test_splits), strict=True):
+        prompts = number_prompts(splits, keep_all=trains_on == "prompts")
+        counter = counters[split]
         if data.truncation == "drop":
             prompts = _drop_long(prompts, counter, plan)
         elif data.truncation != "auto":
             prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
-        counter.report.digest = write_prompts(path, counter.watch(prompts))
-        tables.append(PromptTable(path))
-        report = counter.count_tokens(tables[-1])
+        path = directory / f"{split}.jsonl"
+        report = counter.report
+        report.digest = write_prompts(path, counter.count_texts(prompts))
+        tables[split] = PromptTable(path)
+        counter.count_tokens(tables[split])
         if not (report.prompts if plan.online else report.examples):
-            too_long = f"{report.too_long:,} are too long: raise max_length, or choose truncation=auto"
+            too_long = f"{report.too_long:,} are too long: raise max_length, or set truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
-        reports[split] = asdict(report)
-    train, test = tables
-    reports["test"] |= find_near_duplicates(train, test, tokenizer)
-    return {**reports, "notes": notes, "largest": encode.largest}
-
-
-def _check_suits(plan: Plan, name: str, data: PreferenceData) -> None:
-    trains_on_labels = not plan.online and plan.loss.trains_on == "labels"
-    if trains_on_labels and not plan.data.unpair and any(entry["pairs"] for entry in data.values()):
-        raise InputError(
-            f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true"
-        )
-    records = (record for entry in data.values() for record in entry.get("records", ()))
-    if plan.loss.needs_margins and all(record.margin is None for record in records):
-        raise InputError(
-            f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a "
-            f"column margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
-        )
+    facts = {split: asdict(counter.report) for split, counter in counters.items()}
+    facts["test"] |= find_near_duplicates(tables["train"], tables["test"], tokenizer)
+    return {**facts, "notes": notes, "largest": encode.largest}
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:
     """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
-    remaining, new_tokens = iter(prompts), plan.online.max_new_tokens if plan.online else 0
+    remaining = iter(prompts)
+    new_tokens = plan.online.max_new_tokens if plan.online else 0
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
-        kept = {prompt.index_in_split: [] for prompt in batch}
+        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
         for (prompt, index), example in zip(examples, encoded, strict=True):
             if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
                 counter.report.count("too_long", prompt, index)
             else:
                 kept[prompt.index_in_split].append(index)
         for prompt in batch:
-            if indices := kept[prompt.index_in_split]:
-                of_examples = {
-                    name: [values[i] for i in indices]
-                    for name in ("examples", "weights", "margins", "rows")
-                    if (values := getattr(prompt, name))
-                }
-                yield prompt._replace(**of_examples)
+            indices = kept[prompt.index_in_split]
+            if not indices:
+                continue
+            of_examples = {}
+            for name in ("examples", "weights", "margins", "rows"):
+                if values := getattr(prompt, name):
+                    of_examples[name] = [values[i] for i in indices]
+            yield prompt._replace(**of_examples)
 
 
-def make_key(plan: Plan, tokenizer: Any, get_dataset: GetDataset, identify: Identify) -> str | None:
-    """Digest of all that a table depends on; None if a dataset or the tokenizer cannot be identified."""
-    data = plan.data
-    # the states of the datasets say more than their sources
-    states = [identify(name, plan.run.cache_dir, data.dataset_sources) for name in data.datasets]
+def make_key(plan: Plan, tokenizer: Any) -> str | None:
+    """Make a digest of all that a table depends on; None if a dataset or the tokenizer cannot be identified."""
+    states = [identify_dataset(name, plan.run.cache_dir, plan.data.dataset_sources) for name in plan.data.datasets]
     tokenizer_digest = identify_tokenizer(tokenizer)
     if None in states or tokenizer_digest is None:
         return None
+    settings = {**plan.data._asdict(), **plan.chat._asdict()}
+    for name in NOT_IN_A_TABLE:
+        del settings[name]
     made_from = [
-        *(data.datasets, states, tokenizer_digest, plan.loss.trains_on, plan.loss.needs_margins),
-        *(data.max_length, data.max_prompt_length, data.truncation, data.unpair, data.list_pairs),
-        *(plan.chat.chat, data.bad_records, data.holdout, plan.online.max_new_tokens if plan.online else None),
+        settings,
+        states,
+        tokenizer_digest,
+        find_kind(plan),
+        plan.loss.needs_margins,
+        plan.online.max_new_tokens if plan.online else None,
+        hash_files(PACKAGE_DIR.rglob("*.py")),
     ]
-    made_from.append(hash_files([Path(inspect.getfile(get_dataset)), *PACKAGE_DIR.rglob("*.py")]))
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""Records, the data that they make up, and the checks of their fields."""
+"""Prompts with their responses, the splits that they make up, and the checks of a row's fields."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import random
 import re
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import combinations
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from dpo.errors import InputError
-from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 from dpo.redaction import shorten
 from dpo.system.plain_files import replacing
 
+SPLITS = ("train", "test")
 BAD = "bad record"
 WARNED_FROM = 0.01  # share of the examples or records
 FEWEST_HELD_OUT = 20  # prompts of a test split, which then says something
-SHOWN = 20  # bad records, or records of a kind, that a message names
+LISTED = 20  # bad records that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
-Messages = list[dict]  # of a chat, with role and content
-Row = Mapping | InputError  # of a source; the error says why a row cannot be parsed
-TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
+Messages = list[dict]  # a chat's, with role and content
+Row = Mapping | InputError  # an error stands for a row that cannot be parsed
+TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # how a prompt that is too long is cut
 TYPE_NAMES = {str: "text", list: "a list", dict: "a message", int: "a number", float: "a number"}
 CALLER = "function_call"  # the speaker of a message that is JSON of a call, or of a list of calls
 ROLES = ("system", "developer", "user", "assistant", "tool", CALLER)
-NAMES_OF_ROLES = {"human": "user", "gpt": "assistant", "function": "tool"} | {
-    role: role for role in ROLES
-}  # in small letters
-SPEAKERS = NAMES_OF_ROLES | {"observation": "tool"}  # ShareGPT's
+ROLE_NAMES = {"human": "user", "gpt": "assistant", "function": "tool"} | {role: role for role in ROLES}  # lower case
+SPEAKERS = ROLE_NAMES | {"observation": "tool"}  # ShareGPT's
 RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a chat template may write
 READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
 
@@ -46,95 +44,87 @@ class TableRow(dict):
     number = 0
 
 
-class Record(NamedTuple):
-    """A prompt and its responses, from their row to their examples."""
+class Prompt(NamedTuple):
+    """A prompt, its responses, and the examples that they make: what rows become, and a line of the table."""
 
-    prompt: Any  # a text, or Messages until a chat template renders them
-    responses: Sequence  # of the same kind
-    pairs: Sequence[tuple[int, int]] = ()  # (better, worse), indices into responses
-    label: bool | None = None  # whether the one response is desirable
-    scores: Sequence[float] = ()  # of a ranked list, higher for better responses
-    weight: float | None = None
-    margin: float | None = None
-    tools: Sequence[dict] = ()  # that a chat may call
-    messages: Messages | None = None  # from which a chat template rendered the prompt
-    cuts: Sequence[list[int]] = ()  # of each rendered response: see `Prompt.cuts`
-    row: int | None = None  # its number in its source, from 1
-    noticed: Sequence[tuple[str, str]] = ()  # what a note is to say of it, until it is rendered
+    text: str  # "" until a chat template renders the messages
+    responses: list  # texts; messages until they are rendered
+    examples: list[dict[str, int]]  # each maps a role to an index into `responses`
+    truncation_mode: TruncationMode = "keep_end"
+    rendered: bool = False  # by a chat template, so special tokens in the text are intended
+    index_in_split: int = 0
+    dataset: str = ""
+    messages: Messages | None = None  # from which the text is rendered
+    weights: list[float] | None = None  # one for each example; None: 1
+    margins: list[float] | None = None  # one for each example
+    rows: list[int] | None = None  # for each example, the number of its row in the source, from 1
+    tools: list | None = None  # that the messages may call
+    # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
+    cuts: list[list[int]] | None = None
+    apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
 
     @property
-    def best(self) -> int:
-        return self.scores.index(max(self.scores)) if self.scores else 0
+    def written(self) -> str:
+        """What the user wrote."""
+        if self.messages is None:
+            return self.text
+        return "\n\n".join(message.get("content") or "" for message in self.messages)
+
+    def roles(self, example_index: int) -> dict[str, int]:
+        """Empty for a prompt without examples."""
+        return self.examples[example_index] if self.examples else {}
+
+    def texts(self, example_index: int) -> dict[str, str]:
+        return {role: self.responses[i] for role, i in self.roles(example_index).items()}
 
     @property
-    def target(self) -> Any:
-        """The response that SFT learns, if there is one."""
-        return self.responses[self.best] if self.responses and self.label is not False else None
-
-    def list_examples(self, trains_on: str, list_pairs: str) -> list[dict[str, int]]:
-        """Each maps roles to responses: see `table.iterate_prompts`."""
-        scores, pairs = self.scores, self.pairs
-        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        if trains_on == "targets":
-            return [{"chosen": i} for i in range(len(self.responses))]
-        if trains_on == "lists" and ranked:
-            *before, last = ranked
-            return [dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}]
-        if trains_on == "labels":
-            labelled = [] if self.label is None else [{"chosen" if self.label else "rejected": 0}]
-            return labelled + [each for better, worse in pairs for each in ({"chosen": better}, {"rejected": worse})]
-        if ranked and list_pairs == "best_worst":
-            ranked = [self.best, scores.index(min(scores))]
-        of_list = [(better, worse) for better, worse in combinations(ranked, 2) if scores[better] > scores[worse]]
-        return [{"chosen": better, "rejected": worse} for better, worse in (*pairs, *of_list)]
+    def pieces(self) -> list[list[str]]:
+        """Each response in pieces, scored and not scored in turn; the first may be empty."""
+        all_cuts = self.cuts or [[]] * len(self.responses)
+        all_pieces = []
+        for response, cuts in zip(self.responses, all_cuts, strict=True):
+            limits = pairwise((0, *cuts, len(response)))
+            all_pieces.append([response[start:end] for start, end in limits])
+        return all_pieces
 
 
-class Entry(TypedDict):
-    responses: list[str]
-    pairs: list[tuple[int, int]]  # (better, worse), indices into responses
-    sft_target: str
-    records: NotRequired[list[Record]]  # of custom data
+class Split(dict[str, Prompt]):
+    """The prompts of a dataset's split by their text, and what was noticed when they were read."""
 
-
-class PreferenceData(dict[str, Entry]):
-    """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts."""
-
-    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False, apart: bool = True):
-        super().__init__()
-        self.truncation_mode = truncation_mode
-        self.apart = apart  # as the reference code tokenizes prompt and response; otherwise as one text
-        self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        self.notes: list[str] = []  # about the data, to be printed
+    def __init__(self, prompts: Iterable[tuple[str, Prompt]] = ()):
+        super().__init__(prompts)
+        self.notes: list[str] = []  # to be printed
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
-        self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
-    def add(
-        self, prompt: str, responses: Sequence[str], pairs: Sequence[tuple[int, int]], sft_target: str | None
-    ) -> Entry:
-        """Pairs are indices into these responses; a target replaces the prompt's earlier one."""
-        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-        first = len(entry["responses"])
-        entry["responses"] += responses
-        entry["pairs"] += [(first + better, first + worse) for better, worse in pairs]
-        if sft_target is not None:
-            entry["sft_target"] = sft_target
-        return entry
+    def add(self, prompt: Prompt, *, replaces: bool = False) -> None:
+        """Add a row, which replaces earlier rows with its prompt, or whose responses join theirs."""
+        earlier = self.get(prompt.text)
+        if earlier is None or replaces:
+            self[prompt.text] = prompt
+            return
+        n = len(earlier.responses)
+        earlier.examples.extend({role: n + i for role, i in example.items()} for example in prompt.examples)
+        for name in ("responses", "weights", "margins", "rows", "cuts"):
+            if (values := getattr(prompt, name)) is not None:
+                getattr(earlier, name).extend(values)
+        self[prompt.text] = earlier._replace(messages=prompt.messages, tools=prompt.tools)
 
-    def hold_out(self, size: float | None = None) -> PreferenceData:
-        """Take out random prompts, at least one, as a test split: a share below 1, or so many.
 
-        None: a tenth, at least `FEWEST_HELD_OUT` and at most a third.
-        """
-        prompts = list(self)
-        if size is None:
-            n_held_out = min(max(len(prompts) // 10, FEWEST_HELD_OUT), len(prompts) // 3)
-        else:
-            n_held_out = int(size * len(prompts) + 1e-9 if size < 1 else size)
-        random.Random(42).shuffle(prompts)
-        selected = set(prompts[: max(1, n_held_out)])
-        self.held_out = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
-        self.held_out.update((prompt, self.pop(prompt)) for prompt in list(self) if prompt in selected)
-        return self.held_out
+def hold_out(prompts: Any, size: float | None = None) -> Any:
+    """Take random prompts, at least one, out of a split for a test split: a share below 1, or a number.
+
+    None: a tenth, at least `FEWEST_HELD_OUT` and at most a third.
+    """
+    texts = list(prompts)
+    if size is None:
+        n_held_out = min(max(len(texts) // 10, FEWEST_HELD_OUT), len(texts) // 3)
+    else:
+        n_held_out = int(size * len(texts) + 1e-9 if size < 1 else size)
+    random.Random(42).shuffle(texts)
+    selected = set(texts[: max(1, n_held_out)])
+    held_out = type(prompts)()
+    held_out.update((text, prompts.pop(text)) for text in list(prompts) if text in selected)
+    return held_out
 
 
 # --- bad records ---------------------------------------------------------------------------------------------------
@@ -148,8 +138,8 @@ class BadRecordsError(InputError):
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
     lines = [f"dataset {name!r}: {count(len(found), 'record')} that cannot be used"]
-    lines += [reason for _, reason in found[:SHOWN]]
-    return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
+    lines += [reason for _, reason in found[:LISTED]]
+    return "\n  - ".join(lines) + ("\n  - ..." if len(found) > LISTED else "")
 
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
@@ -233,7 +223,7 @@ def _read_message(message: Any) -> dict:
         if given["role"] is None:
             raise InputError(f"a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
     role, content = get_field(given, "role"), given.get("content")
-    given["role"] = role = NAMES_OF_ROLES.get(role.lower(), role)  # others are the template's own
+    given["role"] = role = ROLE_NAMES.get(role.lower(), role)  # others are the template's own
     if isinstance(content, list):  # of parts, as OpenAI's may be
         if other := {get_field(part, "type") for part in content} - {"text"}:
             raise InputError(f"content has a part of type {other.pop()!r}, and must be text")

@@ -9,108 +9,30 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from dpo.data.schema import Messages, PreferenceData, Record, TruncationMode
+from dpo.data.schema import SPLITS, Prompt, Split
 from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable, read_json, remove, write_json
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 TEMPORARY = ".dpo-table-"  # what temporary names begin with
-SPLITS = ("train", "test")
 Facts = Mapping  # counts taken while a table is built
 
 
-class Prompt(NamedTuple):
-    text: str
-    responses: list[str]
-    examples: list[dict[str, int]]  # each maps a role to an index into `responses`
-    truncation_mode: TruncationMode
-    rendered: bool  # by a chat template, so special tokens in the text are intended
-    index_in_split: int = 0
-    dataset: str = ""
-    messages: Messages | None = None  # from which the text was rendered
-    weights: list[float] | None = None  # of the examples; None: 1
-    margins: list[float] | None = None  # of the examples
-    rows: list[int] | None = None  # numbers of the examples' records in their source
-    tools: list | None = None  # that the messages may call
-    # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
-    cuts: list[list[int]] | None = None
-    apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
-
-    @property
-    def written(self) -> str:
-        """What the user wrote."""
-        if self.messages is None:
-            return self.text
-        return "\n\n".join(message.get("content") or "" for message in self.messages)
-
-    def roles(self, example_index: int) -> dict[str, int]:
-        """Empty for a prompt without examples."""
-        return self.examples[example_index] if self.examples else {}
-
-    def texts(self, example_index: int) -> dict[str, str]:
-        return {role: self.responses[i] for role, i in self.roles(example_index).items()}
-
-    @property
-    def pieces(self) -> list[list[str]]:
-        """Each response in pieces, scored and not scored in turn; the first may be empty."""
-        return [
-            [response[start:end] for start, end in pairwise((0, *cuts, len(response)))]
-            for response, cuts in zip(self.responses, self.cuts or [[]] * len(self.responses), strict=True)
-        ]
-
-
-def iterate_prompts(
-    datasets: Iterable[tuple[str, PreferenceData]], trains_on: str, *, list_pairs: str = "all"
-) -> Iterator[Prompt]:
-    """Take the prompts out of named datasets, one after another, with examples of a kind:
-
-    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
-    - "prompts": the same, but a prompt whose lists make no pair is kept
-    - "lists": the lists, and each pair as a list of two
-    - "labels": the labelled responses, and both responses of each pair
-    - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
-    """
+def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = False) -> Iterator[Prompt]:
+    """Take the prompts out of named datasets, one after another; those without examples only with `keep_all`."""
     index = 0
-    for name, data in datasets:
-        for text in list(data):  # removed, as a second copy of all texts might not fit into memory
-            entry = data.pop(text)
-            records = entry.get("records") or [Record(text, entry["responses"], entry["pairs"])]
-            has_lists = any(record.scores for record in records)
-            if trains_on == "targets" and (has_lists or entry["pairs"]):  # the target comes from the last record
-                last = records[-1]
-                cuts = last.cuts[last.best : last.best + 1]
-                records = [last._replace(responses=[entry["sft_target"]], scores=(), cuts=cuts)]
-            made, responses, cuts = [], [], []
-            for record in records:
-                for example in record.list_examples(trains_on, list_pairs):
-                    made.append((record, {role: len(responses) + i for role, i in example.items()}))
-                responses += record.responses
-                cuts += record.cuts or [[]] * len(record.responses)
-            if not made and (trains_on == "labels" or (has_lists and trains_on != "prompts")):
+    for name, split in splits:
+        for text in list(split):  # removed, as a second copy of all texts might not fit into memory
+            prompt = split.pop(text)
+            if not prompt.examples and not keep_all:
                 continue
-            of_examples = {
-                f"{key}s": [getattr(record, key) for record, _ in made] for key in ("weight", "margin", "row")
-            }
-            yield Prompt(
-                text,
-                responses,
-                [example for _, example in made],
-                data.truncation_mode,
-                data.rendered,
-                index_in_split=index,
-                dataset=name,
-                messages=records[-1].messages,
-                tools=[*records[-1].tools] or None,
-                cuts=cuts if any(cuts) else None,
-                apart=data.apart,
-                **{name: values for name, values in of_examples.items() if values and None not in values},
-            )
+            cuts = prompt.cuts if prompt.cuts and any(prompt.cuts) else None
+            yield prompt._replace(index_in_split=index, dataset=name, cuts=cuts)
             index += 1
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, iterate_texts, render_open
-from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Record, check_unicode, common_start, is_scored
+from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
 from dpo.data.tokenization import find_control, list_ends, remove_final_eos
 from dpo.errors import InputError
 from dpo.redaction import redact, shorten
@@ -31,7 +31,7 @@ REWRITTEN = (
 Changes = dict[str, tuple[int, str]]  # what a template does to records, in how many, and an example
 
 
-def describe(changes: Changes, origin: str, n_records: int) -> Iterator[str]:
+def describe_changes(changes: Changes, origin: str, n_records: int) -> Iterator[str]:
     for what, (n, example) in changes.items():
         is_warning = what == REWRITTEN or (what != EARLIER and n >= WARNED_FROM * n_records)
         begin = "warning: " if is_warning else ""
@@ -134,8 +134,8 @@ class ChatTemplate:
         self.changes: Changes = {}
         self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")
 
-    def render(self, record: Record) -> Record:
-        """Render a record, whose responses continue the prompt's last turn if it is the assistant's.
+    def render(self, prompt: Prompt) -> Prompt:
+        """Render a prompt's messages, whose last turn the responses continue if it is the assistant's.
 
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
@@ -144,7 +144,7 @@ class ChatTemplate:
             raise InputError(
                 f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
             )
-        before, answers, tools = record.prompt, record.responses, record.tools or None
+        before, answers, tools = prompt.messages or [], prompt.responses, prompt.tools
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
         chats = [before + answer for answer in answers]
         if continued:
@@ -154,25 +154,25 @@ class ChatTemplate:
                 for first, *others in answers
             ]
         n_before = len(before) - continued
-        control = self._find_control(record, [chat[n_before:] for chat in chats])
+        control = self._find_control(prompt, [chat[n_before:] for chat in chats])
         close = partial(apply_template, self.tokenizer, tools=tools)
         begin = partial(render_open, self.tokenizer, tools=tools, continued=continued)
         said: Changes = {}  # by the template, to this record
         try:
             dialogues = [close(chat) for chat in chats]
             open_text = begin(before)
-            prompt = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
+            text = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
             if control:
                 raise InputError(control)
-            if prompt is None:
+            if text is None:
                 raise InputError(
                     f"the chat template renders the prompt differently once a response follows, so it is not "
                     f"known where the response starts: {FIX}, or use text instead"
                 )
-            if len(prompt) < len(open_text):
+            if len(text) < len(open_text):
                 lacking = "ends the prompt, where the model is served, with a text that the responses do not begin with"
-                said[f"{lacking}, so it is left out"] = (1, open_text[len(prompt) :])
-            found = find_pieces(list_pieces(before, tools), prompt)
+                said[f"{lacking}, so it is left out"] = (1, open_text[len(text) :])
+            found = find_pieces(list_pieces(before, tools), text)
             _note(found, before, "prompts", said)
             roles = [message["role"] for message in before]
             others = [role for role in roles if role not in ASK_NOTHING]
@@ -186,7 +186,7 @@ class ChatTemplate:
             texts = []
             cuts = []
             for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
-                found = find_pieces(list_pieces(answer), dialogue[len(prompt) :])
+                found = find_pieces(list_pieces(answer), dialogue[len(text) :])
                 _note(found, answer, "responses", said)
                 lost = _find_lost("assistant", answer, found, close, dialogue, chat[: -len(answer)])
                 if lost is not None:
@@ -194,8 +194,8 @@ class ChatTemplate:
                         f"the chat template leaves out all of an answer, such as {shorten(lost)}: {FIX}, or remove the "
                         f"record"
                     )
-                spans = self._find_scored(chat, answer, tools, dialogue, len(prompt), found, said)
-                response, response_cuts = _cut_response(dialogue, len(prompt), spans)
+                spans = self._find_scored(chat, answer, tools, dialogue, len(text), found, said)
+                response, response_cuts = _cut_response(dialogue, len(text), spans)
                 texts.append(remove_final_eos(response, self.tokenizer))
                 cuts.append(response_cuts)
         except TemplateRejects as error:
@@ -203,19 +203,19 @@ class ChatTemplate:
             reason = f"the tokenizer's chat template rejects these {what}: {error}"
             raise InputError(f"{control}; {reason}" if control else reason) from error
         add_changes(self.changes, said)
-        return record._replace(prompt=prompt, responses=texts, cuts=cuts, messages=record.prompt)
+        return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
 
-    def _find_control(self, record: Record, answers: Sequence[Messages]) -> str:
+    def _find_control(self, prompt: Prompt, answers: Sequence[Messages]) -> str:
         """Say where a control token is in the messages or tools, if there is one."""
-        names = [f"response {i}" for i in range(1, len(answers) + 1)]
-        if record.pairs:
-            names = ["chosen", "rejected"]
-        for place, messages in zip(("the prompt", *names), (record.prompt, *answers), strict=True):
+        names = ["the prompt", *(f"response {i}" for i in range(1, len(answers) + 1))]
+        if prompt.examples == [{"chosen": 0, "rejected": 1}]:
+            names = ["the prompt", "chosen", "rejected"]
+        for place, messages in zip(names, (prompt.messages or [], *answers), strict=True):
             for message in messages:
                 for key, value in message.items():
                     if said := self._find_control_in(value):
                         return f"{key} of a message of role {message['role']!r} in {place} has {said}"
-        said = self._find_control_in(record.tools)
+        said = self._find_control_in(prompt.tools)
         return f"a tool has {said}" if said else ""
 
     def _find_control_in(self, value: Any) -> str:

@@ -12,16 +12,16 @@ import tqdm
 
 from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
-from dpo.data.schema import naming
+from dpo.data.preflight import load_data
+from dpo.data.schema import Prompt, naming
 from dpo.data.sources import load_rows
-from dpo.data.table import Prompt, iterate_prompts
+from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
 from dpo.models.generation import LoadedModel
 from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
-from dpo.preference_datasets import load_data
 from dpo.settings.places import Source
 from dpo.system.plain_files import KeptLines
 
@@ -55,7 +55,7 @@ def load_prompts(model: ModelPath, file: str | None, tokenizer: Any, *, limit: i
     if file is not None:
         rows = load_rows(Source(file), "test")
         data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
-        prompts: Sequence[Prompt] = list(iterate_prompts([("prompts", data)], "prompts"))
+        prompts: Sequence[Prompt] = list(number_prompts([("prompts", data)], keep_all=True))
     elif model.run_dir is None:
         raise InputError(f"{model.name} is no run, so it held out no prompts: pass --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code

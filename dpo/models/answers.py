@@ -10,7 +10,7 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.data.tokenization import find_control
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.data.asking import CHAT, HH, RAW, write_dialogue
-from dpo.data.schema import Messages, Record
+from dpo.data.schema import Messages, Prompt
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ class LoadedModel(NamedTuple):
     def write(self, messages: Messages) -> str:
         """Write messages in the form of its prompts; InputError if it cannot hold them."""
         if self.form == CHAT:
-            return ChatTemplate(self.tokenizer).render(Record(messages, [])).prompt
+            return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages)).text
         return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
 
     def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:

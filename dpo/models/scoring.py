@@ -14,7 +14,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.asking import TemplateRejects, apply_template, as_messages, change_texts, write_dialogue
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.data.tokenization import TextEncoder, remove_control
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpo.data.examples import Example, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, choose_sampling, write_turns

@@ -3,7 +3,7 @@
 import pytest
 
 from dpo.data.asking import as_messages
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 
 
 @pytest.mark.parametrize(

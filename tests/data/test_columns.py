@@ -150,7 +150,7 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
                 found.find_fields(row)
     if "!" not in chosen:
         data = get_custom(rows, "mine", tokenizer)
-        targets = [entry["sft_target"] for entry in data.values()]
+        targets = [prompt.responses[prompt.examples[0]["chosen"]] for prompt in data.values()]
         assert targets == [f" {said}{i}" for i, said in enumerate(chosen) if said != "-"]
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
 

@@ -15,7 +15,8 @@ from support.pytests import refused
 from dpo.data import preflight
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import SplitCounter, SplitReport, count_updates
-from dpo.data.table import Prompt, PromptTable, write_prompts
+from dpo.data.schema import Prompt
+from dpo.data.table import PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
 
 
@@ -28,8 +29,9 @@ def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Pro
 def inspect(tokenizer, *prompts: Prompt, max_length: int = 6, trains_on: str = "pairs") -> SplitReport:
     counter = SplitCounter(TextEncoder(tokenizer), trains_on=trains_on, max_length=max_length, max_prompt_length=2)
     with tempfile.TemporaryDirectory() as folder:
-        write_prompts(Path(folder) / "split.jsonl", counter.watch(prompts))
-        return counter.count_tokens(PromptTable(Path(folder) / "split.jsonl"))
+        write_prompts(Path(folder) / "split.jsonl", counter.count_texts(prompts))
+        counter.count_tokens(PromptTable(Path(folder) / "split.jsonl"))
+    return counter.report
 
 
 def test_the_predicted_updates_are_those_that_the_batches_give():

@@ -13,7 +13,7 @@ from dpo.analysis.ledger import read_ledger
 from dpo.data import custom
 from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
-from dpo.data.table import iterate_prompts
+from dpo.data.table import number_prompts
 from dpo.errors import InputError
 from dpo.system import pool
 
@@ -34,8 +34,8 @@ RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores"
 
 def take(rows: list[dict], tokenizer, trains_on: str, **options) -> list[dict[str, str]]:
     """The examples made of records, as texts by role."""
-    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
-    prompts = iterate_prompts([("mine", data)], trains_on, **options)
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **options)
+    prompts = number_prompts([("mine", data)], keep_all=trains_on == "prompts")
     return [prompt.texts(index) for prompt in prompts for _, index in list_examples(prompt)]
 
 
@@ -48,7 +48,7 @@ def test_prompts_to_answer_need_no_responses(tokenizer):
     rows = [{"question": q, "source": "a book"} for q in ("Q:", "P:", "Q:")]
     data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
     assert data.notes == ["mine: columns prompt=question; not used: source"]
-    prompts = iterate_prompts([("mine", data)], "prompts")
+    prompts = number_prompts([("mine", data)], keep_all=True)
     assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
     assert take([PAIR], tokenizer, "prompts") == [{"chosen": " a", "rejected": " b"}]
 
@@ -100,7 +100,7 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
 def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options) -> list[tuple]:
     """The weights and margins of the prompts."""
     data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **options)
-    prompts = iterate_prompts([("mine", data)], trains_on)
+    prompts = number_prompts([("mine", data)])
     return [(prompt.weights, prompt.margins) for prompt in prompts]
 
 
@@ -112,7 +112,7 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     ]
     assert read_numbers(pairs, tokenizer, "pairs") == [([2, 0.5], None), ([1], None)]
     assert read_numbers(pairs, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [0.5, 3]), ([1], [0])]
-    assert read_numbers(pairs, tokenizer, "labels") == [([2, 2, 0.5, 0.5], None), ([1, 1], None)]
+    assert read_numbers(pairs, tokenizer, "labels", unpair=True) == [([2, 2, 0.5, 0.5], None), ([1, 1], None)]
     assert read_numbers(pairs, tokenizer, "targets") == [([0.5], None), ([1], None)]  # the target is the last one
     assert read_numbers(pairs, tokenizer, "prompts") == [(None, None)] * 2
     lists = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
@@ -143,7 +143,7 @@ DIALOGUE = f"{QUESTION} b\n\nHuman: c\n\nAssistant:"
 )
 def test_texts_without_a_prompt_share_their_beginning(tokenizer, chosen, rejected, expected):
     [(prompt, entry)] = get_custom([{"chosen": chosen, "rejected": rejected}], "rows", tokenizer).items()
-    assert (prompt, *entry["responses"]) == expected
+    assert (prompt, *entry.responses) == expected
 
 
 def test_what_responses_repeat_of_their_prompt_is_counted_or_warned_about(chat):

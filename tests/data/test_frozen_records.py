@@ -18,7 +18,7 @@ from support.tokenizers import BEFORE_ANSWER, TOKENIZERS, make_template
 
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples
-from dpo.data.table import iterate_prompts
+from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import FORMS
@@ -260,8 +260,8 @@ def test_a_record_becomes_the_prompt_and_responses_that_it_always_became(frozen,
     trains_on, expected = KINDS[frozen.kind]
     for row in frozen.rows:
         data = get_custom([row], "mine", template, trains_on=trains_on, chat=frozen.chat, with_margins=True)
-        kept = {"apart": True} if data.apart else {}
-        [prompt] = iterate_prompts([("mine", data)], trains_on)
+        [prompt] = number_prompts([("mine", data)], keep_all=True)
+        kept = {"apart": True} if prompt.apart else {}
         assert ((prompt.text, *prompt.responses), prompt.examples) == (frozen.texts, expected), row
         if prompt.cuts:
             kept["cuts"] = {text: cuts for text, cuts in zip(prompt.responses, prompt.cuts, strict=True) if cuts}
@@ -280,7 +280,7 @@ def hash_tokens(frozen: Frozen, tokenizer) -> str:
     for row in frozen.rows:
         try:
             data = get_custom([row], "mine", tokenizer, trains_on=trains_on, chat=frozen.chat, with_margins=True)
-            prompts = iterate_prompts([("mine", data)], trains_on)
+            prompts = number_prompts([("mine", data)], keep_all=True)
             texts = [each for prompt in prompts for each in list_examples(prompt) or [(prompt, 0)]]
             examples = encode_examples(texts, TextEncoder(tokenizer), max_length=512, max_prompt_length=128)
         except InputError:

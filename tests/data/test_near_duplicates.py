@@ -6,7 +6,8 @@ import pytest
 
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.preflight import SplitReport
-from dpo.data.table import Prompt, PromptTable, write_prompts
+from dpo.data.schema import Prompt
+from dpo.data.table import PromptTable, write_prompts
 
 KEPT = "How long does the battery last?"
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples
-from dpo.data.table import iterate_prompts
+from dpo.data.table import number_prompts
 from dpo.data.tokenization import MARKERS, TextEncoder
 
 LIMITS = {"max_length": 999, "max_prompt_length": 99}
@@ -43,7 +43,7 @@ def make_records(kind: str, with_system: bool) -> tuple[str, list[dict]]:
 def read(tokenizer, kind: str, with_system: bool = False):
     trains_on, records = make_records(kind, with_system)
     data = get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on, chat="never")
-    [prompt] = iterate_prompts([("mine", data)], trains_on)
+    [prompt] = number_prompts([("mine", data)], keep_all=True)
     return prompt
 
 

@@ -14,7 +14,6 @@ from tokenizers import processors
 from dpo.data.preflight import TrainingData, check_fits, find_warnings, prepare_data
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
-from preference_datasets import get_dataset, identify_dataset
 
 
 def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_pairs, tokenizer):
@@ -52,7 +51,7 @@ def three_pairs(tmp_path) -> Path:
 
 def prepare(folder: Path, tokenizer, **values) -> TrainingData:
     plan = plan_of_data(folder, {"hh": str(folder)}, **{"batch_size": 2, **values})
-    table = prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=folder)
+    table = prepare_data(plan, tokenizer, scratch=folder)
     data = TrainingData.open(table, tokenizer, plan)
     check_fits(plan, data)
     return data
@@ -77,7 +76,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"batch_size": 4, "gradient_accumulation_steps": 4}, "batch_size=4: add data"),
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
         ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: add a column"),
-        ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: give unpair=t"),
+        ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: set unpair=t"),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],
 )

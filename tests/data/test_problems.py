@@ -6,9 +6,9 @@ import pytest
 from support.pytests import refused
 from support.runs import read_rows, write_rows
 
-from dpo.data.schema import SHOWN, BadRecordsError, explain_refusal, write_lines
+from dpo.data.loading import load_splits
+from dpo.data.schema import LISTED, BadRecordsError, explain_refusal, write_lines
 from dpo.errors import InputError
-from preference_datasets import get_dataset
 
 GOOD = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}
 NAMED = {"prompt": "Is it?", "response_a": " a", "response_b": " b", "winner": "a"}
@@ -29,16 +29,16 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
     text = bad if isinstance(bad, str) else json.dumps(bad)
     goods = [json.dumps(good).replace("Is it?", f"Is it {i}?") for i in range(3)]
     file.write_text("\n".join([goods[0], text, goods[1], text, goods[2]]) + "\n")
-    options = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer}
+    sources = {"mine": str(file)}
     with pytest.raises(InputError) as error:
-        get_dataset("mine", "train", **options)
+        load_splits("mine", tokenizer, sources)
     assert str(error.value).startswith("dataset 'mine': 2 records that cannot be used")
     assert str(error.value).count(reason) == 2
     assert [f"{n} of {file}" in str(error.value) for n in range(1, 6)] == [False, True, False, True, False]
 
-    splits = [get_dataset("mine", split, bad_records="skip", **options) for split in ("train", "test")]
+    splits = load_splits("mine", tokenizer, sources, bad_records="skip")
     assert sum(len(split) for split in splits) == 3
-    kept = {record.row for split in splits for entry in split.values() for record in entry.get("records", ())}
+    kept = {row for split in splits for prompt in split.values() for row in prompt.rows}
     assert kept == {1, 3, 5}
     assert [number for number, _ in splits[0].bad_records] == [2, 4]
     notes = [note for split in splits for note in split.notes]
@@ -46,12 +46,12 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
 
     file.write_text(text + "\n")
     with refused(r"record|line"):
-        get_dataset("mine", "train", bad_records="skip", **options)
+        load_splits("mine", tokenizer, sources, bad_records="skip")
 
 
 def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, capsys):
     rows = [{**GOOD, "prompt": f"What is {i}?"} for i in range(40)]
-    bad = [{**rows[0], "chosen": ""}] * (SHOWN + 2)
+    bad = [{**rows[0], "chosen": ""}] * (LISTED + 2)
     pairs = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}]
     file = write_rows(tmp_path / "mine.jsonl", [*rows, *bad, *pairs])
     own = ("datasets=[mine]", f"dataset_sources.mine={file}", "n_examples=4", f"local_dirs=[{tmp_path}/cache]")
@@ -61,7 +61,7 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, capsys):
         before = {path: path.read_text() for path in (tmp_path / "cache").rglob("bad_records-*")}
         with pytest.raises(InputError) as error:
             run("refused", *own)
-        assert str(error.value).count("is empty") == SHOWN
+        assert str(error.value).count("is empty") == LISTED
         [listed] = {*(tmp_path / "cache").rglob("bad_records-*")} - before.keys()
         assert f"bad_records=skip leaves such records out; {listed} names all of them" in str(error.value)
         assert [row["record"] for row in read_rows(listed)] == [*range(41, 63)]

@@ -21,7 +21,7 @@ from support.templates import (
 )
 
 from dpo.data.custom import get_custom
-from dpo.data.schema import Record
+from dpo.data.schema import Prompt
 from dpo.data.templates import ChatTemplate
 
 EOS = "<|endoftext|>"
@@ -265,7 +265,7 @@ def test_other_added_tokens_in_messages_are_ordinary(chat):
     tokenizer = chat(PLAIN)
     tokenizer.add_tokens(["<think>"])
     [entry] = read([assistant("<think>Blue.")], tokenizer).values()
-    assert entry["responses"][0] == "<think>Blue."
+    assert entry.responses[0] == "<think>Blue."
 
 
 def test_a_templates_own_refusal_is_said(chat):
@@ -354,5 +354,5 @@ def test_a_response_in_which_nothing_is_scored_is_refused(mark, said, chat):
 
 def test_a_begun_answer_of_weight_zero_is_continued_by_one_that_is_scored(chat):
     begun = {**assistant("It is"), "weight": 0}
-    record = ChatTemplate(chat(PLAIN)).render(Record([*ASK, begun], [[assistant(" blue.")]]))
+    record = ChatTemplate(chat(PLAIN)).render(Prompt("", [[assistant(" blue.")]], [], messages=[*ASK, begun]))
     assert (record.responses, record.cuts) == ([" blue."], [[]])

@@ -13,12 +13,12 @@ from support.pytests import refused
 from support.runs import write_rows
 
 from dpo.data.custom import get_custom
+from dpo.data.loading import load_splits
 from dpo.data.sources import FIRST_BYTES_OF_SHEETS, identify_source, load_rows
 from dpo.errors import InputError
 from dpo.models.paths import find_model
 from dpo.settings.places import SUFFIXES, Source, check_exists
 from dpo.system.host import use_caches_without_hub
-from preference_datasets import get_dataset
 
 ROWS = [{"chosen": 'a\u2028b, "c"', "rejected": "é"}, {"chosen": "c\td", "rejected": "d\nd\r\nd"}]
 TABLE = "question,good,bad\nHow?,So,Or “so”\n"
@@ -135,21 +135,21 @@ def test_a_split_is_found_by_its_name(tmp_path, split, names, found):
 def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, holdout, n_prompts, n_test):
     rows = [{"prompt": f"{i}:", "chosen": f" {i} {k}", "rejected": " no"} for k in range(2) for i in range(n_prompts)]
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", rows))}
-    train, test = (get_dataset("mine", s, dataset_sources=source, holdout=holdout) for s in ("train", "test"))
+    train, test = load_splits("mine", None, source, holdout=holdout)
 
     assert len(test) == n_test
     assert not set(train) & set(test)
     assert set(train) | set(test) == {f"{i}:" for i in range(n_prompts)}
-    assert all(len(entry["pairs"]) == 2 for entry in (*train.values(), *test.values()))
+    assert all(len(prompt.examples) == 2 for prompt in (*train.values(), *test.values()))
     assert any(f": {n_test} of {n_prompts} prompts; holdout=NUMBER gives another" in note for note in test.notes)
 
 
 def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path, run, capsys):
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR]))}
     with refused(r"mine \(.*all.jsonl\) has 1 different prompt, too few to hold some out: add some"):
-        get_dataset("mine", "train", dataset_sources=source)
-    with refused("holdout=2 takes all of them: give less"):
-        get_dataset("mine", "train", dataset_sources=source, holdout=2)
+        load_splits("mine", None, source)
+    with refused("holdout=2 takes all of them: set less"):
+        load_splits("mine", None, source, holdout=2)
     for split in ("train", "test"):
         write_rows(tmp_path / f"{split}.jsonl", [PAIR])
     run("run", f"datasets={tmp_path}", "holdout=2", "dry_run=true", "chat=never", "batch_size=1")
@@ -218,8 +218,8 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(hub, tmp_path):
     for split, row in (("train", PAIR), ("test", {**PAIR, "chosen": " d"})):
         write(tmp_path / "somebody" / "pairs" / f"{split}.jsonl", [row])
     source, cache = {"path": "somebody/pairs", "revision": "v2"}, str(tmp_path / "cache")
-    data = get_dataset("mine", "test", cache_dir=cache, dataset_sources={"mine": source})
-    assert data["a"]["responses"] == [" d", " c"]
+    [data] = load_splits("mine", None, {"mine": source}, splits=["test"], cache_dir=cache)
+    assert data["a"].responses == [" d", " c"]
     assert hub == [("somebody/pairs", None, {"split": "test", "cache_dir": cache, "revision": "v2"})]
 
 

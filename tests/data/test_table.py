@@ -16,16 +16,14 @@ from support.records import plan_of_data
 from support.runs import TINY, write_rows
 from support.trainers import compose
 
-import preference_datasets
-from dpo.data import preflight
+from dpo.data import loading, preflight, published
 from dpo.data.preflight import prepare_data
-from dpo.data.schema import PreferenceData
-from dpo.data.table import Prompt, PromptTable, find_or_build, is_whole, read_facts, write_prompts
+from dpo.data.schema import Prompt
+from dpo.data.table import PromptTable, find_or_build, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import RunError
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch
-from preference_datasets import get_dataset, identify_dataset
 
 ODD = [
     Prompt("a", [" b", " c", " b"], [{"chosen": 0, "rejected": 1}, {"chosen": 2, "rejected": 1}], "keep_end", False, 0),
@@ -48,7 +46,7 @@ def prepare(folder: Path, sources: dict[str, str] | None = None, **values) -> Pa
     """The table of the training data of `source`, or of these datasets, in `folder / FOLDER`."""
     plan = plan_of_data(folder, sources or {"hh": str(folder / "source")}, **values)
     tokenizer = load_tokenizer(str(TINY))
-    return prepare_data(plan, tokenizer, get_dataset, identify_dataset, scratch=folder / "scratch")
+    return prepare_data(plan, tokenizer, scratch=folder / "scratch")
 
 
 def list_tables(folder: Path) -> set[Path]:
@@ -70,7 +68,7 @@ def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypa
     assert "columns chosen=chosen, rejected=rejected" in columns
     assert split.startswith("test split of mine")
 
-    monkeypatch.setattr(preference_datasets, "load_rows", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(loading, "load_rows", lambda *_, **__: pytest.fail("read again"))
     assert prepare(tmp_path, sources) == first
     assert list_tables(tmp_path) == {first}
 
@@ -90,14 +88,14 @@ def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
-    load_rows = preference_datasets.load_rows
+    load_rows = published.load_rows
 
     def edit_and_load(place, split, cache_dir):
         with (source / "train.jsonl").open("a") as file:
             file.write("\n")
         return load_rows(place, split, cache_dir)
 
-    monkeypatch.setattr(preference_datasets, "load_rows", edit_and_load)
+    monkeypatch.setattr(published, "load_rows", edit_and_load)
     with refused("the data of hh has changed while it was read: start again"):
         prepare(tmp_path)
     assert list_tables(tmp_path) == set()
@@ -106,15 +104,13 @@ def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, m
 def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_path, monkeypatch):
     calls = []
 
-    def get_own_kind(split, **_):
+    def load_own(split):
         calls.append(split)
-        data = PreferenceData(truncation_mode="keep_end")
-        data.add("Why?", [" Because.", " So."], [(0, 1)], " Because.")
-        return data
+        return [{"prompt": "Why?", "chosen": " Because.", "rejected": " So."}]
 
-    monkeypatch.setitem(preference_datasets.LOADERS, "hh", get_own_kind)
-    first, second = (prepare(tmp_path) for _ in range(2))
-    assert calls == ["train", "test"] * 2
+    monkeypatch.setitem(loading.DATASETS, "own", load_own)
+    first, second = (prepare(tmp_path, {"own": ""}) for _ in range(2))
+    assert {*calls} == {"train", "test"}
     assert {first.parent, second.parent} == {tmp_path / "scratch"}
 
 
@@ -194,12 +190,12 @@ def load_and_weigh(rank, world_size, config, folder):
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
 
-    calls, load_rows = [], preference_datasets.load_rows
-    preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
+    calls, load_rows = [], published.load_rows
+    published.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
     preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(TINY))("a")
     before = own_memory()
-    data = preference_datasets.load_data(resolve(config), silent=True)
+    data = preflight.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
     found = [len(calls), own_memory() - before, data.identity, data.report.updates, first.text, first.texts(0)]
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -28,8 +28,8 @@ from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
 from dpo.data.examples import make_labels
 from dpo.data.preflight import SplitCounter
-from dpo.data.schema import Record, read_messages
-from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
+from dpo.data.schema import Prompt, Split, read_messages
+from dpo.data.table import PromptTable, number_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
@@ -41,7 +41,7 @@ EOS = "<|endoftext|>"
 
 def asked(messages, tokenizer, tools=()) -> str:
     """A prompt as `scripts.sample` asks it."""
-    return ChatTemplate(tokenizer).render(Record(read_messages(messages), [], tools=tools)).prompt
+    return ChatTemplate(tokenizer).render(Prompt("", [], [], messages=read_messages(messages), tools=list(tools))).text
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
         row = {"chosen": [*ASK, CALL, *chosen], "rejected": [*ASK, CALL, {**RESULT, "content": "No."}, *SKY]}
     data = get_custom([row], "mine", tokenizer)
     [entry] = data.values()
-    assert text is None or entry["responses"][0] == text
+    assert text is None or entry.responses[0] == text
     [example] = encode(data, tokenizer)
     assert show_scored(example, tokenizer) == seen
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
@@ -79,7 +79,7 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
 def test_cuts_are_in_the_table_and_truncated_with_their_response(chat, tmp_path):
     tokenizer = chat(WITH_TOOLS)
     data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
-    prompts = [*iterate_prompts([("mine", data)], "prompts")]
+    prompts = [*number_prompts([("mine", data)], keep_all=True)]
     write_prompts(tmp_path / "train.jsonl", prompts)
     assert [*PromptTable(tmp_path / "train.jsonl")] == prompts
     assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
@@ -106,7 +106,7 @@ def test_a_prompt_ends_between_tokens(chat):
     row = {**LOOKED_UP, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("<think>Green.")]}
     [prompt], [entry] = zip(*get_custom([row], "mine", tokenizer).items(), strict=True)
     assert prompt.endswith("<assistant>")
-    assert [response[:11] for response in entry["responses"]] == ["<tool_call>", "<think>Gree"]
+    assert [response[:11] for response in entry.responses] == ["<tool_call>", "<think>Gree"]
 
 
 def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(chat, tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(ch
     tokenizer = chat(WITH_TOOLS)
     data = get_custom(rows, "mine", tokenizer)
     counter = SplitCounter(TextEncoder(tokenizer), max_length=10, max_prompt_length=8)
-    write_prompts(tmp_path / "a.jsonl", counter.watch(iterate_prompts([("mine", data)], "pairs")))
+    write_prompts(tmp_path / "a.jsonl", counter.count_texts(number_prompts([("mine", data)], keep_all=True)))
     with refused("is cut off before the assistant's first word: raise max_length"):
         counter.count_tokens(PromptTable(tmp_path / "a.jsonl"))
 
@@ -130,14 +130,15 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
     data = get_custom(rows, "mine", chat(WITH_TOOLS))
     question = f"<user>Which colour?{EOS}\n<assistant>"
     assert [*data] == [f"(look)\n{question}", f"(hear)\n{question}", question]
-    assert [*data.tools.values()] == [TOOLS, others]
+    assert [prompt.tools for prompt in data.values()] == [TOOLS, others, None]
     # LLaMA-Factory's are functions alone
     functions = json.dumps([tool["function"] for tool in TOOLS])
-    assert [*get_custom([{**LOOKED_UP, "tools": functions}], "mine", chat(WITH_TOOLS)).tools.values()] == [TOOLS]
+    [prompt] = get_custom([{**LOOKED_UP, "tools": functions}], "mine", chat(WITH_TOOLS)).values()
+    assert prompt.tools == TOOLS
     # calls as OpenAI writes them, and as Parquet files hold messages
     calls = [{**call('{"at": "sky"}'), "content": None}, {**RESULT, "tool_calls": None}, *SKY]
     [entry] = get_custom([{**LOOKED_UP, "chosen": calls}], "mine", chat(WITH_TOOLS)).values()
-    assert entry["responses"][0] == data[f"(look)\n{question}"]["responses"][0]
+    assert entry.responses[0] == data[f"(look)\n{question}"].responses[0]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_template_gets_arguments_as_text_or_an_object_with_their_nulls(argumen
     tokenizer = chat(WITH_TOOLS.replace("[{{ call.function.name }}]", "[{{ " + shown + " }}]"))
     row = {"prompt": ASK, "chosen": [call(arguments)], "rejected": SKY}
     [entry] = get_custom([row], "mine", tokenizer).values()
-    assert entry["responses"][0] == f"[{written}]"
+    assert entry.responses[0] == f"[{written}]"
     assert asked([*ASK, call(arguments)], tokenizer).endswith(f"[{written}]{EOS}\n<assistant>")
 
 
@@ -215,7 +216,7 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
         header, more, said = f"{header}<think></think>", [], "2}"
     row = {"prompt": prompt, "chosen": [assistant("1}")], "rejected": [assistant("2}"), *more]}
     [(text, entry)] = get_custom([row], "mine", tokenizer).items()
-    assert (text, entry["responses"]) == (
+    assert (text, entry.responses) == (
         header + (begun.lstrip() if template is TRIMMED_WITH_TOOLS else begun),
         ["1}", said],
     )
@@ -306,12 +307,16 @@ SEEN = f"<user>Which colour?{EOS}\n<assistant>", ["Blue.", "  Green."]
 def test_texts_get_the_chat_template_and_a_note_says_so(chat):
     data = get_custom([TEXT], "mine", chat(WITH_TOOLS))
     [(prompt, entry)] = data.items()
-    assert (prompt, entry["responses"], data.rendered) == (*SEEN, True)
+    assert (prompt, entry.responses, entry.rendered) == (*SEEN, True)
     [note] = [note for note in data.notes if "chat=" in note]
     assert note.startswith("mine: the chat template renders texts (chat=auto); ")
     assert repr(prompt[-60:]) in note
     [plain] = get_custom([TEXT], "mine", chat(WITH_TOOLS), chat="never").values()
-    assert plain["responses"] == [TEXT["chosen"], TEXT["rejected"]]
+    assert plain.responses == [TEXT["chosen"], TEXT["rejected"]]
+
+
+def are_rendered(data: Split) -> bool:
+    return all(prompt.rendered for prompt in data.values())
 
 
 @pytest.mark.parametrize(
@@ -324,10 +329,12 @@ def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told
     tokenizer.add_tokens(["<turn>"])
     rows = [{**TEXT, "prompt": f"Q: {i}?{end if i > 38 else ''}"} for i in range(80)]
     data = get_custom(rows, "mine", tokenizer)
-    assert (data.rendered, [*data]) == (False, [row["prompt"] for row in rows])
+    assert not are_rendered(data)
+    assert [*data] == [row["prompt"] for row in rows]
     assert any("texts are used as they are, without the chat template (chat=auto)" in n for n in data.notes)
-    assert get_custom(rows, "mine", tokenizer, chat="always").rendered
-    assert get_custom(rows[:70], "mine", tokenizer).rendered
-    assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
+    assert are_rendered(get_custom(rows, "mine", tokenizer, chat="always"))
+    assert are_rendered(get_custom(rows[:70], "mine", tokenizer))
+    by_chance = [{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}]
+    assert are_rendered(get_custom(by_chance, "mine", tokenizer))
     others = [{**TEXT, "prompt": f"What is this?{end}"} for end in ("\n#endif", "\n12:30:", " in French:", "\n...")]
-    assert get_custom(others, "mine", tokenizer).rendered
+    assert are_rendered(get_custom(others, "mine", tokenizer))

@@ -14,9 +14,9 @@ from support.runs import write_rows
 
 from dpo.data.examples import encode_examples, list_examples
 from dpo.data.preflight import SplitReport, build_table
-from dpo.data.table import Prompt, PromptTable
+from dpo.data.schema import Prompt
+from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder
-from preference_datasets import get_dataset
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -42,7 +42,7 @@ def build(tmp_path: Path, tokenizer, rows: list[dict], **values) -> Built:
     for split in ("train", "test"):
         write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
     plan = plan_of_data(tmp_path, {"mine": str(tmp_path / "mine")}, **LIMITS, **values)
-    facts = build_table(tmp_path, plan, tokenizer, get_dataset)
+    facts = build_table(tmp_path, plan, tokenizer)
     examples = [example for prompt in PromptTable(tmp_path / "train.jsonl") for example in list_examples(prompt)]
     encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
     return Built(encoded, facts["train"])

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from dpo.commands.evaluate import main
 from dpo.commands.sample import main as sample
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_prompt
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel

@@ -6,7 +6,7 @@ import pytest
 from support.pytests import refused
 from support.runs import write_rows
 
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.judging.answers import Pair
 from dpo.judging.judges import (
     TEMPLATES,

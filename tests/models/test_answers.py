@@ -10,7 +10,7 @@ from support.models import FAMILIES, GROUPED, build
 
 from dpo.data.collation import tokenize_batch_element
 from dpo.data.examples import Example
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.models.answers import DEFAULTS, Sampling, answer, choose_sampling, show_fed, write_turns
 
 PROMPTS = [tuple(range(5, 15)), (20, 21, 22), (30,)]

@@ -11,7 +11,7 @@ from support.models import REWARD_MODELS, nearly, save_reward_model
 from support.pytests import refused
 from support.runs import TINY, change_json
 
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.models.answers import Answer
 from dpo.models.scoring import load_scorer
 from dpo.settings.keys import dotted

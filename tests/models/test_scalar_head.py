@@ -15,7 +15,7 @@ from support.trainers import compose, make
 from dpo.analysis.ledger import read_ledger
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, encode_examples, text_digest
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout

@@ -37,8 +37,9 @@ from dpo.commands.export import main as export
 from dpo.commands.verify import main as verify
 from dpo.data.collation import find_examples, get_collate_fn, make_rows
 from dpo.data.examples import iterate_examples, read_examples
+from dpo.data.loading import load_splits
 from dpo.data.preflight import SplitCounter
-from dpo.data.table import PromptTable, iterate_prompts, write_prompts
+from dpo.data.table import PromptTable, number_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
@@ -52,7 +53,6 @@ from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
 from dpo.system.run_directory import get_local_dir, read_facts
 from dpo.training.reference import read_logps
-from preference_datasets import get_dataset
 
 FUZZ = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -179,8 +179,7 @@ def test_no_override_names_code_to_run(tmp_path):
 def test_names_of_datasets_cannot_escape(name, tmp_path):
     folder = shutil.copytree(GOLDEN / "words", tmp_path / "data")
     before = set(os.listdir(tmp_path))
-    options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
-    assert get_dataset(name, "train", dataset_sources={name: str(folder)}, **options)
+    assert load_splits(name, None, {name: str(folder)}, silent=True, cache_dir=str(tmp_path / "cache"))
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
@@ -318,9 +317,9 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, na
     lengths = {"max_length": 24, "max_prompt_length": 12}
     encode = TextEncoder(tokenizer)
     try:
-        options = {"trains_on": trains_on, "silent": True, "dataset_sources": {name: str(file)}, "tokenizer": tokenizer}
-        counter, data = SplitCounter(encode, **lengths), get_dataset(name, "train", **options)
-        write_prompts(tmp_path / "prompts.jsonl", counter.watch(iterate_prompts([(name, data)], trains_on)))
+        counter = SplitCounter(encode, **lengths)
+        train, _ = load_splits(name, tokenizer, {name: str(file)}, trains_on=trains_on, silent=True)
+        write_prompts(tmp_path / "prompts.jsonl", counter.count_texts(number_prompts([(name, train)])))
         prompts = PromptTable(tmp_path / "prompts.jsonl")
         counter.count_tokens(prompts)
     except InputError:

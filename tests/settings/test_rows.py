@@ -15,9 +15,9 @@ from support.pytests import refused
 from support.runs import TINY, read_metrics
 
 import train
+from dpo.data.loading import load_splits
 from dpo.data.sources import load_rows
 from dpo.settings.places import Source, store_rows
-from preference_datasets import get_dataset
 from trainers import BasicTrainer
 
 PAIRS = [{"prompt": f"Is {i} even?", "chosen": f"It is {i}.", "rejected": "Who knows?"} for i in range(20)]
@@ -29,7 +29,7 @@ def store(tmp_path: Path, **values: object) -> dict:
 
 
 def read_prompts(values: dict, name: str, split: str) -> set[str]:
-    return set(get_dataset(name, split, silent=True, dataset_sources=values["dataset_sources"]))
+    return set(load_splits(name, None, values["dataset_sources"], splits=[split])[0])
 
 
 @pytest.mark.parametrize("rows", [PAIRS, DATASET, DATASET.with_format("torch")], ids=["list", "Dataset", "view"])

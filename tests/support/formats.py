@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from dpo.data.examples import Example, encode_examples, list_examples, make_labels
-from dpo.data.table import iterate_prompts
+from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
 
 LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
@@ -49,7 +49,7 @@ TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?
 
 def encode(data: Any, tokenizer: Any, **limits: int) -> list[Example]:
     """The examples of custom data of pairs as token ids."""
-    texts = [example for prompt in iterate_prompts([("mine", data)], "pairs") for example in list_examples(prompt)]
+    texts = [example for prompt in number_prompts([("mine", data)], keep_all=True) for example in list_examples(prompt)]
     return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dpo.data.examples import list_examples, mismatch_examples
-from dpo.data.table import Prompt
+from dpo.data.schema import Prompt
 from dpo.training.batches import prefetch
 
 

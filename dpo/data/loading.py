@@ -1,0 +1,182 @@
+"""Loads the splits of a dataset by name: the paper's, the demo, a plugin's, or custom data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dpo.data.columns import N_INSPECTED, recognize
+from dpo.data.custom import PairsError, get_custom
+from dpo.data.demo import get_demo
+from dpo.data.published import Entries, get_hh, get_se, get_shp
+from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
+from dpo.data.sources import identify_source, load_rows
+from dpo.errors import InputError, one_sentence
+from dpo.numbers import count
+from dpo.plugins import DATASETS, READERS, find_digests
+from dpo.settings.places import BUILT_IN, Source, store_rows
+from dpo.settings.plan import Plan
+
+LOADERS: dict[str, Callable[..., Entries]] = {"hh": get_hh, "shp": get_shp, "se": get_se, "demo": get_demo}
+CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
+
+
+def get_dataset(
+    name: str,
+    split: str,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    dataset_sources: Mapping | None = None,
+    holdout: float | None = None,
+) -> Entries:
+    """Load a split of a built-in dataset as `{prompt: {responses, pairs, sft_target}}`.
+
+    Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is, or has its rows;
+    without splits there, `hold_out(holdout)` makes the test split.
+    """
+    if name not in LOADERS:
+        raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
+    source = find_source(name, store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"])
+    if has_splits(name, source):
+        return LOADERS[name](split, silent, cache_dir, source)
+    [entries] = _divide(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
+    return entries
+
+
+def load_splits(
+    name: str,
+    tokenizer: Any,
+    sources: Mapping,
+    *,
+    splits: Sequence[str] = SPLITS,
+    holdout: float | None = None,
+    cache_dir: str | None = None,
+    silent: bool = False,
+    **options: Any,
+) -> list[Split]:
+    """Load splits of a dataset; the options are those of `get_custom`."""
+    source = find_source(name, sources)
+    place = source.label or name
+    are_apart = has_splits(name, source)
+    loaded = []
+    for wanted in splits:
+        split = wanted if are_apart else "train"
+        origin = f"{place} ({split})" if are_apart else place
+        if name in LOADERS:
+            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), **options)
+        else:
+            rows = read_rows(name, source, split, cache_dir)
+            prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
+        if not prompts:
+            raise InputError(f"dataset {name!r} ({place}) has no examples in its {split} split: add some")
+        if options.get("with_margins") and not any(prompt.margins for prompt in prompts.values()):
+            raise InputError(
+                f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a column "
+                f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
+            )
+        if not are_apart:
+            return _divide(prompts, splits, holdout, f"{name} ({place})" if source.path else name)
+        loaded.append(prompts)
+    if holdout:
+        loaded[0].notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
+    return loaded
+
+
+def find_source(name: str, sources: Mapping) -> Source:
+    """Find where a dataset is; the path of the demo and of a plugin's dataset is ""."""
+    place = sources.get(name) or BUILT_IN.get(name)
+    if place:
+        return Source.parse(name, place)
+    if name in BUILT_IN or name in DATASETS:
+        return Source("")
+    raise InputError(
+        f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data set "
+        f"dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
+    )
+
+
+def has_splits(name: str, source: Source) -> bool:
+    if source.path:
+        return name == "se" or not source.has_no_splits  # se makes its own test split
+    return name in BUILT_IN or DATASETS[name]("test") is not None
+
+
+def _make_split(
+    name: str, entries: Entries, *, trains_on: str = "pairs", unpair: bool = False, **options: Any
+) -> Split:
+    """Make prompts of entries, with examples as `get_custom` makes them; its other options are for custom data."""
+    if trains_on == "labels" and not unpair:
+        raise PairsError(name)
+    split = Split()
+    for text, entry in entries.items():
+        responses = entry["responses"]
+        examples = [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+        if trains_on == "targets":
+            responses, examples = [entry["sft_target"]], [{"chosen": 0}]
+        elif trains_on == "labels":
+            examples = [{role: index} for example in examples for role, index in example.items()]
+        mode: TruncationMode = "keep_start" if name in CUT_AT_END else "keep_end"
+        split[text] = Prompt(text, responses, examples, mode)
+    return split
+
+
+def _divide(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
+    """Hold out prompts of a dataset without a test split."""
+    n = len(prompts)
+    test = hold_out(prompts, holdout)
+    if not prompts:
+        fix = "add some" if holdout is None else f"holdout={holdout} takes all of them: set less"
+        raise InputError(f"dataset {what} has {count(n, 'different prompt')}, too few to hold some out: {fix}")
+    if isinstance(test, Split):
+        test.notes.append(f"test split of {what}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
+    divided = {"train": prompts, "test": test}
+    return [divided[split] for split in splits]
+
+
+def read_rows(
+    name: str, source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None
+) -> Sequence[Row]:
+    """Load rows, or make them as a plugin does; its errors stand in place of rows that its reader cannot read."""
+    if not source.path:
+        return list(DATASETS[name](split) or ())
+    rows = load_rows(source, split, cache_dir, limit=limit)
+    if source.reader is None:
+        return rows
+    made = []
+    for row in rows:
+        try:
+            if not isinstance(row, InputError):
+                row = READERS[source.reader](row)
+        except Exception as error:  # the user's code may raise anything
+            row = InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}")
+        if row is not None:
+            made.append(row)
+    return made
+
+
+def find_kind(plan: Plan) -> str:
+    """Find the kind of a run's examples, as `get_custom` names them."""
+    return "prompts" if plan.online else plan.loss.trains_on
+
+
+def check_columns(plan: Plan) -> None:
+    """Raise InputError if local data lacks columns that the loss needs."""
+    for name, value in plan.data.dataset_sources.items():
+        if not value or name in LOADERS or name not in plan.data.datasets:
+            continue
+        source = Source.parse(name, value)
+        if source.local is None:
+            continue
+        options = {"name": name, "trains_on": find_kind(plan), "with_margins": plan.loss.needs_margins}
+        try:
+            first = read_rows(name, source, "train", limit=N_INSPECTED)
+            recognize(first, source.columns, origin=source.label, **options)
+        except InputError:  # a later row may have more columns
+            recognize(read_rows(name, source, "train"), source.columns, origin=source.label, **options)
+
+
+def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:
+    """Make a JSON value that changes with a dataset's content; None if that cannot be known."""
+    source = find_source(name, sources)
+    if not source.path:  # the demo changes only with the code
+        return name if name in BUILT_IN else None
+    identity = identify_source(source, cache_dir)
+    return identity and [identity, source.reader, find_digests() if source.reader else None]
