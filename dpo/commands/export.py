@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from dpo.models.paths import ModelPath, find_model
 from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
-from dpo.system.plain_files import list_wrong, read_json
+from dpo.system.plain_files import has_form, read_json
 from dpo.system.run_directory import read_facts
 
-RUN_KEY = "dpo_run"  # of a card's metadata: the id of the run that made a repository
+RUN_KEY = "dpo_run"  # the key in a card's metadata with the id of the run that made a repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
 # patterns of the files that an export may have: weights, configs, tokenizer and code
 PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
     if options.out is None and not options.push:
-        parser.error("give OUT, --push or both")
+        parser.error("pass OUT, --push or both")
     if bool(options.gguf) != bool(options.llama_cpp):
         parser.error("--gguf and --llama-cpp go together")
     transformers.utils.logging.disable_progress_bar()
@@ -68,7 +68,7 @@ def write(options: Any, out: Path) -> None:
     if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
         raise InputError(f"--push {options.push} must be USER/NAME")
     if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
-        raise InputError(f"--llama-cpp {options.llama_cpp} has no {CONVERTER}: give a checkout of llama.cpp")
+        raise InputError(f"--llama-cpp {options.llama_cpp} has no {CONVERTER}: name a checkout of llama.cpp")
     named = {
         "model": options.model,
         "template": options.chat_template,
@@ -88,47 +88,53 @@ def write(options: Any, out: Path) -> None:
 
 def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
     if not (folder / "config.json").exists():
-        raise InputError(f"{folder} is an adapter, and llama.cpp's converter takes a whole model: give --merge")
+        raise InputError(f"{folder} is an adapter, and llama.cpp's converter takes a whole model: pass --merge")
     file = folder / f"model-{kind}.gguf"
     command = [sys.executable, llama_cpp / CONVERTER, folder, "--outfile", file, "--outtype", kind]
     if subprocess.run(command, check=False).returncode or not file.exists():
-        raise RunError(f"{file} was not written: the output of {CONVERTER} above says why; {folder} is complete")
+        raise RunError(f"{file} was not written: the output above says why; {folder} is complete")
     print(f"converted {file}")
 
 
 def complete_card(folder: Path, source: ModelPath, run: str | None) -> None:
     """Add the run's verdict and curves, and evaluations of this model, to its card."""
-    run_dir = source.run_dir
-    card = ModelCard.load(folder / "README.md")
+    file = folder / "README.md"
+    card = ModelCard.load(file)
     card.data[RUN_KEY] = run
     card.data.tags = [*(card.data.tags or []), "dpo-train"]
-    if run_dir is not None:
-        record = read_run(run_dir)
+    if source.run_dir is not None:
+        record = read_run(source.run_dir)
         texts = ["## Results", escape_markdown(describe_result(record))]
-        for result in sorted(run_dir.glob("evaluation/evaluation-*.json")):
-            form = {"settings": dict, "sentences": list}
-            try:
-                found = read_json(result)
-                if not isinstance(found, dict) or form.keys() - found.keys() or list_wrong(found, form):
-                    raise InputError(f"{result} is no result of dpo evaluate")
-            except InputError as error:
-                print(f"left out of the card: {error}")
-                continue
-            if found["settings"].get("model") == str(source.policy_file):
-                sentences = [f"Judged by {result.stem.partition('-')[2]}:", *map(str, found["sentences"])]
-                texts.append(escape_markdown(" ".join(sentences)))
-        for i, (chart, lines) in enumerate(plan_charts([record]) if is_installed("matplotlib") else ()):
-            (folder / "curves").mkdir(exist_ok=True)
-            (folder / "curves" / f"{i}.png").write_bytes(draw(chart, lines))
-            texts.append(f"![{chart.title}](curves/{i}.png)")
-        card.text = f"{card.text.rstrip()}\n\n{redact(chr(10).join(f'{text}{chr(10)}' for text in texts))}"
-    card.save(folder / "README.md")
+        texts += map(escape_markdown, list_evaluations(source.run_dir, str(source.policy_file)))
+        if is_installed("matplotlib"):
+            for i, (chart, lines) in enumerate(plan_charts([record])):
+                picture = folder / "curves" / f"{i}.png"
+                picture.parent.mkdir(exist_ok=True)
+                picture.write_bytes(draw(chart, lines))
+                texts.append(f"![{chart.title}](curves/{i}.png)")
+        card.text = "\n\n".join([card.text.rstrip(), *map(redact, texts)]) + "\n"
+    card.save(file)
+
+
+def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
+    """Yield what each evaluation of a run's model says."""
+    for file in sorted(run_dir.glob("evaluation/evaluation-*.json")):
+        try:
+            result = read_json(file)
+            if not has_form(result, {"settings": dict, "sentences": list}):
+                raise InputError(f"{file} is no result of dpo evaluate")
+        except InputError as error:
+            print(f"left out of the card: {error}")
+            continue
+        if result["settings"].get("model") == model:
+            judge = file.stem.partition("-")[2]
+            yield " ".join([f"Judged by {judge}:", *map(str, result["sentences"])])
 
 
 def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrite: bool) -> None:
     """Make the repository's model what the folder has: files of an earlier one, that readers could prefer, go.
 
-    InputError for a repository that something else than this run filled, unless it may be.
+    Raises InputError for a repository that something else than this run filled, unless `may_overwrite`.
     """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     print(f"these files go to {name} ({'public' if public else 'private'} if it is new):")
@@ -140,7 +146,7 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run is None or _find_run(api, name) != run):
-            raise InputError(f"{name} exists, and this run did not make it: give another name, or --yes")
+            raise InputError(f"{name} exists, and this run did not make it: choose another name, or pass --yes")
         elif public:
             print(f"{name} exists, and stays as private or public as it is: --public is for a new one")
         message = f"Trained by dpo {__version__}"
@@ -149,7 +155,8 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
 
 
 def _find_run(api: HfApi, name: str) -> str | None:
-    """The run that made a repository, by its card."""
+    """Find the run that made a repository, by its card."""
     if not api.file_exists(name, "README.md"):
         return None
-    return (metadata_load(hf_hub_download(name, "README.md", force_download=True)) or {}).get(RUN_KEY)
+    card = hf_hub_download(name, "README.md", force_download=True)
+    return (metadata_load(card) or {}).get(RUN_KEY)

@@ -27,25 +27,31 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
     plan = read_plan(run_dir / "config.yaml", prefixes=("model.", "local_dirs", "dataset"))
     # as in a dry run, which leaves no table behind, and without running a model's code
     plan = plan.change("dry_run", True).change("model.trust_remote_code", False)
-    data, texts = load_data(plan, silent=True), {}
+    data = load_data(plan, silent=True)
+    texts = {}
     for prompt in itertools.chain(data.train, data.test):
-        for responses in map(prompt.texts, range(len(prompt.examples))):
-            if (digest := text_digest(prompt.text, responses)) in wanted:
+        for index in range(len(prompt.examples)):
+            responses = prompt.texts(index)
+            digest = text_digest(prompt.text, responses)
+            if digest in wanted:
                 texts[digest] = {"prompt": prompt.text, **responses}
     return texts
 
 
 def list_pairs(pairs: Sequence[PairHistory], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     for pair in pairs:
-        scores = "" if pair.scores is None else "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
-        yield (
+        line = (
             f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
             f"{signed(pair.first_margin)} at first, {signed(pair.last_margin)} at last; on average "
-            f"{figure(pair.relative_margin, 2)} times the median size of margins at that time{scores}"
+            f"{figure(pair.relative_margin, 2)} times the median size of margins at that time"
         )
+        if pair.scores is not None:
+            line += "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
+        yield line
         for name, text in texts.get(pair.example, {}).items():
             line = " ".join(text.split())
-            yield f"    {name:<9} {line[-LONGEST_TEXT:] if name == 'prompt' else line[:LONGEST_TEXT]}"
+            line = line[-LONGEST_TEXT:] if name == "prompt" else line[:LONGEST_TEXT]
+            yield f"    {name:<9} {line}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 def print_summary(run_dir: Path, top: int) -> None:
     summary = summarize_ledger(read_ledger(run_dir), top=top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
-    texts, note = {pair.example: pair.texts for pair in pairs if pair.texts is not None}, ""
+    texts = {pair.example: pair.texts for pair in pairs if pair.texts is not None}
+    note = ""
     if wanted := {pair.example for pair in pairs} - texts.keys():
         try:
             texts |= find_texts(run_dir, wanted)
@@ -71,10 +78,10 @@ def print_summary(run_dir: Path, top: int) -> None:
         f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
         f"{count(summary.truncated, 'is', 'are')} truncated.",
         f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
-        f"at least twice had a margin never above 0.",
+        "at least twice had a margin never above 0.",
         *list_pairs(summary.never_flipped, texts),
         f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} never ranked right, and wrong by at least "
-        f"the median size of margins at that time.",
+        "the median size of margins at that time.",
         *list_pairs(summary.suspected_noise, texts),
         note,
     ]

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,13 +25,13 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-FOLLOW_SECS = 5  # between two looks at a run that trains
+FOLLOW_SECS = 5  # until a browser asks again for a run that trains
 LONGEST_REQUEST_SECS = 10
 
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # a browser that went away
+        if not isinstance(sys.exception(), OSError):  # the browser went away
             super().handle_error(request, client_address)
 
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or one of several runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
-    parser.add_argument("--port", type=int, default=8421, help="of --serve (default: 8421)")
+    parser.add_argument("--port", type=int, default=8421, help="for --serve (default: 8421)")
     options = parser.parse_args(arguments)
     return run_command(lambda: serve(options.runs, options.port) if options.serve else write_page(options))
 
@@ -51,18 +52,20 @@ def write_page(options: Any) -> None:
 
 
 def list_runs(paths: Sequence[Path]) -> list[Path]:
-    """Runs, and in place of a directory without one those inside."""
+    """List runs, and in place of a directory without one those inside."""
     runs = []
     for path in paths:
         check_exists(path, is_local=True)
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
-        runs += [path] if not inside or (path / "metrics.jsonl").exists() else inside
+        if not inside or (path / "metrics.jsonl").exists():
+            inside = [path]
+        runs += inside
     return runs
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
     """Show the runs to browsers of this machine until Ctrl-C; InputError for what is no run."""
-    look(list_runs(paths))
+    render_live_page(list_runs(paths))
     drawing = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,17 +79,23 @@ def serve(paths: Sequence[Path], port: int) -> None:
                 deadline.cancel()
 
         def do_GET(self) -> None:
+            runs = [run for run in list_runs(paths) if run.exists()]
+            number = self.path.strip("/")
+            chosen = []
+            status = 404
+            body = b""
             # a page of another site could reach this server by a name that it lets point to 127.0.0.1
-            host = self.headers.get("Host", "").lower().removesuffix(f":{port}")
-            is_ours = host in ("127.0.0.1", "localhost")
-            runs, number = [run for run in list_runs(paths) if run.exists()], self.path.strip("/")
-            chosen = runs[int(number) :][:1] if re.fullmatch("[0-9]{1,9}", number) else runs if not number else []
-            try:
-                with drawing:
-                    body = look(chosen, links=runs if len(runs) > 1 else ()) if chosen and is_ours else b""
-            except (InputError, OSError):  # a run that has been deleted
-                body = b""
-            self.send_response(200 if body else 404 if is_ours else 403)
+            if self.headers.get("Host", "").lower().removesuffix(f":{port}") not in ("127.0.0.1", "localhost"):
+                status = 403
+            elif not number:
+                chosen = runs
+            elif re.fullmatch("[0-9]{1,9}", number):
+                chosen = runs[int(number) :][:1]
+            if chosen:
+                with suppress(InputError, OSError), drawing:  # the run may have been deleted meanwhile
+                    body = render_live_page(chosen, links=runs)
+                    status = 200
+            self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             if any(map(is_locked, chosen)):
@@ -100,8 +109,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
     try:
         server = _Server(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise InputError(f"--port {port} cannot be served: {error}; give another --port") from error
-    port = server.server_port  # of --port 0
+        raise InputError(f"--port {port} cannot be served: {error}; choose another --port") from error
+    port = server.server_port  # the system has chosen it for --port 0
     print(f"open http://127.0.0.1:{port} in a browser of this machine; Ctrl-C ends", flush=True)
     try:
         server.serve_forever()
@@ -111,17 +120,20 @@ def serve(paths: Sequence[Path], port: int) -> None:
         server.server_close()
 
 
-def look(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
-    """The page of runs as they are now, with links to each."""
-    states = tuple(
-        (is_locked(run), *((file.name, file.stat().st_mtime_ns) for file in os.scandir(run) if file.is_file()))
-        for run in runs
-    )
-    pages = (("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))) if links else ()
-    return _draw(tuple(runs), pages, states)
+def render_live_page(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
+    """Render the page of runs as they are now, with links to each if there are several."""
+    times = []
+    for run in runs:
+        files = [(file.name, file.stat().st_mtime_ns) for file in os.scandir(run) if file.is_file()]
+        times.append((is_locked(run), *files))
+    pages = []
+    if len(links) > 1:
+        pages = [("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))]
+    return _render_once(tuple(runs), tuple(pages), tuple(times))
 
 
-@lru_cache(maxsize=16)  # a page without news is not drawn again, which takes a second
-def _draw(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], states: object) -> bytes:
+@lru_cache(maxsize=16)
+def _render_once(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], times: tuple) -> bytes:
+    """Render a page, which takes a second, unless it is in the cache: there `times` tell whether it is still true."""
     html, _ = render_page(runs, links=links)
     return html

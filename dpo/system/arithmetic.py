@@ -31,7 +31,7 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def without_tf32() -> Iterator:
-    """TF32 rounds the inputs of float32 products."""
+    """Multiply float32 exactly; TF32 would round the inputs."""
     was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

@@ -22,18 +22,19 @@ from urllib.request import getproxies
 
 from dpo.redaction import redact
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  # has a color on a terminal
-DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # what the drivers of NVIDIA, NVIDIA under WSL and AMD make
 
 
 def is_launched_as_rank_0() -> bool:
-    """Also true if no launcher started this process."""
+    """Whether a launcher started this process as rank 0, or none started it."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def take_local_rank(arguments: Sequence[str]) -> list[str]:
-    """Arguments without the `--local-rank=N` that `torch.distributed.launch` adds, which becomes LOCAL_RANK."""
+    """Set LOCAL_RANK from the `--local-rank=N` that `torch.distributed.launch` adds, and return other arguments."""
     others = []
     for argument in arguments:
         if found := re.fullmatch(r"--local[-_]rank=(\d+)", argument):
@@ -54,28 +55,29 @@ class _Log(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             n_written = super().write(data)
+            if n_written is not None:
+                return n_written
         except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
-            n_written = None
-        return memoryview(data).nbytes if n_written is None else n_written  # after an error, claim all was written
+            pass
+        return memoryview(data).nbytes  # claim that all was written
 
 
 class _RedactedText(io.TextIOWrapper):
     def write(self, text: str) -> int:
-        shown = redact(text)
+        redacted = redact(text)
         if self.isatty() and not os.environ.get("NO_COLOR"):
-            shown = TROUBLE.sub("\033[33m\\g<0>\033[0m", shown)
-        super().write(shown)
+            redacted = TROUBLE.sub("\033[33m\\g<0>\033[0m", redacted)
+        super().write(redacted)
         return len(text)
 
 
 def harden_stdio() -> None:
-    """Make printing never fail, on a full disk, into a closed stream, of characters that cannot be encoded; and hide
-    secrets, whoever prints them.
+    """Make writes to stdout and stderr never raise, on a full disk, into a closed stream, or for characters that
+    cannot be encoded; and hide secrets, whoever prints them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
-            # the system gives the lowest free descriptor, which is the closed stream's and stays open when the
-            # object is replaced below
+            # the lowest free descriptor is the closed stream's; it stays open when the object is replaced below
             opened = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8", closefd=False)
             os.set_inheritable(opened.fileno(), True)
             setattr(sys, name, opened)
@@ -91,7 +93,9 @@ def harden_stdio() -> None:
 
 @contextmanager
 def importing(*, freeze: bool = False) -> Iterator:
-    """Garbage collection would take a quarter of the time; with `freeze`, it never looks at what exists afterwards."""
+    """Import without garbage collection, which would take a quarter of the time; with `freeze`, it never looks at what
+    exists afterwards.
+    """
     gc.disable()
     try:
         yield
@@ -102,9 +106,9 @@ def importing(*, freeze: bool = False) -> Iterator:
 
 
 def python_command(*arguments: str, **environment: str) -> dict:
-    """The `args` and `env` of a Python process that imports from where this one does.
+    """Return `args` and `env` for a Python process that imports from where this one does.
 
-    By itself it would also, and first, import from the current directory, where others' files may lie.
+    By default it would also, and first, import from the current directory, where others' files may lie.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     command = [sys.executable, "-P", *arguments]
@@ -113,7 +117,7 @@ def python_command(*arguments: str, **environment: str) -> dict:
 
 @contextmanager
 def spawning() -> Iterator:
-    """Inside, `multiprocessing` starts such processes; each calls `has_been_spawned`."""
+    """Let `multiprocessing` start processes that import from where this one does; each calls `has_been_spawned`."""
     former = os.environ.get("PYTHONSAFEPATH", "")  # empty: as if it were not set
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -127,7 +131,7 @@ def has_been_spawned() -> None:
 
 
 def silence_bitsandbytes() -> None:
-    """It asks for a kernel package that is not used here, when PEFT imports it."""
+    """Silence bitsandbytes, which asks for a kernel package that is not used here when PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -169,14 +173,13 @@ def release_freed_memory() -> None:
 
 
 def host_memory() -> tuple[int, int]:
-    """Total and available bytes of the machine; a container may allow less."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())  # such as "1024 kB"
-    total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    return total, available
+    """Return total and available bytes of the machine; a container may allow less."""
+    sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+    return int(sizes["MemTotal"]) * 1024, int(sizes["MemAvailable"]) * 1024
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
-    """Bytes that this process holds or can have on its GPUs or, without any, of its share of the host's memory."""
+    """Find the bytes that this process holds or can have on its GPUs or, without any, in its share of the host."""
     if count_gpus():
         import torch
 
@@ -187,7 +190,7 @@ def find_device_memory(world_size: int, *, multi_process: bool) -> int:
 
 
 def resident_memory() -> int:
-    """Bytes that this process holds."""
+    """Return the bytes that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
@@ -199,17 +202,17 @@ def is_gpu(device: Any) -> bool:
 
 
 def is_cpu(device: Any) -> bool:
-    """Whether it is one, and not the meta device."""
+    """Whether a device is a CPU, and not the meta device."""
     return device.type == "cpu" != GPU
 
 
 def choose_device() -> str:
-    """The type of device for what one process computes."""
+    """Choose the type of device for what one process computes."""
     return GPU if count_gpus() else "cpu"
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use; torch is imported only if a GPU driver is present."""
+    """Count the GPUs that torch can use; torch is imported only if a GPU driver is present."""
     if "torch" not in sys.modules and not any(map(glob.glob, DEVICES)):
         return 0
     import torch
@@ -225,7 +228,7 @@ def has_bfloat16() -> bool:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """One under `multi_process`, else all."""
+    """List this process's GPUs: one under `multi_process`, else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

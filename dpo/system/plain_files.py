@@ -60,8 +60,13 @@ def list_wrong(values: Mapping, form: Mapping) -> list[str]:
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
+def has_form(value: Any, form: Mapping) -> bool:
+    """Whether a value is a mapping that has all names in `form`, with values of these types."""
+    return isinstance(value, Mapping) and form.keys() <= value.keys() and not list_wrong(value, form)
+
+
 def remove(path: Path) -> None:
-    """Remove what exists; of a symbolic link, not the target."""
+    """Remove what exists; if it is a symbolic link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -116,7 +121,7 @@ def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict
             damaged = f"line {number} of {path} cannot be read: move the file away"
             with explaining((ValueError, RecursionError), lambda why, what=damaged: InputError(f"{what} ({why})")):
                 value = json.loads(line)
-                if not isinstance(value, dict) or form.keys() - value.keys() or list_wrong(value, form):
+                if not has_form(value, form):
                     raise ValueError(f"it needs {', '.join(form)}")
                 yield value
 

@@ -36,7 +36,9 @@ def map_chunks(
     """
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
-    workers = 1 if per_worker is None else min(len(os.sched_getaffinity(0)), n_items // per_worker)
+    workers = 1
+    if per_worker is not None:
+        workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)
     results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:
         for result in results:
@@ -45,7 +47,7 @@ def map_chunks(
 
 
 def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iterator:
-    """Read few items ahead; the processes are new, not forked."""
+    """Map in new processes, which are not forked; read few items ahead."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))

@@ -28,13 +28,15 @@ class Stopped(BaseException):
 
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None):
         super().__init__(number)
-        self.number, self.run_dir = number, run_dir
+        self.number = number
+        self.run_dir = run_dir
         self.status = ABORTED if number == signal.SIGINT else ASKED  # exit status of the process
 
     def __str__(self) -> str:
-        has_checkpoint = self.run_dir is not None and any(Path(self.run_dir).glob("step-*"))
-        advice = f"rerun the same command with local_run_dir={self.run_dir} resume=auto to continue"
-        return f"stopped by {_name_signal(self.number)}: {advice if has_checkpoint else 'nothing to save'}"
+        advice = "nothing to save"
+        if self.run_dir is not None and any(Path(self.run_dir).glob("step-*")):
+            advice = f"rerun the same command with local_run_dir={self.run_dir} resume=auto to continue"
+        return f"stopped by {_name_signal(self.number)}: {advice}"
 
 
 def end_on_stop_signals() -> None:
@@ -44,7 +46,7 @@ def end_on_stop_signals() -> None:
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator:
-    """Also give the `run_dir` to a Stopped that is raised inside."""
+    """End the process on a stop signal, and name the `run_dir`, also in a Stopped that is raised inside."""
     with handling_signals(partial(_end, run_dir)):
         try:
             yield
@@ -82,11 +84,12 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator:
         first_times[number] = now
         message = act(number)
         if len(first_times) == 1 and _prints_for_run():  # not for a second kind of signal
-            again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
-            clear_line = "\r\x1b[K" if os.isatty(1) else ""  # of the progress bar, which is redrawn below
+            if number == signal.SIGINT:
+                message += "; press Ctrl-C again to exit immediately without saving"
+            clear_line = "\r\x1b[K" if os.isatty(1) else ""  # the progress bar is redrawn below
             with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
                 # not `print`, which the signal may have interrupted, and which cannot be entered twice
-                os.write(1, f"{clear_line}{_name_signal(number)}: {message}{again}\n".encode())
+                os.write(1, f"{clear_line}{_name_signal(number)}: {message}\n".encode())
 
     with handling_signals(handle):
         yield

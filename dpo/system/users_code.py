@@ -18,9 +18,9 @@ from dpo.system.signals import Stopped
 
 
 def load_module(file: Path, problem: str) -> ModuleType:
-    """Run a file, which may import modules beside it; InputError, which begins with the `problem`, if that fails.
+    """Run a file, which may import modules beside it; a file that is already a module of its name is not run again.
 
-    A file that is already a module of its name is not run again.
+    Raises InputError, which begins with the `problem`, if that fails.
     """
     name = file.stem
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
@@ -38,27 +38,29 @@ def load_module(file: Path, problem: str) -> ModuleType:
 
 
 def run_users_code(code: Callable, error_class: type[Exception], problem: str, file: Path | None) -> Any:
-    """Any error becomes an `error_class`, which names the `problem` and the line of `file`."""
+    """Call code of the user; any error becomes an `error_class`, which names the `problem` and the line of `file`."""
     try:
         return code()
     except (KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit, if the code raises it
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" ({file}, line {frame.lineno})" for frame in frames if frame.filename == str(file)]
-        what = f"{type(error).__name__}: {one_sentence(error)}"
-        raise error_class(f"{problem}: {what}{''.join(lines[-1:])}") from error
+        message = f"{problem}: {type(error).__name__}: {one_sentence(error)}"
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        if lines:
+            message += f" ({file}, line {lines[-1]})"
+        raise error_class(message) from error
 
 
 class _Finder(modulefinder.ModuleFinder):
-    """Python's finder fails at directories without `__init__.py`: this one counts all of their code."""
+    """Finds imported modules; of a directory without `__init__.py`, at which Python's finder fails, all code."""
 
     def __init__(self, folder: Path):
         super().__init__(path=[str(folder)])
         self.found: set[Path] = set()
 
     def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        for package in (Path(folder, name) for folder in path or self.path):
+        for folder in path or self.path:
+            package = Path(folder, name)
             has_module = (package / "__init__.py").exists() or package.with_suffix(".py").exists()
             if package.is_dir() and not has_module:
                 self.found.update(package.rglob("*.py"))

@@ -47,8 +47,9 @@ def asking_store() -> Iterator[dist.Store]:
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
     """Return what another rank sets; raise DistError once a rank has failed, or after `longest_secs`."""
-    store, pause = default_store(), 0.005
-    longest = LONGEST_WORK * store.timeout.total_seconds() if longest_secs is None else longest_secs
+    store = default_store()
+    pause = 0.005
+    longest = longest_secs or LONGEST_WORK * store.timeout.total_seconds()
     deadline = time.monotonic() + longest
     while True:
         with asking_store():
@@ -70,17 +71,17 @@ def meet_rank_0(place: str) -> None:
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
     if not is_shared():
         return act()
-    key, is_first = f"rank 0 at {_count_call(place)}", dist.get_rank() == 0
-    if not is_first:
+    key = f"rank 0 at {_count_call(place)}"
+    if dist.get_rank() > 0:
         wait_for(key)
+        return act()
     result = act()
-    if is_first:
-        default_store().set(key, "")  # lets the other ranks go on
+    default_store().set(key, "")  # lets the other ranks go on
     return result
 
 
 def _count_call(place: str) -> str:
-    """The place with a number, which is the same on every rank, as all ranks make all calls."""
+    """Return the place with a number, which is the same on every rank, as all ranks make all calls."""
     with asking_store() as store:
         return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
@@ -89,35 +90,36 @@ def once_per_machine(make: Callable[[], str]) -> str:
     """Call `make()` in one process of each machine; all get its result, once all machines are done."""
     if not is_shared():
         return make()
-    rank, store = dist.get_rank(), default_store()
+    rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
     makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
     place = _count_call("its machine's work")
     keys = {maker: f"rank {maker} at {place}" for maker in makers}  # where makers put their results
     if rank in makers:
-        store.set(keys[rank], make())
+        default_store().set(keys[rank], make())
     results = {maker: wait_for(key) for maker, key in keys.items()}
     return results[machines.index(machines[rank])]
 
 
 def identify_machine() -> str:
-    """An id shared by processes that see the same files."""
+    """Return an id that is shared by processes that see the same files."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
     return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Whether each other rank gets there in time, if this one waits at all."""
+    """Say that this rank has arrived, and return whether each other does in time; without patience it does not wait."""
     if not is_shared():
         return True
     place = _count_call(place)
     default_store().set(f"rank {dist.get_rank()} at {place}", "")
-    try:
-        for other in range(dist.get_world_size()) if patience_secs else ():
-            wait_for(f"rank {other} at {place}", patience_secs)
-    except dist.DistError:
-        return False
+    if patience_secs:
+        try:
+            for other in range(dist.get_world_size()):
+                wait_for(f"rank {other} at {place}", patience_secs)
+        except dist.DistError:
+            return False
     return True
 
 
@@ -137,12 +139,12 @@ def check_alike(facts: Mapping[str, str]) -> None:
     for rank, (host, names) in enumerate(gathered):
         if names:
             raise InputError(
-                f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(names)}: give all machines the "
-                f"same files, settings and versions"
+                f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(names)}: use the same files, "
+                "settings and versions on all machines"
             )
 
 
 def barrier_before_exit() -> None:
-    """Rank 0's exit may end the store."""
+    """Wait for all ranks: rank 0 hosts the store, so nobody may still use it when rank 0 exits."""
     if is_shared():
         dist.barrier()
