@@ -19,7 +19,7 @@ COMMON = """model=demo datasets=[demo] max_length=96 max_prompt_length=72 batch_
 STAGES = {
     "sft": "loss=sft optimizer=AdamW lr=3e-3 warmup_steps=50 n_epochs=4 eval_every=8192 n_eval_model_samples=64",
     # with SGD, as other optimizers move all weights about equally far, even those unrelated to manners
-    "dpo": f"""loss=dpo model.archive={DEMO}/sft/LATEST loss.beta=0.5 optimizer=SGD lr=0.2 warmup_steps=10
+    "dpo": """loss=dpo model.archive={}/sft/LATEST loss.beta=0.5 optimizer=SGD lr=0.2 warmup_steps=10
         n_examples=1024 eval_every=512 n_eval_model_samples=256""",
 }
 
@@ -27,7 +27,7 @@ STAGES = {
 def main(arguments: Sequence[str]) -> int:
     make_parser("demo", __doc__).parse_args(arguments)
     for name, stage in STAGES.items():
-        command = [*stage.split(), *COMMON.split(), f"exp_name=demo_{name}", f"local_run_dir={DEMO / name}"]
+        command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
         # one thread, as with a model this small threads mostly wait for each other
         options = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")

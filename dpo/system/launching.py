@@ -33,7 +33,7 @@ from dpo.system.host import (
 from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
 
 START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
-GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
+GRACE_SECS = 5  # a rank that lost contact waits, so that the rank that caused the loss exits first and is named
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, besides those of signals
 # Seconds for other workers to exit after one with this status; the first status in this order that a worker has is the
@@ -87,26 +87,29 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """What torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
+    """Read what torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
+    address = environ.get("MASTER_ADDR")
+    port = environ.get("MASTER_PORT")
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
-        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        address, port = environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", 29500))
+        rank = int(environ["RANK"])
+        local_rank = int(environ.get("LOCAL_RANK", rank))
         serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return RankEnv(rank, size, int(environ.get("LOCAL_RANK", rank)), address, port, serves_store)
+        size = int(environ["WORLD_SIZE"])
+        return RankEnv(rank, size, local_rank, address or "localhost", int(port or 29500), serves_store)
     size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
     if size > 1:
         rank = int(environ["SLURM_PROCID"])
-        # the first node of a list: node03 of "node[03-05,9]"
+        # the first node of a list: node03 in "node[03-05,9]"
         first_node = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
-        address = environ.get("MASTER_ADDR") or first_node
-        port = int(environ.get("MASTER_PORT") or 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000)  # jobs rarely collide
-        return RankEnv(rank, size, int(environ["SLURM_LOCALID"]), address, port, serves_store=rank == 0)
+        own_port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
+        local_rank = int(environ["SLURM_LOCALID"])
+        return RankEnv(rank, size, local_rank, address or first_node, int(port or own_port), rank == 0)
     return None
 
 
 def count_processes_here(world_size: int) -> int:
-    """Processes of a run that use this machine's GPUs; 1 under Slurm, which may show each task a GPU of its own."""
+    """Count a run's processes that use this machine's GPUs; 1 under Slurm, which may show each task its own GPU."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if find_rank_env() else world_size))
 
 
@@ -157,19 +160,20 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Return exit status and message, "" for a worker that is done."""
+    """Run a worker in the group; return its exit status and message, which is "" if it is done."""
     with importing():
         import torch.distributed as dist
         import tqdm
 
         from dpo.system import waiting
 
-    # tqdm's own lock is a semaphore of the system; as `end_process` leaves it there, Python would warn of a leak
+    # tqdm's own lock is a semaphore of the system, of whose leak Python would warn after `end_process`
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
     rank, world_size, local_rank, address, port, serves_store = rank_env
-    timeout, backend = timedelta(seconds=timeout_secs), choose_backend()
-    status, message = DONE, ""
+    timeout = timedelta(seconds=timeout_secs)
+    status = DONE
+    message = ""
     try:
         # let a stop signal kill this process, as no Python handler could run during the calls below
         if serves_store:
@@ -178,20 +182,25 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-            init_distributed(rank, world_size, backend=backend, timeout=timeout, store=store, local_rank=local_rank)
+            group = {"timeout": timeout, "store": store, "local_rank": local_rank}
+            init_distributed(rank, world_size, backend=choose_backend(), **group)
         try:
             worker(rank, world_size, *args)
         except Stopped as stopped:  # all ranks stop, and one says so
-            status, message = stopped.status, str(stopped) if rank == 0 else ""
+            status = stopped.status
+            message = str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
         return status, message
     except InputError as error:
-        status, message = BAD_INPUT, str(error)
+        status = BAD_INPUT
+        message = str(error)
     except RunError as error:
-        status, message = FAILED, f"rank {rank}: {error}\n"
+        status = FAILED
+        message = f"rank {rank}: {error}\n"
     except Exception as error:
-        status, what = (LOST_CONTACT, "lost contact") if is_lost_contact(error) else (FAILED, "failed")
-        message = f"rank {rank} {what}:\n{traceback.format_exc()}"
+        status = LOST_CONTACT if is_lost_contact(error) else FAILED
+        problem = "failed" if status == FAILED else "lost contact"
+        message = f"rank {rank} {problem}:\n{traceback.format_exc()}"
         if advice := find_advice(error):
             message += f"{advice}\n"
     if dist.is_initialized():
@@ -204,7 +213,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
 
 
 def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
-    """Say which ranks, after a while, have not lost contact: one of these is why the others have."""
+    """Wait a while, and say which ranks have not lost contact: one of these is why the others have."""
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
     others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
@@ -219,12 +228,13 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """The parent gets its status and message."""
+    """Run a worker in this process, which sends status and message to its parent."""
     has_been_spawned()
     end_with_parent(parent, signal.SIGKILL)
     harden_stdio()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
+    os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
+    os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
     pipe.send((status, redact(message)[-15_000:]))
@@ -235,14 +245,14 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 
 def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
-    """Return when all are done, or raise why they are not; leave none behind."""
+    """Start workers, and return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank
-    pipes = []  # on which each says how its work ended
+    pipes = []  # each says on its own how its work ended
     stop_signals = []
 
     def forward(number: int) -> str:
-        """On SIGTERM workers save and stop."""
+        """Send workers SIGTERM, on which they save and stop."""
         stop_signals.append(number)
         for process in processes:
             if process.is_alive():
@@ -262,7 +272,7 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
                 sender.close()
                 processes.append(process)
                 pipes.append(receiver)
-            if stop_signals:  # it came while a worker was starting, and did not reach this worker
+            if stop_signals:  # one came while a worker was starting, and did not reach this worker
                 forward(stop_signals.pop())
             _wait(processes, pipes, stop_signals, timeout_secs)
     finally:
@@ -275,15 +285,18 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
 def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: float) -> None:
     """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    ends = []  # status and message, in the order of their exits
-    status, seconds_left = DONE, None
+    ended = {}  # messages of workers by status, in the order of their exits
+    status = DONE
+    seconds_left = None
     while running and (exited := wait_for_any(running, seconds_left)):
-        for rank in [running.pop(sentinel) for sentinel in exited]:
-            ends.append(_find_end(rank, processes[rank], pipes[rank], stop_signals))
-        status = next(status for status in PATIENCE if status in {of_worker for of_worker, _ in ends})
+        for sentinel in exited:
+            rank = running.pop(sentinel)
+            own_status, message = _find_end(rank, processes[rank], pipes[rank], stop_signals)
+            ended.setdefault(own_status, []).append(message)
+        status = next(status for status in PATIENCE if status in ended)
         seconds_left = min(PATIENCE[status], timeout_secs)
 
-    messages = [message for of_worker, message in ends if of_worker == status]
+    messages = ended.get(status, [])
     if status == BAD_INPUT:
         raise InputError(messages[0])
     if status == FAILED:
@@ -301,7 +314,7 @@ def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: f
 
 
 def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
-    """What an exited worker sent, or else what its exit status says."""
+    """Return the status and message that an exited worker sent, or else what its exit status says."""
     process.join()
     if pipe.poll():
         with suppress(EOFError):
@@ -311,6 +324,7 @@ def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tu
         return ASKED, ""
     if status >= 0:
         return FAILED, f"rank {rank} exited with status {status} before it was done"
-    hint = ", as the kernel does when memory runs out" if status == -signal.SIGKILL else ""
-    message = f"rank {rank} was killed by {signal.Signals(-status).name}{hint}"
+    message = f"rank {rank} was killed by {signal.Signals(-status).name}"
+    if status == -signal.SIGKILL:
+        message += ", as the kernel does when memory runs out"
     return LOST_CONTACT if status == -signal.SIGABRT else FAILED, message  # NCCL aborts at a timeout

@@ -32,20 +32,20 @@ from dpo.system.signals import Stopped
 # files of a run
 LOCK = ".lock"
 REPORT = Path("report", "report.html")  # with report=true
-LOCK_TRIES = 50  # within a second
+LOCK_SECS = 1.0  # a report that reads the run holds the lock for a moment
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
-LOG_FILE = "log.txt"  # only appended to
+LOG_FILE = "log.txt"
 FACTS = "env.json"  # the facts of a run
 FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
-PROBLEMS = "data_problems.jsonl"  # with records that have problems
+PROBLEMS = "data_problems.jsonl"  # records that have problems
 FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-FACT_TYPES = {"run": str, "seconds_before": (float, NoneType)}  # types of what is read of env.json
+FACT_TYPES = {"run": str, "seconds_before": (float, NoneType)}  # what is read from env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
-    """`PREFIX/USER` for the first prefix that exists, else for the last."""
+    """Return `PREFIX/USER` for the first prefix that exists, else for the last."""
     prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
     return os.path.join(prefix, getpass.getuser())
 
@@ -64,7 +64,7 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
     if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
-        names.remove(LOCK)  # of a run that was killed while it started
+        names.remove(LOCK)  # a run that was killed while it started has left it
     if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
             f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: "
@@ -77,31 +77,28 @@ def lock_run_dir(run_dir: Path) -> IO:
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
-    try:
-        for _ in range(LOCK_TRIES):  # a report that looks at the run holds the lock for a moment
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(1 / LOCK_TRIES)
-        else:
+    deadline = time.monotonic() + LOCK_SECS
+    while True:
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        with file:
-            file.seek(0)
-            holder = file.read(200).strip()
-        raise InputError(
-            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
-    else:
-        file.truncate(0)
-        print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                with file:
+                    file.seek(0)
+                    problem = f"local_run_dir={run_dir} is locked by {file.read(200).strip()}"
+                raise InputError(f"{problem}: stop that process first, or choose another directory") from error
+            time.sleep(0.02)
+        except OSError as error:  # some network file systems have no locks
+            print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
+            return file
+    file.truncate(0)
+    print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
 
 
 def is_locked(run_dir: Path) -> bool:
-    """False if that cannot be known."""
+    """Whether a process holds the lock of a run; False if that cannot be known."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
@@ -124,17 +121,17 @@ def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tupl
     """
     import torch  # not at the top, as the report imports this file without torch
 
-    # not all installed packages, as listing them takes a while
-    versions, git = {name: version(name) for name in PACKAGES.split() if is_installed(name)}, []
-    run, seconds_before = secrets.token_hex(8), 0.0
+    run = secrets.token_hex(8)
+    seconds_before = 0.0
     if former is not None:
         run, saved_at = former
-        record = read_facts(run_dir)  # empty if the run continues another's checkpoint
-        seconds_before = record.get("seconds_before")
+        old_facts = read_facts(run_dir)  # empty if the run continues another's checkpoint
+        seconds_before = old_facts.get("seconds_before")
         if seconds_before is not None:
-            seconds_before += max(0.0, saved_at - datetime.fromisoformat(record["started"]).timestamp())
+            seconds_before += max(0.0, saved_at - datetime.fromisoformat(old_facts["started"]).timestamp())
+    git = []
     checkout = Path(__file__).parents[2]
-    # without untracked files, as runs of the user are
+    # untracked files, such as runs of the user, are no change
     command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "."]
     if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
         with suppress(OSError):  # there is no git
@@ -145,7 +142,7 @@ def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tupl
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {name: version(name) for name in PACKAGES.split() if is_installed(name)},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
@@ -161,7 +158,7 @@ def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tupl
 
 
 def read_facts(run_dir: Path) -> dict:
-    """The facts in `env.json`; empty unless `write_facts` wrote them."""
+    """Return the facts in `env.json`; {} unless `write_facts` wrote them."""
     try:
         facts = read_json(run_dir / FACTS)
         datetime.fromisoformat(facts["started"])
@@ -172,7 +169,7 @@ def read_facts(run_dir: Path) -> dict:
 
 
 def add_facts(run_dir: Path, **new_facts: Any) -> None:
-    """Without effect if `env.json` is missing or damaged."""
+    """Add facts to `env.json`, unless it is missing or damaged."""
     if facts := read_facts(run_dir):
         _write_facts(run_dir, {**facts, **new_facts})
 
@@ -194,14 +191,17 @@ class RunLog:
     they are kept, as a refused run leaves no directory.
     """
 
-    _kept = _unfinished = ""
-    _path: Path | None = None  # of the log, once it is open
+    _kept = ""
+    _unfinished = ""
+    _path: Path | None = None  # the log, once it is open
 
     def begin(self, kept: str = "") -> None:
-        """`kept` was printed before."""
+        """Begin to copy, after `kept`, which was printed before."""
         self.close()
-        self._kept, self._unfinished = kept, ""
-        sys.stdout, sys.stderr = RecordedStream(sys.stdout, self), RecordedStream(sys.stderr, self)
+        self._kept = kept
+        self._unfinished = ""
+        sys.stdout = RecordedStream(sys.stdout, self)
+        sys.stderr = RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir, LOG_FILE)
@@ -209,28 +209,32 @@ class RunLog:
 
     def close(self) -> None:
         self._path = None
-        sys.stdout, sys.stderr = getattr(sys.stdout, "screen", sys.stdout), getattr(sys.stderr, "screen", sys.stderr)
+        sys.stdout = getattr(sys.stdout, "screen", sys.stdout)
+        sys.stderr = getattr(sys.stderr, "screen", sys.stderr)
 
     def hand_over(self) -> str:
         """Return, and forget, what is not written yet."""
-        kept, self._kept = self._kept, ""
+        kept = self._kept
+        self._kept = ""
         return kept
 
     def add(self, text: str) -> None:
         """Take whole lines or parts of lines."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
-        # a bar draws itself again after a carriage return: its last state is a line
-        self._kept += "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
+        for line in lines:
+            # a bar draws itself again after a carriage return: its last state is a line
+            self._kept += redact(line.rstrip("\r").rpartition("\r")[2]) + "\n"
         if self._path is not None:
             with suppress(OSError), self._path.open("ab", buffering=0) as file:  # a full disk must not end a run
                 file.write(self.hand_over().encode("utf-8", "backslashreplace"))
 
 
 class RecordedStream:
-    """A log gets its text too; progress bars are drawn on its `screen`."""
+    """A stream whose text a log gets too; progress bars are drawn on its `screen`."""
 
     def __init__(self, screen: Any, log: RunLog):
-        self.screen, self._log = screen, log
+        self.screen = screen
+        self._log = log
 
     def write(self, text: str) -> int:
         self._log.add(text)

@@ -129,5 +129,5 @@ def distribute_unlike(rank: int, world_size: int) -> None:
 
 
 def test_models_of_another_structure_are_refused_before_their_weights_are_sent():
-    with refused(r"rank 1 on .* differ in the weight lm_head.weight: give all machines"):
+    with refused(r"rank 1 on .* differ in the weight lm_head.weight: use the same files"):
         launch(distribute_unlike, 2, process_group=True, timeout_secs=60)

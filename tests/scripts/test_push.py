@@ -123,7 +123,7 @@ def test_what_the_run_did_not_make_is_not_overwritten_without_yes(hub, copied, t
         result = push(hub, tmp_path, str(run_dir), "--push", name)
         assert (result.returncode, result.stderr) == (
             2,
-            f"error: {name} exists, and this run did not make it: give another name, or --yes\n",
+            f"error: {name} exists, and this run did not make it: choose another name, or pass --yes\n",
         )
     assert hub.files["me/theirs"].keys() == {"README.md"}
     assert push(hub, tmp_path, str(run_dir), "--push", "me/theirs", "--yes").returncode == 0
