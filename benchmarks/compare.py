@@ -123,9 +123,9 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
     trainer = make_trainer(config, rank, world_size)
     shape = read_shape(trainer.policy)
     trainer.check_and_score_reference()
-    _, *rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator]
+    rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator]
     memory = peak_memory_gb()
-    return {"rows": rows, "pairs": config.batch_size, "memory_gb": memory, "grown_gb": memory - memory_before}
+    return {"rows": rows[1:], "pairs": config.batch_size, "memory_gb": memory, "grown_gb": memory - memory_before}
 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:

@@ -82,7 +82,8 @@ class Model:
 
 def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Tensor:
     """Compute a loss of DPOTrainer; `options` are those of DPOConfig."""
-    reference, squares = (table(pairs, kind, log_probs.dtype) for kind in ("reference", "squares"))
+    reference = table(pairs, "reference", log_probs.dtype)
+    squares = table(pairs, "squares", log_probs.dtype)
     mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])  # one token of prompt
     tau = options.pop("discopop_tau", 0.05)
     trainer = SimpleNamespace(

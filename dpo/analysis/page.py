@@ -7,7 +7,7 @@ import base64
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from dpo.settings.keys import dotted, load_defaults
 from dpo.system.plain_files import check_own, write_file
 from dpo.system.run_directory import REPORT
 
+TEMPLATES = Path(__file__).parent
 PAGE_MARK = ".*· training report</title>"  # how a page begins
 PICTURE_MARK = f".*{SOFTWARE}"
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
@@ -81,9 +82,14 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple
         "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
-    loader = FileSystemLoader(Path(__file__).parent)
+    return fill_template(TEMPLATES / "page.html.jinja", context)
+
+
+def fill_template(file: Path, context: Mapping) -> str:
+    """Fill in a template, which may include files beside it and the report's; texts are escaped."""
+    loader = FileSystemLoader([file.parent, TEMPLATES])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template("page.html.jinja").render(context)
+    return jinja.get_template(file.name).render(context)
 
 
 def _describe_run(run: Run) -> dict[str, Any]:

@@ -26,44 +26,54 @@ from dpo.commands import make_parser
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.system.host import has_bfloat16, host_memory, is_installed, python_command
+from dpo.system.launching import choose_backend
 
-PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # of a clone
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # only a clone has it
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with data, sockets and checkpoints, get by
 
 
 def read_requirements() -> list[Requirement]:
-    """Those of the installed package and its extras; of a clone that is not installed what it always needs."""
+    """Read what the installed package and its extras need; in a clone that is not installed, what it always needs."""
     try:
         lines = requires("dpo-train") or []
     except PackageNotFoundError:
         lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    # without extras that name others
+    # an extra that names other extras is left out
     return [Requirement(line) for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
+
+
+def check_packages() -> list[str]:
+    """Print which packages there are, and return what is wrong with them."""
+    problems = []
+    installed = {"python": platform.python_version()}
+    optional = []
+    requirements = read_requirements()
+    unused_extras = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
+    for requirement in requirements:
+        name = requirement.name
+        if is_installed(name):
+            fits = requirement.specifier.contains(version(name), prereleases=True)
+            if fits or str(requirement.marker) in unused_extras:
+                installed[name] = version(name)
+            else:
+                problems.append(f"{name} {version(name)} does not fit: pip install '{name}{requirement.specifier}'")
+        elif requirement.marker:
+            optional.append(name)
+        else:
+            problems.append(f"{name} is not installed: pip install {name}")
+    print(f"dpo {__version__}, {', '.join(' '.join(each) for each in installed.items())}")
+    print(f"optional packages that are not installed: {', '.join(optional) or 'none'}")
+    return problems
 
 
 def list_problems() -> list[str]:
     """Print what there is, and return what is wrong."""
-    problems, installed, optional = [], [f"python {platform.python_version()}"], []
-    requirements = read_requirements()
-    # extras that are not used
-    incomplete = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
-    for requirement in requirements:
-        name, wanted = requirement.name, requirement.specifier
-        if not is_installed(name) and requirement.marker:
-            optional.append(name)
-        elif not is_installed(name):
-            problems.append(f"{name} is not installed: pip install {name}")
-        elif wanted.contains(version(name), prereleases=True) or str(requirement.marker) in incomplete:
-            installed.append(f"{name} {version(name)}")
-        else:
-            problems.append(f"{name} {version(name)} does not fit: pip install '{name}{wanted}'")
-    print(f"dpo {__version__}, {', '.join(dict.fromkeys(installed))}")
-    print(f"optional packages that are not installed: {', '.join(optional) or 'none'}")
+    problems = check_packages()
     total, available = host_memory()
-    free, cores = shutil.disk_usage(".").free, len(os.sched_getaffinity(0))
+    free = shutil.disk_usage(".").free
     memory = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory"
-    print(f"{cores} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available", flush=True)
+    print(f"{len(os.sched_getaffinity(0))} CPU cores, {memory} and {free / 1e9:.1f} GB of disk available")
     if min(available, free) < 2e9:
         problems.append("less than 2 GB of memory or disk is available")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,10 +111,11 @@ def find_gpus() -> list[Gpu]:
 
 
 def find_links(n_gpus: int) -> Counter[str]:
-    """How many pairs of this machine's GPUs are linked how: by NV4 and the like, which is NVLink, or by what else
+    """Count the pairs of this machine's GPUs by their link: NV4 and the like, which is NVLink, or what else
     `nvidia-smi topo -m` knows, which is PCIe; without that command, whether one GPU reads the other's memory.
     """
-    links, rows = Counter(), []
+    links = Counter()
+    rows = []
     if n_gpus > 1 and shutil.which("nvidia-smi"):
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
         rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]  # not the heading
@@ -113,24 +124,25 @@ def find_links(n_gpus: int) -> Counter[str]:
     if not rows:
         import torch
 
-        for one, other in combinations(range(n_gpus), 2):
-            links["peer access" if torch.cuda.can_device_access_peer(one, other) else "no peer access"] += 1
+        for pair in combinations(range(n_gpus), 2):
+            links["peer access" if torch.cuda.can_device_access_peer(*pair) else "no peer access"] += 1
     return links
 
 
 def recommend(gpus: Sequence[Gpu], links: Iterable[str]) -> list[str]:
-    """What to train with on such a machine."""
-    n, settings = len(gpus), ["trainer=BasicTrainer"]
+    """Recommend what to train with on such a machine."""
+    n = len(gpus)
+    settings = ["trainer=BasicTrainer"]
+    key = "model.autocast"
+    dtype = "float32"
     if n > 1:
         settings = ["trainer=FSDPTrainer", f"world_size={n}", f"batch_size={8 * n}"]
-    dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
+        key = "model.fsdp_policy_mp"
     if gpus:
-        key = "model.fsdp_policy_mp" if n > 1 else "model.autocast"
+        dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
         settings += [f"{key}={dtype}", f"model.reference_dtype={dtype}"]
-    lines = [
-        f"recommended: dpo train {' '.join(settings)} ...",
-        f"  {count(max(n, 1), 'process', 'processes')} in {dtype if gpus else 'float32'}",
-    ]
+    lines = [f"recommended: dpo train {' '.join(settings)} ..."]
+    lines.append(f"  {count(max(n, 1), 'process', 'processes')} in {dtype}")
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
             "  unless all pairs have NVLink, prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true "
@@ -144,14 +156,16 @@ def check_devices() -> None:
     import torch
 
     gpus = find_gpus()
-    n_gpus, links = len(gpus), find_links(len(gpus))
+    n_gpus = len(gpus)
+    links = find_links(n_gpus)
     for i, gpu in enumerate(gpus):
         dtypes = "bfloat16" if gpu.has_bfloat16 else "no bfloat16"
         print(f"GPU {i}: {gpu.name}, {gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free, {dtypes}")
     for link, n in links.items():
         print(f"{count(n, 'pair')} of GPUs linked by {link}")
     print("\n".join(recommend(gpus, links)), flush=True)
-    backend, size = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
+    backend = choose_backend()
+    size = n_gpus or 2
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_sum, (backend, size, folder), nprocs=size)
     print(f"{n_gpus} GPUs (torch for CUDA {torch.version.cuda}); {backend} over {size} processes: the sum is right")
@@ -172,6 +186,10 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     make_parser("doctor", __doc__).parse_args(arguments)
-    found = list_problems()
-    print("\n".join([f"problem: {problem}" for problem in found] or ["no problems"]))
-    return 1 if found else 0
+    problems = list_problems()
+    for problem in problems:
+        print(f"problem: {problem}")
+    if problems:
+        return 1
+    print("no problems")
+    return 0

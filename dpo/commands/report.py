@@ -7,14 +7,12 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import os
 import re
 import socket
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -122,18 +120,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
 
 def render_live_page(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
     """Render the page of runs as they are now, with links to each if there are several."""
-    times = []
-    for run in runs:
-        files = [(file.name, file.stat().st_mtime_ns) for file in os.scandir(run) if file.is_file()]
-        times.append((is_locked(run), *files))
     pages = []
     if len(links) > 1:
         pages = [("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))]
-    return _render_once(tuple(runs), tuple(pages), tuple(times))
-
-
-@lru_cache(maxsize=16)
-def _render_once(runs: tuple[Path, ...], links: tuple[tuple[str, str], ...], times: tuple) -> bytes:
-    """Render a page, which takes a second, unless it is in the cache: there `times` tell whether it is still true."""
-    html, _ = render_page(runs, links=links)
+    html, _ = render_page(runs, links=pages)
     return html

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from dpo.analysis import page
+from dpo.analysis.page import fill_template
 from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.numbers import percent
@@ -64,7 +62,6 @@ def _write_script(value: Any) -> str:
     return json.dumps(value).replace("<", "\\u003c")  # `<` could end the script
 
 
-def _write(file: Path, template: str, **values: Any) -> None:
-    folders = [Path(__file__).parent, Path(page.__file__).parent]
-    jinja = Environment(loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    write_file(file, jinja.get_template(template).render(values).encode("utf-8", "replace"))
+def _write(file: Path, template: str, **context: Any) -> None:
+    html = fill_template(Path(__file__).with_name(template), context)
+    write_file(file, html.encode("utf-8", "replace"))

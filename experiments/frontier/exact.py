@@ -16,7 +16,7 @@ import torch
 from experiments.frontier.task import Task
 
 AT_ONCE = 3  # prompts whose responses are computed together, so few that a CPU's cache holds them
-OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
+OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # pi* for these, close together, as the curve is interpolated
 
 
 class Point(NamedTuple):
@@ -46,7 +46,7 @@ def iterate_levels(model: Any, task: Task, prompts: Any, *, depth: int) -> Itera
 
 def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
     """Log-probability of every response to every prompt, a tensor (prompts, leaves)."""
-    text_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # of all texts of t symbols, (prompts, n**t)
+    text_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # all texts of t symbols: (prompts, n**t)
     for output in iterate_levels(model, task, prompts, depth=task.response_length - 1):
         logits = output.logits[:, -1].unflatten(0, text_logps.shape)  # (prompts, n**t, symbols)
         text_logps = (text_logps[..., None] + logits.double().log_softmax(-1)).flatten(1)
@@ -83,7 +83,8 @@ def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) ->
     """Compute E[r] and KL(policy || reference) of a policy."""
     probabilities = np.exp(logps)
     log_ratios = np.where(probabilities > 0, logps - reference, 0)
-    reward, kl = ((probabilities * values).sum(-1).mean() for values in (rewards, log_ratios))
+    reward = (probabilities * rewards).sum(-1).mean()
+    kl = (probabilities * log_ratios).sum(-1).mean()
     return Point(float(reward), float(kl))
 
 

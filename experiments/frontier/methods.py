@@ -20,7 +20,7 @@ class Method(NamedTuple):
     passes: int = 4  # over the pairs
     knob: str = "beta"
     fresh: bool = False  # uses each prompt once, in smaller batches for as many updates
-    pairs: int = BATCH  # of an update; a fresh method divides them by its passes
+    pairs: int = BATCH  # in an update; a fresh method divides them by its passes
     examples_per_pair: int = 1
 
 
@@ -44,7 +44,7 @@ METHODS = {
     "rm_tokens": Method((), (None,), 1e-3),
 }
 
-RM_BETAS = (2.0, 1.0, 0.7, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)  # of a reward model's pi*
+RM_BETAS = (2.0, 1.0, 0.7, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)  # for pi* of a reward model
 
 # comparisons planned before the runs
 PLANNED_KLS = (1.0, 2.0, 4.0)

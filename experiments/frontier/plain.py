@@ -47,7 +47,7 @@ class RewardModel(torch.nn.Module):
 
     def compute_scores(self, task: Task, prompts: Any) -> Any:
         """Score every response to every prompt, a tensor (prompts, leaves)."""
-        scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
+        scores: Any = torch.zeros(len(prompts), 1)  # all texts of t symbols: (prompts, n**t)
         levels = exact.iterate_levels(self.trunk, task, prompts, depth=task.response_length)
         next(levels)  # the prompts alone have no score
         for output in levels:
@@ -73,7 +73,8 @@ def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> A
         elif run.method == "exact_rl":
             loss = -compute_objective(model, reference, task, batch.prompts, run.beta or 0.0)
         else:  # a reward model, by Bradley and Terry
-            chosen, rejected = (model(batch.prompts, responses) for responses in (batch.chosen, batch.rejected))
+            chosen = model(batch.prompts, batch.chosen)
+            rejected = model(batch.prompts, batch.rejected)
             loss = -logsigmoid(chosen - rejected).mean()
         optimizer.zero_grad()
         loss.backward()

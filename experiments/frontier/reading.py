@@ -153,5 +153,5 @@ def _make_reward_table(rows: Sequence[Row]) -> str:
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
     """Make a Markdown table; the first line is its header."""
-    header, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
-    return "\n".join([header, f"|{'---|' * len(lines[0])}", *rows])
+    rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([rows[0], f"|{'---|' * len(lines[0])}", *rows[1:]])

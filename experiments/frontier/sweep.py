@@ -138,10 +138,8 @@ class Sweep:
         for seed in self.size.seeds:
             rng = np.random.default_rng([self.task.seed, 6, seed])
             write = partial(exact.draw, self.reference, self.task, rng=rng)
-            train, test = (
-                draw_pairs(self.task, prompts, write, rng)
-                for prompts in (self.task.train_prompts[: self.size.pairs], self.task.test_prompts[:EVALUATED])
-            )
+            train = draw_pairs(self.task, self.task.train_prompts[: self.size.pairs], write, rng)
+            test = draw_pairs(self.task, self.task.test_prompts[:EVALUATED], write, rng)
             files.write_pairs(self.root / "data" / f"pairs_{seed}", self.task, train, test)
 
     # --- the runs -----------------------------------------------------------------------------------------------------

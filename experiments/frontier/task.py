@@ -17,7 +17,7 @@ import numpy as np
 
 SYMBOLS = "abcdefgh"
 SYMBOL_REWARD, REPETITION_COST = 0.5, 0.6  # in the true reward
-LOGIT_SCALE = 0.7  # of the demonstrator
+LOGIT_SCALE = 0.7  # for the demonstrator
 
 
 class Pairs(NamedTuple):
@@ -84,7 +84,7 @@ class Task:
             SYMBOL_REWARD
             + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
         )
-        n_occurrences = (y[..., None] == np.arange(self.symbols)).sum(-2)  # of each symbol in the response
+        n_occurrences = (y[..., None] == np.arange(self.symbols)).sum(-2)  # by symbol of the response
         n_repetitions = (n_occurrences * (n_occurrences - 1) / 2).sum(-1)  # pairs of equal symbols
         return symbol_rewards.sum(-1) - REPETITION_COST * n_repetitions
 
@@ -93,7 +93,8 @@ class Task:
         """Mean of the demonstrator's raw rewards, and standard deviation within a prompt."""
         rng = np.random.default_rng([self.seed, 3])
         prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
-        first, second = (self._raw_reward(prompts, self.demonstrate(prompts, rng)) for _ in range(2))
+        first = self._raw_reward(prompts, self.demonstrate(prompts, rng))
+        second = self._raw_reward(prompts, self.demonstrate(prompts, rng))
         variance = ((first - second) ** 2).mean() / 2  # within a prompt
         return float((first + second).mean() / 2), float(np.sqrt(variance))
 

@@ -98,7 +98,7 @@ REWARDED = (*ONLINE, "online.scorer=reward_model", "online.reward_model=HERE")
 
 
 def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, tmp_path):
-    with refused(r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: give all"):
+    with refused(r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: use the same files"):
         start("plugins=[HERE/my.py]", changed="my.py", lr=1e-4)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -112,7 +112,7 @@ def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(sta
     ],
 )
 def test_machines_with_another_model_or_scorer_are_refused(settings, changed, named, start, tmp_path):
-    with refused(rf"rank 1 on .* differ in {named}: give all"):
+    with refused(rf"rank 1 on .* differ in {named}: use the same files"):
         start(*settings, changed=changed)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
