@@ -22,7 +22,7 @@ class Answer(NamedTuple):
     text: str
     tokens: Tokens  # including the end token, if any
     ended: bool  # by an end token, not cut off at `max_new_tokens`
-    score: float = math.nan  # of the scorer, in online training; higher is better
+    score: float = math.nan  # the scorer's, in online training; higher is better
 
 
 class Drawn(NamedTuple):
@@ -52,7 +52,7 @@ class Sampling(NamedTuple):
     top_k: int = 0  # 0: all tokens
     end_tokens: Sequence[int] = ()
     seed: tuple[int, ...] = (0,)
-    cache_implementation: str | None = None  # of transformers' `generate`
+    cache_implementation: str | None = None  # for transformers' `generate`
 
     def __str__(self) -> str:
         if not self.temperature:
@@ -67,23 +67,28 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own,
 def choose_sampling(
     model: Any, tokenizer: Any, wanted: Mapping, *, chat: bool = False, max_new_tokens: int = 0, **more: Any
 ) -> Sampling:
-    """Each value is the one in `wanted`, else the generation config's, else a default.
+    """Choose each value: the one in `wanted`, else the generation config's, else a default.
 
     Nothing else of a generation config is used: penalties, for instance, would show another distribution than the
     model's.
     """
-    chosen, config = {}, model.generation_config
-    for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
+    config = model.generation_config
+    chosen = dict(CHAT_DEFAULTS if chat else DEFAULTS)
+    for name in chosen:
         published = getattr(config, name, None)
-        is_usable = published is not None and KEYS[f"sample_{name}"].holds(published)
-        chosen[name] = wanted[name] if wanted[name] is not None else published if is_usable else default
+        if wanted[name] is not None:
+            chosen[name] = wanted[name]
+        elif published is not None and KEYS[f"sample_{name}"].holds(published):
+            chosen[name] = published
     return Sampling(max_new_tokens, **chosen, end_tokens=list_end_tokens(config, tokenizer), **more)
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     published = generation_config.eos_token_id
-    tokens = [tokenizer.eos_token_id, *(published if isinstance(published, list) else [published])]
-    return [token for token in dict.fromkeys(tokens) if token is not None]
+    if not isinstance(published, list):
+        published = [published]
+    tokens = dict.fromkeys([tokenizer.eos_token_id, *published])
+    return [token for token in tokens if token is not None]
 
 
 def answer(
@@ -112,7 +117,8 @@ def answer(
             processors.append(transformers.TopPLogitsWarper(sampling.top_p))
         seeds = [[*sampling.seed, number] for number in numbers]
         processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
-    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
+    own_config = model.generation_config
+    model.generation_config = transformers.GenerationConfig()
     try:
         with without_compilation(cache_implementation=sampling.cache_implementation):
             rows = model.generate(
@@ -130,15 +136,15 @@ def answer(
         model.generation_config = own_config
     answers = []
     for tokens in rows[:, n_prompt:].tolist():
-        end = next((i for i, token in enumerate(tokens, start=1) if token in sampling.end_tokens), None)
-        kept = tuple(tokens[:end])  # padding follows the end token
+        ends = [i for i, token in enumerate(tokens, start=1) if token in sampling.end_tokens]
+        kept = tuple(tokens[: ends[0]] if ends else tokens)  # padding follows the end token
         text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        answers.append(Answer(text, kept, end is not None))
+        answers.append(Answer(text, kept, ended=bool(ends)))
     return answers
 
 
 class _DrawToken(transformers.LogitsProcessor):
-    """Leaves of each row's logits (B, V) only the token drawn, by the row's seed."""
+    """A processor that leaves of each row's logits (B, V) only the token drawn, by the row's seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int):
         self.n_prompt = n_prompt
@@ -161,7 +167,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
-    """A prompt's text as fed, with CUT for truncated text."""
+    """Write a prompt's text as the model gets it, with CUT for truncated text."""
     if not example.prompt_is_cut:
         return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
@@ -170,8 +176,8 @@ def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     return f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}"
 
 
-def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
-    """A prompt for readers, without control tokens: a chat's turns with roles, or `fed` if it was truncated."""
-    if not prompt.messages or fed != prompt.text:
-        return find_control(tokenizer).sub("", fed).strip()
+def write_turns(prompt: Prompt, text: str, tokenizer: Any) -> str:
+    """Write a prompt for readers, without control tokens: a chat's turns with roles, or `text` if it was truncated."""
+    if not prompt.messages or text != prompt.text:
+        return find_control(tokenizer).sub("", text).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

@@ -33,7 +33,7 @@ from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.published import drop_copies, find_file, read_weights, rename_weights, spell_both_ways
-from dpo.models.quantization import layers_to_quantize, round_to_4bit
+from dpo.models.quantization import layers_to_quantize, round_weight
 from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
 from dpo.models.text_part import is_text_part
 from dpo.models.weights import read_archive
@@ -269,7 +269,7 @@ def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> dic
     base = load_base(source, base_dtype, attention="eager")
     if source.run_dir is not None and source.plan.quantized:
         for layer in map(base.get_submodule, layers_to_quantize(base)):
-            layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+            round_weight(layer)
     return merge_adapter(base, source.adapter, dtype)
 
 

@@ -1,6 +1,5 @@
 """The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5."""
 
-import re
 from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
@@ -16,31 +15,33 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
-# of transformers 4, with rope for each kind of layers; of others it has none
-LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")
+LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has these with rope for each kind of layers
 
 
 def find_file(source: Any, file: str) -> str | None:
-    """The path of a file of a `Source`, a directory or Hub id, which may be fetched."""
+    """Find a file of a `ModelPath` by its path; it may be fetched from the Hub."""
     name = str(Path(source.name).expanduser())
     return cached_file(name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
 def read_weights(source: Any) -> dict[str, Tensor]:
-    """All tensors, mapped from the files that transformers reads; none if there are no files."""
+    """Map all tensors from the files that transformers reads; none if there are no files."""
     weights = {}
     with explaining_library(lambda error: InputError(f"files of {source.name} cannot be read: {one_sentence(error)}")):
         for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-            path = None if weights else find_file(source, file)  # the first that there is
-            paths = [path] if path else []
-            if paths and file.endswith(".json"):
+            path = find_file(source, file)
+            if path is None:
+                continue
+            paths: Any = [path]
+            if file.endswith(".json"):
                 name = str(Path(source.name).expanduser())
                 paths = get_checkpoint_shard_files(name, path, cache_dir=source.cache_dir)[0]
-            for part in paths or ():
+            for part in paths:
                 if part.endswith(".safetensors"):
                     weights |= load_file(part)
                 else:  # files of 2019 are no ZIP archives, and cannot be mapped
                     weights |= torch.load(part, "cpu", weights_only=True, mmap=is_zipfile(part))
+            break
     return weights
 
 
@@ -59,7 +60,7 @@ def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of `drop_copies` by their names in files, which may have each expert apart; none if that is unclear.
+    """Rename weights of `drop_copies` as in files, which may have each expert apart; none if that is unclear.
 
     A tied weight is there twice if the files have it twice.
     """
@@ -77,28 +78,31 @@ def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str,
 def match_names(
     model: Any, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: Set[str]
 ) -> dict[str, str]:
-    """Names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
+    """Find the names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
 
     The base model's weights share a prefix, those of its head perhaps another. The `optional` may be missing.
     """
     embeddings = model.get_input_embeddings()
     base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
+    of_base = {}
+    of_head = {}
+    for name in weights:
+        if name.startswith(base):
+            of_base[name.removeprefix(base)] = name
+        else:
+            of_head[name] = name
     names = {}
-    for is_base in (True, False):
-        group = {
-            name.removeprefix(base) if is_base else name: name for name in weights if name.startswith(base) is is_base
-        }
+    for group in (of_base, of_head):
         required = {short: name for short, name in group.items() if name not in optional}
         first = next(iter(required or group), "")
-        prefixes = {match[1] for key in shapes if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
-        fitting = [
-            prefix
-            for prefix in prefixes
-            if all(shapes.get(prefix + short) == weights[name].shape for short, name in required.items())
-        ]
-        if len(fitting) != 1 and required:
+        # every prefix of the first weight's name elsewhere is a candidate
+        prefixes = {key.removesuffix(first) for key in shapes if f".{key}".endswith(f".{first}")}
+        for short, name in required.items():
+            prefixes = {prefix for prefix in prefixes if shapes.get(prefix + short) == weights[name].shape}
+        if len(prefixes) != 1 and required:
             return {}
-        names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in shapes}
+        for prefix in prefixes:
+            names |= {name: prefix + short for short, name in group.items() if prefix + short in shapes}
     return names
 
 
@@ -114,18 +118,22 @@ def spell_both_ways(written: dict, config: Any) -> None:
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
-    has_layer_types = config.model_type in LAYER_TYPES
-    whole = rope["full_attention"] if has_layer_types else rope
+    old = {"rope_parameters": rope}
+    whole = rope
+    if config.model_type in LAYER_TYPES:
+        whole = rope["full_attention"]
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     if "rope_theta" not in whole:
         return
+    old["rope_theta"] = whole["rope_theta"]
+    old["rope_scaling"] = None
     scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    is_scaled = scaling.get("rope_type", "default") != "default"
-    old = {"rope_theta": whole["rope_theta"], "rope_scaling": scaling if is_scaled else None}
+    if scaling.get("rope_type", "default") != "default":
+        old["rope_scaling"] = scaling
     if "partial_rotary_factor" in whole:
         old["partial_rotary_factor"] = whole["partial_rotary_factor"]
     if config.model_type == "gpt_neox":
-        old |= {"rotary_emb_base": whole["rope_theta"], "rotary_pct": whole["partial_rotary_factor"]}
-    if has_layer_types:
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    for key, value in {"rope_parameters": rope, **old}.items():
+        old["rotary_emb_base"] = whole["rope_theta"]
+        old["rotary_pct"] = whole["partial_rotary_factor"]
+    for key, value in old.items():
         written.setdefault(key, value)

@@ -20,7 +20,7 @@ SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(nn.Linear):
-    """The weight is frozen; the bias stays a parameter."""
+    """A linear layer whose weight is frozen, and whose bias stays a parameter."""
 
     weight: Tensor  # two weights per byte, (weights / 2, 1)
     scales: Tensor  # one byte per block
@@ -41,7 +41,7 @@ class Linear4bit(nn.Linear):
         return _Multiply.apply(input.to(dtype), bias, self)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight as multiplied with, (out_features, in_features)."""
+        """Return the weight as multiplied with, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
         # dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block
@@ -62,10 +62,11 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: Tensor) -> dict[str, Tensor]:
-    """A `Linear4bit`'s buffers, also on the meta device."""
+    """Make a `Linear4bit`'s buffers, also on the meta device."""
     from bitsandbytes.functional import create_dynamic_map
 
-    kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
+    kernels = torch.ops.bitsandbytes
+    code = create_dynamic_map().to(weight.device)
     packed, scales = kernels.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
     # The mean is taken in float64. In float32, as in bitsandbytes' own function, it depends on the number of threads,
     # so a run that is resumed with more processes would get another base.
@@ -88,28 +89,33 @@ def quantize(model: Any) -> Any:
     device = model.device.type if model.device.type == "meta" else choose_device()
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
-        weight = layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
-        model.set_submodule(name, Linear4bit(weight.to(device), layer.bias))
+        model.set_submodule(name, Linear4bit(_oriented_weight(layer).to(device), layer.bias))
     release_freed_memory()  # the memory of the weights that were quantized
     return model.to(device)
 
 
-def round_to_4bit(weight: Tensor, layer: nn.Module) -> Tensor:
-    """A layer's weight rounded, in the dtype of `weight`."""
-    is_transposed = isinstance(layer, Conv1D)  # GPT-2's, whose weight is (in_features, out_features)
-    rounded = Linear4bit(weight.T if is_transposed else weight).dequantized(weight.dtype)
-    return rounded.T if is_transposed else rounded
+def _oriented_weight(layer: Any) -> Tensor:
+    """Return a layer's weight as (out_features, in_features); GPT-2's `Conv1D` has the transposed one."""
+    weight = layer.weight.detach()
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def round_weight(layer: Any) -> None:
+    """Round a layer's weight as quantizing would, in its own dtype."""
+    rounded = Linear4bit(_oriented_weight(layer)).dequantized(layer.weight.dtype)
+    layer.weight.data = rounded.T if isinstance(layer, Conv1D) else rounded
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """Linear layers but the head, whose weights fill whole blocks."""
+    """List the linear layers but the head, if their weights fill whole blocks."""
     silence_bitsandbytes()
     needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
     with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):
         _quantize(torch.zeros(BLOCK, device=choose_device()))
     head = model.get_output_embeddings() or find_scalar_head(model)
-    return [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head and layer.weight.numel() % BLOCK == 0
-    ]
+    names = []
+    for name, layer in model.named_modules():
+        is_linear = isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
+        if is_linear and layer.weight.numel() % BLOCK == 0:
+            names.append(name)
+    return names

@@ -40,21 +40,22 @@ LARGEST = 3.4e38  # the largest float32
 class Scorer(NamedTuple):
     name: str  # as in the config
     score: Any  # maps prompts, and an answer to each, to a number per answer; None on a rank that scores nothing
-    digest: str = ""  # of the code or weights, which must be the same when a run is resumed
+    digest: str = ""  # identifies the code or weights, which must be the same when a run is resumed
     in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
     notes: Sequence[str] = ()  # to log at the start
     check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for an unsupported prompt
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """Raises ScorerFailed for any error of the scorer, and for what is no score."""
+        """Score the answers; ScorerFailed for any error of the scorer, and for what is no score."""
 
         @torch.no_grad()
         def compute() -> list[float]:
             given = list(self.score(prompts, answers))
-            if text := next((score for score in given if isinstance(score, str | bytes)), None):
-                raise TypeError(f"the score {text!r} is text")
-            return [float(score) for score in given]
+            for score in given:
+                if isinstance(score, str | bytes):
+                    raise TypeError(f"the score {score!r} is text")
+            return list(map(float, given))
 
         scores = run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
@@ -67,7 +68,8 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
     with torch.random.fork_rng(devices=range(count_gpus())):
         random.seed(seeds.tobytes())
@@ -100,17 +102,19 @@ FORMAT_KEY = "reward_format"  # the entry for the format in an exported reward m
 
 
 class RewardModel:
-    """Scores answers, `rows` at a time, or one without a pad token.
+    """A model that scores answers, `rows` at a time, or one without a pad token.
 
     `form` is POLICY_FORMAT or a value of online.reward_format; None is the first that the tokenizer allows. Of texts
     longer than `limit` the end is scored, which has the answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None):
-        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
-        limits = [count_positions(model), *(n for _, n in find_changing_ropes(config))]
+        limits = [count_positions(model)]
+        limits += [length for _, length in find_changing_ropes(config)]
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
         limits.append(tokenizer.model_max_length)  # a tokenizer that knows no limit has a huge number
         limit = min(limit for limit in limits if limit > 0)
@@ -119,43 +123,46 @@ class RewardModel:
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
         if form == "pair" and not separates:
             raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
-        self.form = form or ("chat" if tokenizer.chat_template else "pair" if separates else "text_eos")
-        # a tokenizer may append EOS itself
-        has_eos = (
-            self.form == "text_eos"
-            and tokenizer.eos_token
-            and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
-        )
-        self.eos = tokenizer.eos_token if has_eos else ""
+        if form is None:
+            form = "pair" if separates else "text_eos"
+            if tokenizer.chat_template:
+                form = "chat"
+        self.form = form
+        self.eos = ""
+        if form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:  # else it appends EOS
+            self.eos = tokenizer.eos_token or ""
+        self.inputs = ["input_ids"]
         # types tell the two segments apart; RoBERTa, for one, has none
-        n_types = getattr(config, "type_vocab_size", 0)
-        has_types = self.form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
-        self.inputs = ("input_ids", "token_type_ids") if has_types else ("input_ids",)
+        has_types = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.model_input_names
+        if form == "pair" and has_types:
+            self.inputs.append("token_type_ids")
         tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
         config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        texts = [*map(self.encode, prompts, answers)]
-        parts = (texts[start : start + self.rows] for start in range(0, len(texts), self.rows))
-        return [score for part in parts for score in self.forward(part).tolist()]
+        texts = list(map(self.encode, prompts, answers))
+        scores = []
+        for start in range(0, len(texts), self.rows):
+            scores += self.forward(texts[start : start + self.rows]).tolist()
+        return scores
 
     def encode(self, prompt: Prompt, answer: Answer) -> Inputs:
-        """Prompt and answer, truncated on the left, without control tokens that are spelled out in them.
+        """Encode prompt and answer, truncated on the left, without control tokens that are spelled out in them.
 
-        InputError if the form cannot hold the prompt.
+        Raises InputError if the form cannot hold the prompt.
         """
         text = remove_control(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
             texts = self._write_texts(prompt, text)
-            texts[-1] += self.eos * answer.ended
+            if answer.ended:
+                texts[-1] += self.eos
             encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
-            chat = self._clean(as_messages(prompt, text))
-            tools = self._clean(prompt.tools)
             try:
-                whole = apply_template(self.tokenizer, chat, tools=tools)
+                chat = self._clean(as_messages(prompt, text))
+                whole = apply_template(self.tokenizer, chat, tools=self._clean(prompt.tools))
             except TemplateRejects as error:
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
@@ -169,48 +176,53 @@ class RewardModel:
             [tokens] = self._encode.encode_whole([(prompt.text, [[text]])])
             token_ids = tokens.prompt + tokens.responses[0][0]
         if self.form == POLICY_FORMAT and answer.ended:
-            end = answer.tokens[-1:] if prompt.rendered else ()  # a turn may end in another token than EOS
-            token_ids = [*token_ids, *(end or [self.tokenizer.eos_token_id])]
+            end = self.tokenizer.eos_token_id
+            if prompt.rendered and answer.tokens:  # a turn may end in another token
+                end = answer.tokens[-1]
+            token_ids = [*token_ids, end]
         return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
 
     def _clean(self, value: Any) -> Any:
         return change_texts(value, lambda text: remove_control(text, self.tokenizer))
 
     def _write_texts(self, prompt: Prompt, answer: str) -> list[str]:
-        """Prompt and answer as one text, or as two in the form pair; messages, without the policy's template."""
+        """Write prompt and answer as one text, or as two in the form pair; messages, without the policy's template."""
         question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
         separator = ""
         if prompt.messages is not None:
-            *asked, said = self._clean(as_messages(prompt, answer))
-            is_alone = self.form == "pair" and [message["role"] for message in asked] == ["user"]
-            question = asked[0]["content"] if is_alone else write_dialogue(asked)
-            answer = said["content"]
+            *asked, last = self._clean(as_messages(prompt, answer))
+            question = write_dialogue(asked)
+            if self.form == "pair" and len(asked) == 1 and asked[0]["role"] == "user":
+                question = asked[0]["content"]
+            answer = last["content"]
             separator = " "
         return [question, answer] if self.form == "pair" else [question + separator + answer]
 
     def digest(self) -> str:
-        content = self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items())
+        content = (self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items()))
         weights = model_digest(self.model, str(self.model.dtype))
         return hashlib.sha256(repr((weights, content)).encode()).hexdigest()
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
-        """Scores of B texts, (B,) in float32."""
-        rows = [text | {"attention_mask": [1] * len(text["input_ids"])} for text in texts]
+        """Compute the scores of B texts, (B,) in float32."""
+        rows = [{**text, "attention_mask": [1] * len(text["input_ids"])} for text in texts]
         inputs = {}
         for name in rows[0]:
-            padding = self.model.config.get_text_config().pad_token_id or 0 if name == "input_ids" else 0
+            padding = 0
+            if name == "input_ids":
+                padding = self.model.config.get_text_config().pad_token_id or 0
             values = pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding)
             inputs[name] = values.to(self.model.device)  # (B, T)
         return self.model(**inputs).logits.squeeze(-1).float()
 
 
 def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
-    """Raises InputError if the model cannot be loaded, has no weights for its head, or not exactly one output."""
+    """Load a model with its head; InputError if that is impossible, or if it has not exactly one output."""
     name = plan.online.reward_model
     key = f"online.reward_model={name}"
     source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
-    advice = "give a sequence classification model with one output"
+    advice = "use a sequence classification model with one output"
     with explaining_load_errors("reward model", name):
         model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
@@ -223,8 +235,10 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     disable_dropout(model)
     with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
-    recorded_format = POLICY_FORMAT if getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT else None
-    reward_model = RewardModel(model, tokenizer, rows=rows, form=plan.online.reward_format or recorded_format)
+    form = plan.online.reward_format
+    if form is None and getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT:
+        form = POLICY_FORMAT
+    reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
     reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model
 

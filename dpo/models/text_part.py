@@ -37,9 +37,9 @@ def name_in_class(model: Any, config: Any) -> None:
 def rename_layers(model: Any, names: Mapping[str, Tensor], *, to_class: bool) -> dict[str, Tensor]:
     """Rename an adapter's weights to those in the checkpoint's class, or back."""
     layers = {}
-    for weights in getattr(model, "names_in_class", {}).items():
-        own, theirs = (weight.removesuffix(".weight") for weight in weights)
-        layers |= {own: theirs} if to_class else {theirs: own}
+    for own, theirs in getattr(model, "names_in_class", {}).items():
+        old, new = (own, theirs) if to_class else (theirs, own)
+        layers[old.removesuffix(".weight")] = new.removesuffix(".weight")
     renamed = {}
     for name, tensor in names.items():
         layer, factor, rest = name.partition(".lora_")

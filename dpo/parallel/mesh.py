@@ -15,15 +15,18 @@ from dpo.system.waiting import is_shared
 
 
 class Mesh:
-    """Ranks fill `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
+    """The ranks as `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
 
     Layers are sharded along `tensor`, states along `shard` (FSDP). Ranks that differ only in `tensor` see equal
     examples.
     """
 
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
-        self.rank, self.world_size, self.tensor_size = rank, dims.world_size, dims.tensor_size
-        self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
+        self.rank = rank
+        self.world_size = dims.world_size
+        self.tensor_size = dims.tensor_size
+        self.data_rank = rank // dims.tensor_size
+        self.data_size = dims.data_size
         # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples
         self.counts = rank % dims.tensor_size == 0
         self.shard_size = dims.shard_size
@@ -48,10 +51,13 @@ class Mesh:
         return values
 
     def any(self, here: bool) -> bool:
-        return here if self.world_size == 1 else bool(self.add(torch.tensor(int(here), device=self.device)).item())
+        """Whether `here` is true on any process."""
+        if self.world_size == 1:
+            return here
+        return bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
-        """The values of all processes, by rank."""
+        """Gather the values of all processes, by rank."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.tensor_parallel import cut_modules, find_plan
+from dpo.parallel.tensor_parallel import cut_modules, find_plan, join_parts
 from dpo.system.host import count_gpus, is_gpu
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
@@ -45,12 +45,13 @@ def distribute(
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
-    fsdp_mesh = mesh.device_mesh[("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"]
+    axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
+    fsdp_mesh = mesh.device_mesh[axes]
     # no variable may hold the tensors, so that each unit's are freed
-    own_specs = {
-        name: (tensor.shape, tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    specs, model.generation_config = from_rank_0((own_specs, getattr(model, "generation_config", None)))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
+    del tensors
+    specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
     distributed = set()
     whole = set()
@@ -68,12 +69,14 @@ def distribute(
         sharded = parameters - whole
         n_gathered += sum(local_tensor(parameter).numel() for parameter in sharded)
         if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):  # the root may have none, but blocks have
-            # The root casts nothing: its inputs are integers. To cast, FSDP would still copy a `Packed` batch, and the
-            # masks cached in the copy would be lost.
-            mixed_precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=unit is not model)
-            reshards = None if reshard_after_forward else False  # None: all but the root unit
             fully_shard(
-                unit, mesh=fsdp_mesh, mp_policy=mixed_precision, reshard_after_forward=reshards, ignored_params=whole
+                unit,
+                mesh=fsdp_mesh,
+                # The root casts nothing: its inputs are integers. To cast, FSDP would still copy a `Packed` batch, and
+                # the masks cached in the copy would be lost.
+                mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=unit is not model),
+                reshard_after_forward=None if reshard_after_forward else False,  # None: all but the root unit
+                ignored_params=whole,
             )
         elif uses_fsdp and unit is not model:  # a block without FSDP casts its inputs too, for the same numbers
             unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
@@ -87,7 +90,7 @@ def distribute(
 
 
 def list_ties(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter by all of its names, of which a tied one has several."""
+    """Map all names of parameters to their first names; a tied parameter has several."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -103,7 +106,7 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
 
 
 def describe_structure(model: nn.Module) -> dict[str, str]:
-    """What must be alike on all ranks before weights are sent, for `check_alike`.
+    """List what must be alike on all ranks before weights are sent, for `check_alike`.
 
     A dtype may differ: it is rank 0's that counts.
     """
@@ -122,13 +125,15 @@ def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict)
             return value.to(dtype)
         if isinstance(value, dict):
             return {name: cast(part) for name, part in value.items()}
-        return type(value)(map(cast, value)) if type(value) in (tuple, list) else value
+        if type(value) in (tuple, list):
+            return type(value)(map(cast, value))
+        return value
 
     return cast(args), cast(kwargs)
 
 
 def find_class(model: Any) -> type[nn.Module]:
-    """The class that a model had before FSDP, which makes a subclass of whatever it shards."""
+    """Find the class that a model had before FSDP, which makes a subclass of whatever it shards."""
     return next(parent for parent in type(model).__mro__ if not issubclass(parent, FSDPModule))
 
 
@@ -138,7 +143,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
-    """The modules of class `block_name`, or of the classes that the model declares unsplittable."""
+    """List the modules of class `block_name`, or of the classes that the model declares unsplittable."""
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(
@@ -153,9 +158,9 @@ def _receive_tensors(
 ) -> None:
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
-    for module_name, module in modules.items():
-        own = {"recurse": False, "remove_duplicate": False}
-        for name, tensor in (*module.named_parameters(module_name, **own), *module.named_buffers(module_name, **own)):
+    own = {"recurse": False, "remove_duplicate": False}
+    for prefix, module in modules.items():
+        for name, tensor in (*module.named_parameters(prefix, **own), *module.named_buffers(prefix, **own)):
             if tensor not in replacements:
                 shape, dtype = specs[name]
                 replacement = broadcast(tensor, shape, dtype, mesh)
@@ -168,7 +173,7 @@ def _receive_tensors(
 
 
 def broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """Rank 0's `tensor`, on this process's device; other ranks may pass None."""
+    """Send rank 0's `tensor` to every process's device; other ranks may pass None."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
     else:
@@ -218,7 +223,8 @@ def gathered_weights(model: Any) -> Iterator:
         free = torch.cuda.mem_get_info(device)[0] + cached
         fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
         dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
-        units = units if fits_everywhere.item() else []
+        if not fits_everywhere.item():
+            units = []
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -232,7 +238,7 @@ def gathered_weights(model: Any) -> Iterator:
 
 
 def get_block_class_from_model(model: nn.Module, block_class_name: str) -> type[nn.Module]:
-    """The class of this name among the model's modules; InputError if there is none."""
+    """Find the class of this name among the model's modules; InputError if there is none."""
     for module in model.modules():
         if type(module).__name__ == block_class_name and module is not model:
             return type(module)
@@ -249,26 +255,29 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hold_the_same(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Whether two models hold equal weights, in the dtype of the other weights."""
-    weights, other_weights = list(weights), list(other_weights)
+def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
+    """Compare the weights of two models, in the dtype of the other weights."""
+    weights = list(weights)
+    other_weights = list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
         return False
-    # `all` stops at a difference; the processes that gather a weight together compare the same part, so stop together
-    are_equal = all(
-        torch.equal(gather_like(weight, other).to(local_tensor(other)), local_tensor(other))
-        for weight, other in zip(weights, other_weights, strict=True)
-    )
-    return not mesh.any(not are_equal)
+
+    def differ(weight: Tensor, other: Tensor) -> bool:
+        other_part = local_tensor(other)
+        return not torch.equal(gather_like(weight, other).to(other_part), other_part)
+
+    # `any` stops at a difference; the processes that gather a weight together compare the same part, so stop together
+    return not mesh.any(any(map(differ, weights, other_weights)))
 
 
 def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """This process's part of a tensor, gathered as far as `other` is."""
+    """Gather this process's part of a tensor as far as `other` is gathered."""
     if not isinstance(tensor, DTensor):
         return tensor
     # `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole
-    n_axes_of_other = other.device_mesh.ndim if isinstance(other, DTensor) else 0
-    n_gathered = tensor.device_mesh.ndim - n_axes_of_other
+    n_gathered = tensor.device_mesh.ndim
+    if isinstance(other, DTensor):
+        n_gathered -= other.device_mesh.ndim
     placements = [Replicate()] * n_gathered + [*tensor.placements[n_gathered:]]
     return tensor.redistribute(placements=placements).to_local()
 
@@ -278,7 +287,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_state(state: Any) -> Any:
-    """A state dict with every sharded tensor gathered, one at a time, on rank 0's CPU; None on the other ranks."""
+    """Gather every sharded tensor of a state dict, one at a time, on rank 0's CPU; they are None on other ranks."""
     if isinstance(state, Tensor):
         gathered = full_tensor(state).detach()
         return gathered.cpu() if is_rank_0() else None
@@ -303,7 +312,7 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
 
 
 def optimized(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """What an optimizer updates: this process's shards, each with its parameter as `whole`, and other parameters."""
+    """Yield what an optimizer updates: shards, each with its parameter as `whole`, and other parameters."""
     for parameter in parameters:
         tensor = parameter
         if isinstance(parameter, DTensor):
@@ -313,14 +322,15 @@ def optimized(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def whole_parameter(tensor: Tensor) -> Tensor:
-    """The parameter that an optimizer's tensor is a shard of, or the tensor itself."""
+    """Return the parameter that an optimizer's tensor is a shard of, or the tensor itself."""
     return getattr(tensor, "whole", tensor)
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
     """Step with the gradients of sharded parameters."""
     for tensor in _list_optimized(optimizer):
-        if (whole := whole_parameter(tensor)) is not tensor and whole.grad is not None:
+        whole = whole_parameter(tensor)
+        if whole is not tensor and whole.grad is not None:
             tensor.grad = whole.grad.to_local()
     optimizer.step()
     optimizer.zero_grad()
@@ -331,17 +341,19 @@ def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     """Step; return how many weights changed, and of how many: a sample of those that this process has gradients of."""
     tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
     every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
-    every += every % 2 == 0  # odd, so that it meets all columns of a matrix
+    if every % 2 == 0:  # an odd number meets all columns of a matrix
+        every += 1
     before = []
     for tensor in tensors:
         has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
-        before.append((tensor.flatten()[::every].clone(), has_gradient))
+        before.append((tensor, tensor.flatten()[::every].clone(), has_gradient))
     step_optimizer(optimizer)
-    counts = torch.zeros(2, dtype=torch.int64)
-    for tensor, (weights, has_gradient) in zip(tensors, before, strict=True):
+    n_changed = 0
+    n_weights = 0
+    for tensor, weights, has_gradient in before:
         has_changed = has_gradient & (tensor.flatten()[::every] != weights)
-        counts += torch.stack([has_changed.sum(), has_gradient.sum()]).cpu()
-    n_changed, n_weights = counts.tolist()
+        n_changed += int(has_changed.sum())
+        n_weights += int(has_gradient.sum())
     return n_changed, n_weights
 
 
@@ -350,20 +362,16 @@ def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def whole_states(optimizer: Optimizer) -> dict:
-    """An optimizer's state dict, with DTensors for the states of shards."""
+    """Make an optimizer's state dict, with DTensors for the states of shards."""
     saved = optimizer.state_dict()
-    states = dict(saved["state"])  # by the index of the parameter
+    states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter
     for i, tensor in enumerate(_list_optimized(optimizer)):
         whole = whole_parameter(tensor)
-        if whole is tensor or i not in states:
+        if whole is tensor:
             continue
-        sizes = {"shape": whole.shape, "stride": whole.stride()}
-        states[i] = {
-            key: DTensor.from_local(value, whole.device_mesh, whole.placements, run_check=False, **sizes)
-            if torch.is_tensor(value) and value.shape == tensor.shape  # unlike a counter of steps
-            else value
-            for key, value in states[i].items()
-        }
+        for key, value in states.get(i, {}).items():
+            if torch.is_tensor(value) and value.shape == tensor.shape:  # unlike a counter of steps
+                states[i][key] = join_parts(value, whole.device_mesh, whole.placements, like=whole)
     return {**saved, "state": states}
 
 
@@ -372,22 +380,23 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     tensors = _list_optimized(optimizer)
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
-    def remove_values(i: int, value: Any) -> Any:
-        whole = whole_parameter(tensors[i])
-        is_sharded = whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape
-        return value.to("meta") if is_sharded else value
-
     # first send the state without the values of sharded tensors, then these tensors one by one
-    small_states = {i: {key: remove_values(i, value) for key, value in values.items()} for i, values in states.items()}
+    small_states = {i: dict(values) for i, values in states.items()}
+    for i, values in small_states.items():
+        whole = whole_parameter(tensors[i])
+        for key, value in values.items():
+            if whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape:
+                values[key] = value.to("meta")
     received = from_rank_0(None if state is None else {**state, "state": small_states})
     for i, values in received["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
                 tensor = states[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
                 tensor = broadcast(tensor, value.shape, value.dtype, mesh)
-                device_mesh, placements = tensors[i].whole.device_mesh, tensors[i].whole.placements
-                replicated = DTensor.from_local(tensor, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
-                values[key] = replicated.redistribute(placements=placements).to_local()
+                whole = tensors[i].whole
+                everywhere = [Replicate()] * whole.device_mesh.ndim
+                replicated = join_parts(tensor, whole.device_mesh, everywhere, like=whole)
+                values[key] = replicated.redistribute(placements=whole.placements).to_local()
     optimizer.load_state_dict(received)
     # on a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them
     for values in optimizer.state.values():
@@ -400,6 +409,6 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
 def choose_device_map() -> str | dict[str, int] | None:
     """A map for `dpo.models.pretrained.load_onto`."""
     gpus = count_gpus()
-    if gpus == 0:
-        return None
-    return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU
+    if gpus > 1:
+        return "balanced"
+    return {"": 0} if gpus else None  # "" stands for the whole model, 0 for the first GPU

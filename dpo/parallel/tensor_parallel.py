@@ -67,16 +67,13 @@ class _Join(torch.autograd.Function):
         return grad[..., ctx.own_slice], None, None
 
 
-COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
+def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
+    return _Copy.apply(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
-def SLICED(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
-
-
-def OWN_HEADS(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """This process's heads of (..., 3 * heads * head size): GPT-2 has queries, keys and values side by side."""
-    whole = COPIED(JOINED(x, mesh, width), mesh, width)
+def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
+    """Take this process's heads of (..., 3 * heads * head size): GPT-2 has queries, keys and values side by side."""
+    whole = _Copy.apply(_Join.apply(x, mesh, width), mesh, width)
     return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
 
 
@@ -85,9 +82,10 @@ def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _own_slice(size: int, mesh: DeviceMesh) -> slice:
-    """This process's slice of a dim; its end may exceed the dim."""
+    """Find this process's slice of a dim; its end may exceed the dim."""
     length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
-    return slice(mesh.get_local_rank() * length, (mesh.get_local_rank() + 1) * length)
+    start = mesh.get_local_rank() * length
+    return slice(start, start + length)
 
 
 class Style(NamedTuple):
@@ -101,12 +99,12 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "colwise": Style("out", COPIED),
-    "rowwise": Style("in", None, ADDED),
-    "colwise_gather_output": Style("out", COPIED, JOINED),
-    "rowwise_split_input": Style("in", SLICED, ADDED),
-    "fused_qkv": Style("out", COPIED, OWN_HEADS),
-    "embedding_rowwise": Style("rows", None, ADDED),
+    "colwise": Style("out", _Copy.apply),
+    "rowwise": Style("in", None, _Add.apply),
+    "colwise_gather_output": Style("out", _Copy.apply, _Join.apply),
+    "rowwise_split_input": Style("in", _take_slice, _Add.apply),
+    "fused_qkv": Style("out", _Copy.apply, _take_heads),
+    "embedding_rowwise": Style("rows", None, _Add.apply),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
     "gpt2_attention": Style(None, divided="split_size"),
@@ -148,16 +146,18 @@ def check_tensor_parallel(config: Any, size: int) -> None:
         n_heads = getattr(config, name, None)
         if isinstance(n_heads, int) and n_heads % size:
             raise InputError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: choose another, or "
+                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: set another size, or "
                 "trainer=FSDPTrainer"
             )
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """The style of each module to shard, by full name; raises InputError for an unsupported model."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    """Find the style of each module to shard, by full name; InputError for an unsupported model."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    embedding_name, head_name = names[embedding], names.get(head, "")  # a reward model has no such head
+    embedding_name = names[embedding]
+    head_name = names.get(head, "")  # a reward model has no such head
     own_plan = PLANS.get(model.config.model_type) or model.tp_plan or {}  # by pattern of module names
     style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
@@ -189,7 +189,7 @@ def _refusal(model: Any, problem: str) -> InputError:
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of the parts of adapted layers, W x + B A x.
+    """Find the styles of the parts of adapted layers, W x + B A x.
 
     Conversions are linear, so those of W convert the sum's input and output.
     """
@@ -231,7 +231,9 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
-    forward, rank = module.forward, mesh.get_local_rank()
+    """Make a module's forward use its slices."""
+    forward = module.forward
+    rank = mesh.get_local_rank()
     width = getattr(module, "nf", None) or getattr(module, "out_features", 0)
     if style.cut == "out" and isinstance(module, Conv1D):
         module.nf = module.weight.to_local().shape[1]
@@ -249,7 +251,9 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
             y = forward(*args, **kwargs)
         finally:
             module._parameters.update(dtensors)
-        return style.leave(y, mesh, width) if style.leave else y
+        if style.leave:
+            y = style.leave(y, mesh, width)
+        return y
 
     module.forward = local_forward
 
@@ -261,7 +265,7 @@ def _drop_own_features(dropout: Any, x: Tensor, *, width: int, mesh: DeviceMesh)
 
 
 def _find_cut_dim(module: nn.Module, name: str, cut: str | None) -> int | None:
-    """The dim along which a module's parameter `name` is cut; None: it is whole."""
+    """Find the dim along which a module's parameter `name` is cut; None: it is whole."""
     if cut is None or (cut == "in" and name == "bias"):
         return None
     is_transposed = isinstance(module, Conv1D) and name == "weight"
@@ -269,19 +273,22 @@ def _find_cut_dim(module: nn.Module, name: str, cut: str | None) -> int | None:
 
 
 def _slice(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    """This process's slice of a parameter along `dim`, or a replica."""
-    placement = Replicate() if dim is None else Shard(dim)
-    local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
+    """Make this process's slice of a parameter along `dim`, or a replica."""
+    placements = [Replicate() if dim is None else Shard(dim)]
+    local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None).to_local()
     if dim is not None:
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
-    sliced = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    sliced = join_parts(local, mesh, placements, like=parameter)
     return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
+def join_parts(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:
+    """Make a DTensor with the shape and strides of another tensor from the processes' parts."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def _local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
-    """A DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
+    """Return a DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
@@ -295,18 +302,19 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
 
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor) -> None:
-    parameter, grad = owner(), local.grad
+    parameter = owner()
+    grad = local.grad
     local.grad = None
-    if parameter.grad is not None:
+    if parameter.grad is None:
+        parameter.grad = join_parts(grad, parameter.device_mesh, placements, like=parameter)
+    else:
         parameter.grad.to_local().add_(grad)
-        return
-    mesh, shape = parameter.device_mesh, parameter.shape
-    parameter.grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def _make_sliced_lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """A forward that embeds the tokens of this process's rows, and gives 0 for other tokens."""
-    lookup, n_rows = module.forward, module.weight.to_local().shape[0]
+    """Make a forward that embeds the tokens of this process's rows, and gives 0 for other tokens."""
+    lookup = module.forward
+    n_rows = module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start
     if module.padding_idx is not None:
         local_padding_idx = module.padding_idx - first_row

@@ -21,13 +21,13 @@ FAMILIES = ("gpt2", "gpt_neox", "llama")
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "SplitModel":
     """Shard a copy of a model, which should be on the CPU; InputError if the package cannot shard it."""
     config = model.config
-    is_known = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa")
-    is_odd = config.model_type == "llama" and (
-        config.attention_bias or config.mlp_bias or config.head_dim * config.num_attention_heads != config.hidden_size
-    )
+    fits = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa") and len(devices) > 1
+    if config.model_type == "llama":
+        fits = fits and config.head_dim * config.num_attention_heads == config.hidden_size
+        fits = fits and not (config.attention_bias or config.mlp_bias)
     # backward would recompute one device's part, and wait forever for the parts of the other devices
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if len(devices) < 2 or not is_known or is_odd or recomputes:
+    if not fits or recomputes:
         raise InputError(
             f"tensor_parallel.backend=tensor_parallel shards models of {', '.join(FAMILIES)} over two or more "
             "devices, with eager or sdpa attention, no activation checkpointing, and a Llama without biases "
@@ -59,14 +59,15 @@ class SplitModel(torch.nn.Module):
         # a tied weight has two keys in a state dict, and one name here
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
-        self.rules = {  # how to slice each tensor
-            name: next((rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)), None)
-            for name in self.name_of_key.values()
-        }
+        self.rules = dict.fromkeys(self.name_of_key.values())  # how to slice each tensor; None: it is whole everywhere
+        for name in self.rules:
+            rules = [rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)]
+            if rules:
+                self.rules[name] = rules[0]
         self.sliced = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
         for name, rule in self.rules.items():
             if rule is first_device_rule:
-                for device_slice in self._slices(name)[1:]:  # zeros, which must stay zeros
+                for device_slice in self._list_slices(name)[1:]:  # zeros, which must stay zeros
                     device_slice.requires_grad_(False)
         self.train(model.training)
 
@@ -76,17 +77,17 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's, with slices joined, on the CPU."""
+        """Make the whole model's state dict, with slices joined, on the CPU."""
         self._forget_gathered()
         self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
         joined = {}
         for name, rule in self.rules.items():
-            slices = self._slices(name)
-            whole = rule.undo(slices) if rule else slices[0]  # without a rule, every device has the whole tensor
+            slices = self._list_slices(name)
+            whole = rule.undo(slices) if rule else slices[0]
             joined[name] = whole.detach()
         return {key: joined[name] for key, name in self.name_of_key.items()}
 
-    def _slices(self, name: str) -> list[torch.Tensor]:
+    def _list_slices(self, name: str) -> list[torch.Tensor]:
         return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
 
     def _forget_gathered(self) -> None:
@@ -95,34 +96,34 @@ class SplitModel(torch.nn.Module):
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
-    """The package's rules, corrected, and the rule for biases of summed outputs."""
+    """Correct the package's rules; return them, and the rule for biases of summed outputs."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
 
-    n, head = len(devices), r".*lm_head"
+    n = len(devices)
+    head = r".*lm_head"
     rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
     # Where outputs are summed, the package gives each device 1/n of the bias. Each part gets the whole gradient, so the
     # gradient norm counts a bias n times, and an update of Adam or RMSprop is n times too long. Here the first device
     # keeps the whole bias, and the other devices zeros.
     first_only = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
-    state_rules = {
-        pattern: first_only if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()
-    }
-    state_rules[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
+    state_rules = dict(rules.state_rules)
+    # as for the embeddings, with which it may be tied
+    state_rules[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)
     names = [name for name, _ in model.named_parameters()]
-    # without patterns that match no name, as the package warns about them
-    rules.state_rules = {
-        pattern: rule for pattern, rule in state_rules.items() if any(pattern.search(name) for name in names)
-    }
-    # on CPUs the package's own sum is in the order in which threads arrive, so results would differ from run to run
+    rules.state_rules = {}
+    for pattern, rule in state_rules.items():
+        if any(map(pattern.search, names)):  # the package warns about patterns that match no name
+            rules.state_rules[pattern] = first_only if isinstance(rule, Scale) else rule
+    # on CPUs the package's sum is in the order in which threads arrive, so results would differ between runs
     add_up = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
-    output_rules = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
-    # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the attention
-    # weights, which are not needed.
-    rules.output_rules = {
-        pattern: {0: add_up if rule[0] == "sum" else rule[0]} for pattern, rule in output_rules.items()
-    }
+    output_rules = {**rules.output_rules, re.compile(f"{head}$"): {0: "sum"}}
+    rules.output_rules = {}
+    for pattern, rule in output_rules.items():
+        # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the
+        # attention weights, which are not needed.
+        rules.output_rules[pattern] = {0: add_up if rule[0] == "sum" else rule[0]}
     rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
     if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
         rules.attr_rules = {}

@@ -20,7 +20,7 @@ from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import hold_the_same, release_gathered
+from dpo.parallel.sharding import release_gathered, weights_are_equal
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
 from dpo.training.batches import Batch
@@ -476,5 +476,5 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)
         with reference.in_use():
-            objective.models_are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
+            objective.models_are_equal = weights_are_equal(policy_weights, weights_in_use(reference.model), mesh)
     return objective

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from dpo.models.adapters import count_parameters
-from dpo.models.quantization import Linear4bit, quantize, round_to_4bit
+from dpo.models.quantization import Linear4bit, quantize, round_weight
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
 
@@ -57,8 +57,11 @@ def test_the_base_is_the_same_for_any_number_of_threads():
 def test_what_4_bits_keep_of_a_weight_is_what_the_layer_multiplies_with():
     conv, straight = Conv1D(64, 32), layer_of(32, 64)
     kept = in_4_bits(straight).dequantized(torch.float32)
-    assert torch.equal(round_to_4bit(straight.weight.detach(), straight), kept)
-    assert torch.equal(round_to_4bit(straight.weight.detach().T, conv), kept.T)
+    conv.weight.data = straight.weight.detach().T
+    for layer in (straight, conv):
+        round_weight(layer)
+    assert torch.equal(straight.weight, kept)
+    assert torch.equal(conv.weight, kept.T)
 
 
 def test_the_same_layers_have_the_bytes_that_transformers_would_load():

@@ -212,9 +212,9 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     change_json(Path(headless, "config.json"), **labels)
     odd = save_reward_model(tmp_path / "odd", "llama", tokenizer, template="{{ raise_exception('no, never') }}")
     said_of = {
-        two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): give a sequence",
+        two: r"is a BertForSequenceClassification with 2 outputs \(num_labels\): use a sequence",
         str(TINY): r"is a LlamaForCausalLM with 2 outputs",
-        headless: r"has no weights for score\.weight: give a sequence",
+        headless: r"has no weights for score\.weight: use a sequence",
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
     }
     for load in (scorer_of, lambda folder: load_scorer(plan_of(folder), "meta", rows=1)):

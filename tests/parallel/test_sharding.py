@@ -36,10 +36,10 @@ from dpo.parallel.sharding import (
     distribute,
     full_state,
     full_tensor,
-    hold_the_same,
     optimized,
     release_gathered,
     step_optimizer,
+    weights_are_equal,
     whole_states,
 )
 from dpo.settings.keys import NEED_WHOLE_TENSORS
@@ -233,13 +233,13 @@ def hold_the_reference_whole(rank: int, world_size: int, dims: ParallelDims, fam
         with torch.no_grad():
             assert torch.equal(plain_logps(whole, examples), plain_logps(sharded, examples)), family
         release_gathered(sharded)
-        assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+        assert weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
         with torch.no_grad():
             for parameter in policy.parameters():
                 getattr(parameter, "_local_tensor", parameter).mul_(2)
-        assert not hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+        assert not weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
         Reference(whole, None, ReferenceLogps(0, 1)).follow(policy)
-        assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+        assert weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
 
 
 @SLOW

@@ -12,9 +12,9 @@ from dpo.parallel.tensor_parallel import check_tensor_parallel, find_plan
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (transformers.LlamaConfig(hidden_size=576, num_attention_heads=9), 2, "num_attention_heads=9: choose"),
-        (transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2: choose"),
-        (transformers.GPT2Config(n_head=20), 3, "num_attention_heads=20: choose"),
+        (transformers.LlamaConfig(hidden_size=576, num_attention_heads=9), 2, "num_attention_heads=9: set"),
+        (transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2: set"),
+        (transformers.GPT2Config(n_head=20), 3, "num_attention_heads=20: set"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_before_anything_loads(config, size, message):
