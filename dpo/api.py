@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 POLL_SECS = 0.3
 START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 # files by which the child tells this process where it writes, and why it failed
-PLACE = "place.txt"
-FAILURE = "failure.json"
+PLACE_FILE = "place.txt"
+FAILURE_FILE = "failure.json"
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +94,11 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     given = {parse_key(override): override for override in overrides}
     if data is None and not given.keys() & {"datasets", "experiment"}:
         raise InputError("there is no data: pass data=ROWS, or set the key datasets")
-    idle = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
+    idle = given.keys() & {
+        "datasets",
+        "dataset_sources.rows",
+        "dataset_sources.rows.path",
+    }
     if data is not None and idle:
         raise InputError(f"data and {', '.join(idle)} exclude each other: use one")
     if isinstance(data, (str, Path)):
@@ -103,10 +107,18 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             data = data.to_dict("records")
         place = given.get("local_dirs")
-        stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
+        stored = store_rows(
+            {
+                "datasets": data,
+                "local_dirs": place and PARSER.parse_override(place).value(),
+            }
+        )
         if "dataset_sources" not in stored:
             raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
-        overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
+        overrides += [
+            "datasets=[rows]",
+            f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}",
+        ]
     if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
     return Result(_train(overrides))
@@ -130,7 +142,7 @@ def _train(overrides: Sequence[str]) -> Path:
     """Train in a child process; show its messages, and its updates as a bar. Returns the run's directory."""
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
         output = _Tail(Path(folder, "output.txt"))
-        place = Path(folder, PLACE)
+        place = Path(folder, PLACE_FILE)
         metrics = None
         with output.path.open("wb") as file:
             child = subprocess.Popen(
@@ -162,8 +174,8 @@ def _train(overrides: Sequence[str]) -> Path:
             child.terminate()
             child.wait()
             raise
-        if Path(folder, FAILURE).exists():
-            failure = read_json(Path(folder, FAILURE))
+        if Path(folder, FAILURE_FILE).exists():
+            failure = read_json(Path(folder, FAILURE_FILE))
             raise (InputError if failure["is_input"] else RunError)(failure["message"])
     if child.returncode or metrics is None:  # a bug, or a stop signal
         raise RunError("\n".join(output.lines[-20:]))
@@ -207,9 +219,12 @@ def _start(parent: int, folder: str) -> None:
                 raise InputError("\n".join(problems))
             if plan is None:
                 raise InputError("dpo.run trains one run: leave out options such as -m")
-            Path(folder, PLACE).write_text(os.path.abspath(plan.run.local_run_dir), encoding="utf-8")
+            Path(folder, PLACE_FILE).write_text(os.path.abspath(plan.run.local_run_dir), encoding="utf-8")
             run_plan(plan)
         except (InputError, RunError) as error:
-            failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}
-            write_json(Path(folder, FAILURE), failure)
+            failure = {
+                "is_input": isinstance(error, InputError),
+                "message": redact(str(error)),
+            }
+            write_json(Path(folder, FAILURE_FILE), failure)
             raise

@@ -9,7 +9,7 @@ from typing import Any
 from dpo.redaction import redact
 
 MAX_MESSAGE = 300  # characters of a library's message
-ADVICE = {  # what to do about errors of the system and of NCCL, by words in their messages
+ADVICE_BY_WORDS = {  # what to do about errors of the system and of NCCL, by words in their messages
     "Too many open files": "raise the hard limit of open files (ulimit -Hn shows it), or use fewer processes",
     "NCCL": "NCCL_DEBUG=INFO shows the cause: often the network (NCCL_SOCKET_IFNAME) or a small /dev/shm",
 }
@@ -52,7 +52,10 @@ def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
     by_letters = {name.lower(): name for name in names}
     given = given.lower()
     swapped = [name for name in by_letters if sorted(name) == sorted(given)]  # such as dpo for dop
-    similar = [*swapped, *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)]
+    similar = [
+        *swapped,
+        *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness),
+    ]
     if not similar:
         return ""
     written = [by_letters[name] for name in dict.fromkeys(similar)]
@@ -60,7 +63,10 @@ def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
 
 
 def find_advice(error: BaseException) -> str | None:
-    return next((advice for words, advice in ADVICE.items() if words in str(error)), None)
+    return next(
+        (advice for words, advice in ADVICE_BY_WORDS.items() if words in str(error)),
+        None,
+    )
 
 
 @contextmanager

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from dpo.analysis.verdict import print_result
 from dpo.checkpoint.resume import (
-    Run,
+    OpenRun,
     check_inputs,
     find_model_facts,
     keep_choices,
     keep_template,
-    look_at_run,
     opening_run,
+    preview_resume,
 )
 from dpo.data.loading import check_columns
 from dpo.data.preflight import TrainingData, list_first_examples, load_data
@@ -38,7 +38,7 @@ def dry_run(plan: Plan) -> None:
 
     Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
     """
-    resume_point = look_at_run(plan, list_logs())
+    resume_point = preview_resume(plan, list_logs())
     plan = keep_choices(plan, resume_point)
     set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     check_optimizer(plan.training)
@@ -64,7 +64,7 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
         _work(run, rank, plan, models, log)
 
 
-def _work(run: Run | None, rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
+def _work(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
     """Load data, train and export; `run` is None on all ranks but 0."""
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_point = run and run.resume_point
@@ -106,7 +106,13 @@ def _work(run: Run | None, rank: int, plan: Plan, models: tuple | None, log: Run
         print_result(run.directory)
 
 
-def _train(rank: int, plan: Plan, data: TrainingData, models: tuple | None, resume_from: Path | None) -> None:
+def _train(
+    rank: int,
+    plan: Plan,
+    data: TrainingData,
+    models: tuple | None,
+    resume_from: Path | None,
+) -> None:
     """Train; afterwards nothing of the trainer is held."""
     with explain_memory_error(plan, data):
         trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)

@@ -22,7 +22,8 @@ CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # again from its middle.
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
 URL_SECRETS = re.compile(
-    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE
+    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+",
+    re.IGNORECASE,
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
@@ -71,7 +72,13 @@ def shorten(value: Any) -> str:
 def _list_forms(secret: str) -> list[str]:
     """A secret as messages, JSON, URLs and pages write it, the longest first."""
     # repr escapes a quote if there are quotes of both kinds
-    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret), " ".join(secret.split())}
+    forms = {
+        secret,
+        repr(secret)[1:-1],
+        json.dumps(secret)[1:-1],
+        html.escape(secret),
+        " ".join(secret.split()),
+    }
     forms.add(quote(secret, safe="", errors="surrogateescape"))
     forms |= {form.replace(character, f"\\{character}") for form in forms for character in "'/"}
     return sorted(forms, key=len, reverse=True)
@@ -97,6 +104,13 @@ def redact(value: Any) -> Any:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
     # each word is searched up to its last @: behind it there are no credentials, but perhaps many ://
-    text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
+    text = re.sub(
+        r"(?<!\S)\S*@",
+        lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]),
+        text,
+    )
     text = URL_SECRETS.sub(r"\1REDACTED", text)
-    return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)
+    return ASSIGNMENT.sub(
+        lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0],
+        text,
+    )

@@ -73,7 +73,7 @@ def run(plan: Plan) -> None:
         if is_rank_0:
             from dpo.recipe import dry_run
 
-            with explaining_ends():
+            with explaining_exits():
                 dry_run(plan)
         return
     if is_rank_0:
@@ -96,7 +96,13 @@ def run(plan: Plan) -> None:
         raise
 
 
-def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, printed: str = "") -> None:
+def work(
+    rank: int,
+    world_size: int,
+    plan: Plan,
+    models: tuple | None = None,
+    printed: str = "",
+) -> None:
     """Do the work of one process; `printed` is for the run's log."""
     if rank == 0:
         RUN_LOG.begin(printed)
@@ -104,12 +110,12 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
         with host.importing(freeze=models is None):  # the caller's models may be in reference cycles
             from dpo.recipe import run_process
         load_plugins(plan.run.plugins)
-        with explaining_ends():
+        with explaining_exits():
             run_process(rank, plan, models, RUN_LOG)
 
 
 @contextmanager
-def explaining_ends() -> Iterator:
+def explaining_exits() -> Iterator:
     """Inside, an exit that the user's code asks for is a failure, and so is a full disk."""
     try:
         with explaining_full_disk():
@@ -118,7 +124,13 @@ def explaining_ends() -> Iterator:
         raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
 
 
-def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, reference_model: Any = None) -> None:
+def worker_main(
+    rank: int,
+    world_size: int,
+    config: DictConfig,
+    policy: Any,
+    reference_model: Any = None,
+) -> None:
     """Train loaded models in one of `world_size` processes, as `torch.multiprocessing.spawn` starts them.
 
     They meet at `config.fsdp_port`, or use the process group that exists.
@@ -135,7 +147,12 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
     raise_problems(find_problems(plan))
     makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if makes_group:
-        init_distributed(rank, world_size, port=plan.fsdp.fsdp_port or get_open_port(), backend=choose_backend())
+        init_distributed(
+            rank,
+            world_size,
+            port=plan.fsdp.fsdp_port or get_open_port(),
+            backend=choose_backend(),
+        )
     # the default name of the directory contains the time, which differs between processes
     plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
     described = f"{describe(plan)}\n"

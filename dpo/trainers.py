@@ -20,7 +20,7 @@ from dpo.checkpoint.resume import decide_autocast
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import load_data
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
-from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
+from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
 from dpo.parallel.sharding import (
@@ -106,7 +106,11 @@ class Trainer(TrainerParts):
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
             is_last = i == len(batch.microbatches)
-            announce_backward(self.policy, is_last=is_last, reduce_once=self.plan.fsdp.fsdp_reduce_once)
+            announce_backward(
+                self.policy,
+                is_last=is_last,
+                reduce_once=self.plan.fsdp.fsdp_reduce_once,
+            )
             microbatch = microbatch.to(objective.device)
             losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
             objective.weigh(losses, microbatch, context).backward()
@@ -132,7 +136,12 @@ class Trainer(TrainerParts):
         if objective.loss_scale.is_adapted:
             means["loss_scale"] = objective.loss_scale.value
         update = Update(
-            state.batch_counter, state.example_counter, batch.examples, reduced.examples, means, batch.drawn
+            state.batch_counter,
+            state.example_counter,
+            batch.examples,
+            reduced.examples,
+            means,
+            batch.drawn,
         )
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
         is_allowed = self.callbacks.allow(update)
@@ -147,7 +156,12 @@ class Trainer(TrainerParts):
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.policy.zero_grad()  # under FSDP, the optimizer has cleared only the local shards
-        logged = {**means, "lr": lr, **batch.metrics, **reduced.find_kl(list(batch.drawn))}
+        logged = {
+            **means,
+            "lr": lr,
+            **batch.metrics,
+            **reduced.find_kl(list(batch.drawn)),
+        }
         return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
 
     def step_optimizer(self, number: int) -> dict[str, float]:
@@ -264,7 +278,11 @@ class Trainer(TrainerParts):
         n_examples = self.example_counter
         return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
 
-    def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
+    def save(
+        self,
+        output_dir: str | Path | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
         """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
         state = self.state
         ranking_metric, sign = self.plan.best
@@ -343,7 +361,7 @@ class BasicTrainer(Trainer):
     def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(unwrap(model), self._make_microbatch(batch))
-        return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
+        return tuple(logps[role] for role in RESPONSE_ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
@@ -372,7 +390,10 @@ class BasicTrainer(Trainer):
     ) -> None:
         """Write one file of a checkpoint of the caller's own, by default to LATEST in the run's directory."""
         directory = Path(dir_name or self.run_dir / "LATEST")
-        write_state(directory / filename, {"step_idx": step, "state": state, "metrics": metrics or {}})
+        write_state(
+            directory / filename,
+            {"step_idx": step, "state": state, "metrics": metrics or {}},
+        )
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)

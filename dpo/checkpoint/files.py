@@ -22,8 +22,8 @@ from dpo.system.plain_files import check_readable, list_wrong, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
-TEMPORARY = "dpo-tmp"  # ending of a hidden name: what is written or removed
-FORMER = "dpo-former"  # ending of a hidden name: what is being replaced
+TEMPORARY_ENDING = "dpo-tmp"  # ending of a hidden name: what is written or removed
+FORMER_ENDING = "dpo-former"  # ending of a hidden name: what is being replaced
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 MIN_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
@@ -59,8 +59,8 @@ def write_checkpoint(
             f"checkpoint {directory} could not be written over what is there, which this run did not write: move it "
             f"away; earlier ones are intact"
         )
-    temporary = directory.with_name(f".{directory.name}.{TEMPORARY}")
-    former = directory.with_name(f".{directory.name}.{FORMER}")
+    temporary = directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
+    former = directory.with_name(f".{directory.name}.{FORMER_ENDING}")
     try:
         with _explaining(directory):
             remove(temporary)  # left behind by a killed run
@@ -73,7 +73,10 @@ def write_checkpoint(
                     path.write_bytes(state)
                 else:
                     path = temporary / f"{name}.pt"
-                    torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, path)
+                    torch.save(
+                        {"step_idx": step_idx, "state": state, "metrics": metrics},
+                        path,
+                    )
                 sync(path)
                 files[path.name] = describe_file(path)
             del state
@@ -133,7 +136,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def point(link: Path, target: Path) -> None:
+def set_link(link: Path, target: Path) -> None:
     """Set a link (LATEST, BEST) to a sibling directory, atomically."""
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
@@ -163,7 +166,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
         if os.path.realpath(directory) not in linked:
-            pruned = directory.with_name(f".{directory.name}.{TEMPORARY}")
+            pruned = directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
             remove(pruned)
             directory.rename(pruned)  # so that a `step-N` is complete even if the removal is interrupted
             shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes what is left
@@ -171,11 +174,15 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 
 def tidy(run_dir: Path) -> None:
     """Clean up after a kill while saving; restore a checkpoint that was about to be replaced."""
-    for former in run_dir.glob(f".step-*.{FORMER}"):
-        directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
+    for former in run_dir.glob(f".step-*.{FORMER_ENDING}"):
+        directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER_ENDING}")
         if not os.path.lexists(directory):
             former.rename(directory)
-    for pattern in (f".step-*.{TEMPORARY}", f".step-*.{FORMER}", f"step-*/.{EXPORTED}.dpo.*.tmp"):
+    for pattern in (
+        f".step-*.{TEMPORARY_ENDING}",
+        f".step-*.{FORMER_ENDING}",
+        f"step-*/.{EXPORTED}.dpo.*.tmp",
+    ):
         for leftover in run_dir.glob(pattern):
             remove(leftover)
 

@@ -17,7 +17,7 @@ from dpo.checkpoint.files import (
     check_complete,
     find_checkpoints,
     parse_step,
-    point,
+    set_link,
     sync,
     tidy,
 )
@@ -45,7 +45,7 @@ class ResumePoint(NamedTuple):
     manifest: Mapping
 
 
-class Run(NamedTuple):
+class OpenRun(NamedTuple):
     """A run's directory, locked by this process."""
 
     directory: Path
@@ -64,19 +64,24 @@ class Run(NamedTuple):
         if self.resume_point is not None:
             saved_at = (self.resume_point.path / MANIFEST).stat().st_mtime
             former = (self.resume_point.manifest["run"], saved_at)
-        write_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
+        write_facts(
+            self.directory,
+            plan.nested_values(),
+            processes=plan.dims.world_size,
+            former=former,
+        )
 
 
 @contextmanager
-def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
+def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
     """Lock the directory and set it back to its resume point; a run that is then refused leaves nothing behind."""
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
-    source = _find_source(plan, logs)
+    source = _find_resume_source(plan, logs)
     with lock_run_dir(run_dir):
         try:
-            yield Run(run_dir, _go_back(plan, source, logs) if source else None)
+            yield OpenRun(run_dir, _restore_run_dir(plan, source, logs) if source else None)
         except InputError:
             made = set(os.listdir(run_dir)) - before
             if made <= {*FILES}:  # neither logs nor checkpoints
@@ -88,13 +93,13 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
             raise
 
 
-def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
+def preview_resume(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
     """Find what `opening_run` would continue from, or raise its InputError; writes nothing."""
-    source = _find_source(plan, logs)
+    source = _find_resume_source(plan, logs)
     return _find_resume_point(source, plan) if source else None
 
 
-def _find_source(plan: Plan, logs: Sequence[str]) -> Path | None:
+def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     """The run (maybe this one) or checkpoint that is continued; InputError for what the run would overwrite."""
     resume = plan.run.resume
     run_dir = _find_run_dir(plan)
@@ -120,7 +125,7 @@ def _find_run_dir(plan: Plan) -> Path:
     return Path(os.path.realpath(plan.run.local_run_dir))
 
 
-def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
+def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
     """Set checkpoints and links back to the resume point; another run's checkpoint and logs are copied."""
     run_dir = _find_run_dir(plan)
     is_own = run_dir in (source, source.parent)
@@ -137,10 +142,10 @@ def _go_back(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | Non
             move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
     resume_point = resume_point._replace(path=run_dir / resume_point.path.name)
     # set the links again, as a run may be killed between saving and setting them
-    point(run_dir / "LATEST", resume_point.path)
+    set_link(run_dir / "LATEST", resume_point.path)
     best = run_dir / f"step-{resume_point.manifest['best_at']}"
     if best.exists():
-        point(run_dir / "BEST", best)
+        set_link(run_dir / "BEST", best)
     return resume_point
 
 
@@ -164,7 +169,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
                 not_set += [key for key in PRECISION if config[key] in ("auto", None)]
             for key in not_set:
                 config[key] = manifest["config"].get(key)
-            check_fits(manifest, config, where=checkpoint)
+            check_config(manifest, config, where=checkpoint)
             return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
         return None
@@ -177,7 +182,11 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     """Copy a checkpoint and logs, completely or not at all."""
     checkpoint = resume_point.path
-    _copy_files([name for name in logs if (checkpoint.parent / name).exists()], checkpoint.parent, run_dir)
+    _copy_files(
+        [name for name in logs if (checkpoint.parent / name).exists()],
+        checkpoint.parent,
+        run_dir,
+    )
     with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
         _copy_files([*resume_point.manifest["files"], MANIFEST], checkpoint, copy)
@@ -241,7 +250,7 @@ def record_config(plan: Plan) -> dict:
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
-def check_fits(manifest: Mapping, config: Mapping, *, where: Path) -> None:
+def check_config(manifest: Mapping, config: Mapping, *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
     changed = defaultdict(list)
     for key, saved_value in manifest["config"].items():

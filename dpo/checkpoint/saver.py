@@ -8,14 +8,20 @@ import numpy as np
 import torch
 
 from dpo import __version__
-from dpo.checkpoint.files import DamagedCheckpoint, point, prune, read_state, write_checkpoint
+from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import full_state, load_optimizer, whole_states
 from dpo.system.run_directory import read_facts
 from dpo.system.waiting import meet_rank_0
 
-COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
+COUNTERS = (
+    "example_counter",
+    "batch_counter",
+    "evaluated_at",
+    "samples_due",
+    "saved_at",
+)  # attributes of `RunState`
 
 # --- the parts of a checkpoint -------------------------------------------------------------------------------------
 
@@ -134,7 +140,15 @@ class Checkpoints:
     best_at: int | None = None  # number of examples at BEST
     best = -math.inf  # quality of BEST; higher is better
 
-    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable, n_evaluated: int = 0):
+    def __init__(
+        self,
+        run_dir: Path,
+        mesh: Mesh,
+        *,
+        keep: int | None,
+        log: Callable,
+        n_evaluated: int = 0,
+    ):
         self.run_dir = run_dir
         self.mesh = mesh
         self.keep = keep
@@ -164,10 +178,15 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
+        facts = {
+            **facts,
+            "version": __version__,
+            "run": self.run,
+            "best_at": self.best_at,
+        }
         write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
         for link in links:
-            point(self.run_dir / link, directory)
+            set_link(self.run_dir / link, directory)
         if self.keep is not None:
             prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
@@ -195,7 +214,11 @@ class Checkpoints:
                 part.restore(file)
 
     def state_dict(self) -> dict:
-        return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
+        return {
+            "best": self.best,
+            "best_at": self.best_at,
+            "n_evaluated": self.n_evaluated,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
         """Keep BEST if it is in this run's directory, which may be a new one."""

@@ -16,7 +16,7 @@ TRAINS_ON = {
     "labels": ("chosen", "rejected"),
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
-ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+RESPONSE_ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 
 
 class PairOptions(TypedDict, total=False):
@@ -120,7 +120,10 @@ class Loss:
         elif self.per_token:
             chosen, rejected = scores.mean_logps()
         beta = self.options.get("beta", 1.0)
-        return {"chosen": (beta * chosen).detach(), "rejected": (beta * rejected).detach()}
+        return {
+            "chosen": (beta * chosen).detach(),
+            "rejected": (beta * rejected).detach(),
+        }
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
@@ -178,7 +181,11 @@ def list_options() -> dict:
 
 
 # the AUC ranks checkpoints, as it does not depend on the losses' weights of labels
-FOR_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
+FOR_LABELS: Any = {
+    "trains_on": "labels",
+    "best": ("rewards_eval/auc", +1),
+    "margin_only": False,
+}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo, takes_offset=True),
@@ -203,15 +210,32 @@ LOSSES = {
     "sppo": Loss(formulas.sppo, margin_only=False),
     "dpop": Loss(formulas.dpop, margin_only=False, takes_offset=True),
     "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
-    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners, takes_weights=False),
-    "aot_unpaired": Loss(
-        formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
+    "aot": Loss(
+        formulas.aot,
+        margin_only=False,
+        batch_statistic=formulas.aot_partners,
+        takes_weights=False,
     ),
-    "kto": Loss(formulas.kto, **FOR_LABELS, batch_statistic=formulas.estimate_kl, mismatched=True),
+    "aot_unpaired": Loss(
+        formulas.aot_unpaired,
+        margin_only=False,
+        batch_statistic=formulas.aot_unpaired_partners,
+        takes_weights=False,
+    ),
+    "kto": Loss(
+        formulas.kto,
+        **FOR_LABELS,
+        batch_statistic=formulas.estimate_kl,
+        mismatched=True,
+    ),
     "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, **FOR_LABELS),
     "bco_unpaired": Loss(formulas.bco_unpaired, **FOR_LABELS, running_statistic=formulas.mean_reward),
     "bradley_terry": Loss(
-        formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
+        formulas.bradley_terry,
+        reference=False,
+        margin_only=False,
+        takes_offset=True,
+        scalar_head=True,
     ),
     "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
     "mix": Loss(None),

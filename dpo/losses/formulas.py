@@ -96,8 +96,11 @@ class Scores(NamedTuple):
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log pi - log ref of chosen and rejected responses."""
-        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+        """The log-ratios of chosen and rejected responses: log pi - log ref."""
+        return (
+            self.chosen - self.reference_chosen,
+            self.rejected - self.reference_rejected,
+        )
 
     def h(self) -> Tensor:
         """The difference of the log-ratios."""
@@ -109,7 +112,10 @@ class Scores(NamedTuple):
         return u_w / self.chosen_lengths, u_l / self.rejected_lengths
 
     def mean_logps(self) -> tuple[Tensor, Tensor]:
-        return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
+        return (
+            self.chosen / self.chosen_lengths,
+            self.rejected / self.rejected_lengths,
+        )
 
 
 class Losses(NamedTuple):
@@ -140,13 +146,24 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 
 
 def mean_sft(scores: Scores, **_: Any) -> Losses:
-    """`sft` per token of each target."""
+    """The loss `sft` per token of each target."""
     return Losses(-scores.chosen / scores.chosen_lengths)
 
 
-def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
+def dpo(
+    scores: Scores,
+    *,
+    beta: Positive,
+    label_smoothing: FlippedLabels,
+    reference_free: bool,
+) -> Losses:
     chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
-    logps = (chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected)
+    logps = (
+        chosen,
+        scores.rejected,
+        scores.reference_chosen,
+        scores.reference_rejected,
+    )
     return Losses(preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)[0])
 
 
@@ -205,7 +222,7 @@ def orpo(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0."""
+    """Compute log(1 - exp(x)) for x <= 0."""
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).eps)  # so that the result is finite
@@ -285,7 +302,7 @@ def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: F
 
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
-    """beta-DPO (arXiv 2407.08639), without its filter."""
+    """The loss of beta-DPO (arXiv 2407.08639), without its filter."""
     return Losses(-_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
 
 
@@ -353,7 +370,13 @@ def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losse
     return Losses(chosen.where(scores.chosen_lengths > 0, rejected))
 
 
-def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
+def kto(
+    scores: Scores,
+    *,
+    beta: Positive,
+    desirable_weight: Weight,
+    undesirable_weight: Weight,
+) -> Losses:
     """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     u_w, u_l = scores.log_ratios()
@@ -363,11 +386,20 @@ def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable
 
 
 def apo_zero_unpaired(
-    scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
+    scores: Scores,
+    *,
+    beta: Positive,
+    desirable_weight: Weight,
+    undesirable_weight: Weight,
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
     without_kl = scores._replace(batch_statistic=None)
-    losses = kto(without_kl, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    losses = kto(
+        without_kl,
+        beta=beta,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
     return losses._replace(metrics={})
 
 
@@ -409,12 +441,14 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
 def weigh_tails(scores: Scores, alpha: float) -> Scores:
     """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
     names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
-    weighted = {name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
+    weighted = {}
+    for name in names:
+        weighted[name] = getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail")
     return scores._replace(**weighted)
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), plus a constant that makes it 0 where pi = ref."""
+    """The derivative f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), less its value where pi = ref."""
     import torch
 
     if divergence == "js":
@@ -429,10 +463,17 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """f-DPO: f' of the ratios in place of the log-ratios."""
-    chosen, rejected = (f_derivative(log_ratio, divergence, alpha) for log_ratio in scores.log_ratios())
+    """Apply f-DPO: f' of the ratios in place of the log-ratios."""
+    u_w, u_l = scores.log_ratios()
+    chosen = f_derivative(u_w, divergence, alpha)
+    rejected = f_derivative(u_l, divergence, alpha)
     zeros = chosen.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
-    return scores._replace(chosen=chosen, rejected=rejected, reference_chosen=zeros, reference_rejected=zeros)
+    return scores._replace(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=zeros,
+        reference_rejected=zeros,
+    )
 
 
 def find_wpo_weights(scores: Scores) -> Tensor:

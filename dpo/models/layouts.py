@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpo.data.examples import Example, make_labels
 from dpo.errors import InputError, is_memory_error, one_sentence
-from dpo.losses import IGNORE_INDEX, ROLES
+from dpo.losses import IGNORE_INDEX, RESPONSE_ROLES
 from dpo.models.attention import find_attention
 from dpo.models.logprobs import (
     TokenLogps,
@@ -50,7 +50,7 @@ class Microbatch(NamedTuple):
 
     indices: Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: Tensor  # (sides, B) int64: scored tokens per response
-    roles: Tensor  # (sides, B) int64: each response's role, as an index into ROLES; NONE without a response
+    roles: Tensor  # (sides, B) int64: each response's role, as an index into RESPONSE_ROLES; NONE without a response
     inputs: PaddedRows | Packed
     offsets: Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
@@ -64,7 +64,7 @@ class Microbatch(NamedTuple):
         n = len(indices)
         fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
         lengths = by_side([example.n_scored for example in fed], fill=0)
-        roles = by_side([list(map(ROLES.index, example.roles)) for example in fed], fill=NONE)
+        roles = by_side([list(map(RESPONSE_ROLES.index, example.roles)) for example in fed], fill=NONE)
         offsets = None
         if examples[0].margin is not None:
             offsets = torch.tensor([example.margin for example in fed[:n]], dtype=torch.float32)
@@ -90,7 +90,7 @@ class Microbatch(NamedTuple):
     def by_role(self, values: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
         """Arrange values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
         # an example has at most one response of a role, so the sum over sides picks its value
-        return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
+        return {role: values.where(self.roles == RESPONSE_ROLES.index(role), 0).sum(0) for role in roles}
 
 
 @dataclass

@@ -63,7 +63,15 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
 class Batches:
     """The batches of a run, prepared for process `rank` of the `size` that see different examples."""
 
-    def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, size: int, rank: int = 0):
+    def __init__(
+        self,
+        plan: Plan,
+        data: TrainingData,
+        layout: Layout,
+        *,
+        size: int,
+        rank: int = 0,
+    ):
         self.plan = plan
         self.data = data
         self.layout = layout
@@ -84,7 +92,11 @@ class Batches:
 
     def train(self, *, skip: int = 0) -> Iterator:
         """Training batches in the reference code's order, but for the first `skip`."""
-        return self._iterate_train(partial(self._prepare, "train"), self.data.train.counts.tolist(), skip=skip)
+        return self._iterate_train(
+            partial(self._prepare, "train"),
+            self.data.train.counts.tolist(),
+            skip=skip,
+        )
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
         """Make an update's batch of an item that `train` yields."""

@@ -49,7 +49,13 @@ class Interval(NamedTuple):
 class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
-    def __init__(self, objective: Objective, batches: Batches, progress: Progress, stop: StopRequest):
+    def __init__(
+        self,
+        objective: Objective,
+        batches: Batches,
+        progress: Progress,
+        stop: StopRequest,
+    ):
         self.plan = batches.plan
         self.data = batches.data
         self.objective = objective
@@ -61,7 +67,10 @@ class Evaluator:
         # an online run may have no evaluation batches: samples are then of held-out prompts
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
-        n_sampled_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
+        n_sampled_batches = max(
+            1,
+            self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size,
+        )
         self.sampled = self.prompts[:n_sampled_batches]  # prompts of samples, in whole batches
 
     @cached_property
@@ -71,7 +80,11 @@ class Evaluator:
         return choose_sampling(
             self.objective.policy,
             self.data.tokenizer,
-            {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k},
+            {
+                "temperature": plan.sample_temperature,
+                "top_p": plan.sample_top_p,
+                "top_k": plan.sample_top_k,
+            },
             chat=all(self.data.test[example.id[0]].rendered for example in chain(*self.sampled)),
             cache_implementation=self.plan.model.cache_implementation,
         )
@@ -118,7 +131,11 @@ class Evaluator:
         batches = group(examples, self.plan.data.eval_batch_size)
         greedy = self.sampling._replace(temperature=0, max_new_tokens=N_VERDICT_TOKENS)
         texts = {}
-        for example, answer in zip(examples, self._answer(self.objective.policy, batches, greedy), strict=True):
+        for example, answer in zip(
+            examples,
+            self._answer(self.objective.policy, batches, greedy),
+            strict=True,
+        ):
             fed = show_fed(example, self.data.test[example.id[0]], self.data.tokenizer)
             texts[fed] = answer.text
         return texts

@@ -27,7 +27,7 @@ from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.system.host import find_device_memory, resident_memory
 from dpo.training.batches import Batches
-from dpo.training.online import add_placeholders, encode_prompt, pick_training_prompts
+from dpo.training.online import add_placeholders, make_prompt_example, pick_training_prompts
 from dpo.training.optimization import count_states
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
@@ -57,7 +57,11 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     in_step = ["update"]
     if plan.data.gradient_accumulation_steps == 1:  # gradients of the only backward pass come as activations go
         in_step.append("gradients")
-    for purpose in min(in_backward, in_step, key=lambda purposes: sum(memory[purpose] for purpose in purposes)):
+    for purpose in min(
+        in_backward,
+        in_step,
+        key=lambda purposes: sum(memory[purpose] for purpose in purposes),
+    ):
         del memory[purpose]
     if not plan.gpus:
         if plan.dims.world_size == 1:
@@ -132,7 +136,7 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
     if plan.online:  # the longest answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
-        prompts = [encode_prompt(prompt, data, plan) for prompt in pick_training_prompts(data)]
+        prompts = [make_prompt_example(prompt, data, plan) for prompt in pick_training_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
@@ -176,12 +180,23 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             kept.add(tensor.untyped_storage())
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(DTYPES.get(plan.model.autocast)):
+    with (
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+        _OnMeta(DTYPES.get(plan.model.autocast)),
+    ):
         layout.forward(policy.train(), microbatch.to("meta").inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
 
-PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, torch.bmm, torch.baddbmm, torch.addmm, torch.einsum}
+PRODUCTS = {
+    F.linear,
+    torch.matmul,
+    Tensor.matmul,
+    torch.bmm,
+    torch.baddbmm,
+    torch.addmm,
+    torch.einsum,
+}
 
 
 class _OnMeta(TorchFunctionMode):

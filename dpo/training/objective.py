@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, one_sentence
-from dpo.losses import BETWEEN, ROLES, Loss, Losses, Scores
+from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
@@ -27,7 +27,7 @@ from dpo.training.batches import Batch
 from dpo.training.optimization import LossScale
 from dpo.training.reference import Reference, read_logps
 
-REFERENCE_PREFIX = "reference_"  # of the names of the reference's log-probabilities, which travel with the metrics
+REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-probabilities, which travel with the metrics
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
@@ -58,7 +58,7 @@ class Reduced(NamedTuple):
             if any(weights):
                 metric_weights = torch.tensor(weights, dtype=torch.float64)
             role = name.rpartition("/")[2]
-            if examples and role in ROLES:
+            if examples and role in RESPONSE_ROLES:
                 metric_weights *= torch.tensor([role in example.roles for example in examples])
             metric_weights = scale_weights(metric_weights)
             if metric_weights.any():
@@ -258,7 +258,12 @@ class Objective:
         return self._to_device(statistic.float())
 
     def losses(
-        self, microbatch: Microbatch, context: BatchContext | None = None, *, split: str, loss: Loss | None = None
+        self,
+        microbatch: Microbatch,
+        context: BatchContext | None = None,
+        *,
+        split: str,
+        loss: Loss | None = None,
     ) -> tuple[Tensor, NamedTensors]:
         """Losses of a microbatch on the device, (B,), by the run's loss or another, and detached metrics."""
         loss = loss or self.loss
@@ -301,7 +306,11 @@ class Objective:
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
-        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
+        self,
+        metrics: MicrobatchMetrics,
+        n_examples: int,
+        cache_rows: Sequence[int],
+        **scalars: Tensor,
     ) -> Reduced:
         """`reduce_metrics`, and cache the reference's log-probabilities in these rows."""
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
@@ -352,7 +361,10 @@ class Objective:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
-            weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=torch.float64)
+            weights = torch.tensor(
+                [weight for batch in batches for weight in batch.weights],
+                dtype=torch.float64,
+            )
             metrics["rewards_eval/auc"] = per_example_auc(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
 
@@ -444,12 +456,22 @@ class Objective:
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 
 
-def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh) -> Objective:
+def make_objective(
+    plan: Plan,
+    policy: Any,
+    reference: Reference | None,
+    data: TrainingData,
+    mesh: Mesh,
+) -> Objective:
     """An objective whose layout both models support."""
     autocast = DTYPES.get(plan.model.autocast)
     max_length = plan.data.max_length
     has_other_responses = plan.online or plan.loss.mismatched  # than the data has for the same prompts
-    with torch.autocast(next(policy.parameters()).device.type, dtype=autocast, enabled=autocast is not None):
+    with torch.autocast(
+        next(policy.parameters()).device.type,
+        dtype=autocast,
+        enabled=autocast is not None,
+    ):
         layout, layout_note = choose_layout(
             plan.data.layout,
             policy,

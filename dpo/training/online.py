@@ -63,7 +63,13 @@ class Sampler:
     progress: Progress
     stop: StopRequest
 
-    def answer(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
+    def answer(
+        self,
+        model: Any,
+        prompts: Sequence[Tokens],
+        numbers: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Answer]:
         """Answer prompts of this process, while all others answer theirs."""
         tokens = itertools.count()
 
@@ -129,7 +135,14 @@ class Sampler:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy (`Sampler`)."""
 
-    def __init__(self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress):
+    def __init__(
+        self,
+        plan: Plan,
+        data: TrainingData,
+        objective: Objective,
+        stop: StopRequest,
+        progress: Progress,
+    ):
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
         self.objective = objective
@@ -137,9 +150,14 @@ class OnlineBatches(Batches):
         self.online = plan.online
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
         self.states = {"online": self}
-        once = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
+        once = iterate_once(
+            [1] * len(data.test),
+            batch_size=1,
+            n_examples=plan.data.n_eval_examples,
+            seed=self.seed,
+        )
         self.held_out = [data.test[index] for [(index, _)] in once]
-        self._encoded = [encode_prompt(prompt, data, plan) for prompt in self.held_out]
+        self._encoded = [make_prompt_example(prompt, data, plan) for prompt in self.held_out]
         for prompt in (*pick_training_prompts(data), *self.held_out):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
@@ -148,7 +166,11 @@ class OnlineBatches(Batches):
         self.sampling = choose_sampling(
             objective.policy,
             data.tokenizer,
-            {"temperature": plan.online.temperature, "top_p": plan.online.top_p, "top_k": 0},
+            {
+                "temperature": plan.online.temperature,
+                "top_p": plan.online.top_p,
+                "top_k": 0,
+            },
             max_new_tokens=plan.online.max_new_tokens,
             seed=(self.seed,),
             cache_implementation=plan.model.cache_implementation,
@@ -184,7 +206,7 @@ class OnlineBatches(Batches):
         numbers = []
         for i, prompt in enumerate(prompts):
             if i not in examples:
-                to_answer[i] = encode_prompt(prompt, self.data, self.plan)
+                to_answer[i] = make_prompt_example(prompt, self.data, self.plan)
                 first = (update * self.plan.data.batch_size + i) * n_samples
                 numbers += range(first, first + n_samples)
         repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
@@ -192,9 +214,19 @@ class OnlineBatches(Batches):
 
         started = time.perf_counter()
         policy = self.objective.policy.eval()
-        answers = self.sampler.draw(policy, [to_answer[i] for i in repeated], numbers, self.sampling, rows=rows)
+        answers = self.sampler.draw(
+            policy,
+            [to_answer[i] for i in repeated],
+            numbers,
+            self.sampling,
+            rows=rows,
+        )
         sampled = time.perf_counter()
-        answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
+        answers = self._score(
+            [prompts[i] for i in repeated],
+            answers,
+            seed=(self.seed, update, SCORING_STREAM),
+        )
         scored = time.perf_counter()
 
         drawn = {}
@@ -284,7 +316,13 @@ class OnlineBatches(Batches):
         self.objective.release()
         return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
-    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
+    def _score(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Answer],
+        *,
+        seed: Sequence[int],
+    ) -> list[Answer]:
         # a reward model is on every process, a user's function on rank 0 alone
         n_parts = self.mesh.world_size if self.scorer.in_parallel else 1
         parts = np.array_split(np.arange(len(answers)), n_parts)
@@ -316,7 +354,7 @@ def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
     return encoded_prompt._replace(responses=((0,) * n_tokens, (1,) * n_tokens), roles=TRAINS_ON["pairs"])
 
 
-def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
+def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     """An example without responses, truncated so that `max_new_tokens` fit into `max_length`."""
     [example] = encode_examples(
         [(prompt._replace(examples=[]), 0)],

@@ -98,7 +98,14 @@ class Schedule(LambdaLR):
     A run that is made longer continues on the curve of its new length, with the base rate and warm-up of its start.
     """
 
-    def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
+    def __init__(
+        self,
+        training: TrainingPlan,
+        optimizer: torch.optim.Optimizer,
+        *,
+        updates: int,
+        data_size: int,
+    ):
         decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
         # saved in checkpoints

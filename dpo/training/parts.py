@@ -60,11 +60,22 @@ class TrainerParts:
         reference = self._make_reference(reference, policy, frozen_digest)
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
-        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
+        self.scheduler = Schedule(
+            plan.training,
+            self.optimizer,
+            updates=data.report.updates,
+            data_size=mesh.data_size,
+        )
         if plan.online:
             self.batches = OnlineBatches(plan, data, self.objective, self.stop, self.progress)
         else:
-            self.batches = Batches(plan, data, self.objective.layout, rank=mesh.data_rank, size=mesh.data_size)
+            self.batches = Batches(
+                plan,
+                data,
+                self.objective.layout,
+                rank=mesh.data_rank,
+                size=mesh.data_size,
+            )
         self.evaluator = Evaluator(self.objective, self.batches, self.progress, self.stop)
         run_dir = Path(plan.run.local_run_dir)
         self.checkpoints = Checkpoints(
@@ -119,7 +130,11 @@ class TrainerParts:
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
         plan = self.plan
         n_rows = int(self.data.train.counts.sum() + self.data.test.counts.sum())
-        identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
+        identity = (
+            self.data.identity,
+            plan.data.max_length,
+            plan.data.max_prompt_length,
+        )
         if plan.loss.mismatched:
             n_rows *= 2  # a mismatched example for each example
             identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed

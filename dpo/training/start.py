@@ -83,7 +83,11 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     n_devices = Counter()
     for device in devices:
         n_devices[f"{device['kind']} of {device['host']}"] += len(device["gpus"]) or 1
-    axes = {"replicate": dims.replicate_size, "shard": dims.shard_size, "tensor": dims.tensor_size}
+    axes = {
+        "replicate": dims.replicate_size,
+        "shard": dims.shard_size,
+        "tensor": dims.tensor_size,
+    }
     processes = count(dims.world_size, "process", "processes")
     backend = None
     if dist.is_initialized():
@@ -118,7 +122,11 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
-    notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    notes += describe_model(
+        policy,
+        attention=plan.model.attn_implementation,
+        max_length=plan.data.max_length,
+    )
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
@@ -211,9 +219,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
     if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * size:
         raise InputError(
-            f"self-test: first rewards reach {largest_reward:.3g} instead of 0, and the first {loss.name} loss is "
-            f"{first_loss:.6g}, so policy and reference do not hold the same weights; load both from model.archive, or "
-            "set self_test=false"
+            f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
+            "the same weights: load both from model.archive, or set self_test=false"
         )
     return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
 

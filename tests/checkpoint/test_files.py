@@ -10,7 +10,7 @@ import torch
 from support.runs import PARTS
 
 from dpo.checkpoint import files
-from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, point, prune, tidy
+from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, prune, set_link, tidy
 from dpo.errors import RunError, one_sentence
 
 
@@ -120,8 +120,8 @@ def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tm
 
 def test_pruning_keeps_the_newest_the_best_and_never_fewer_than_two(tmp_path):
     write(tmp_path, 8, 16, 24, 32, 40)
-    point(tmp_path / "BEST", tmp_path / "step-8")
-    point(tmp_path / "LATEST", tmp_path / "step-40")
+    set_link(tmp_path / "BEST", tmp_path / "step-8")
+    set_link(tmp_path / "LATEST", tmp_path / "step-40")
 
     prune(tmp_path, 3, None)
     assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-24", "step-32", "step-40", "step-8"]

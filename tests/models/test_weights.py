@@ -8,7 +8,7 @@ from support import models
 from support.models import IDS
 from support.pytests import refused
 
-from dpo.checkpoint.files import point, write_checkpoint
+from dpo.checkpoint.files import set_link, write_checkpoint
 from dpo.models.weights import find_archive, load_archive
 
 FAMILIES = ("gpt-neox", "gpt2, tied", "llama")
@@ -98,7 +98,7 @@ def test_any_other_file_is_refused_and_no_code_in_it_is_run(content, tmp_path, m
 def test_an_archive_may_be_named_by_its_file_its_directory_or_its_run(tmp_path):
     run = tmp_path / "run"
     write_checkpoint(run / "step-64", {"policy": {}}.items(), step_idx=64, metrics=None, facts={})
-    point(run / "LATEST", run / "step-64")
+    set_link(run / "LATEST", run / "step-64")
     for name in (run / "step-64" / "policy.pt", run / "step-64", run / "LATEST", run):
         assert find_archive(str(name)).resolve() == run / "step-64" / "policy.pt"
     for nothing, said in ((tmp_path, "is neither a policy.pt nor a directory that"), (run / "no", "does not exist")):

@@ -101,7 +101,7 @@ def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(r
         assert "warning: no samples after 8 examples, as they could not be drawn: ArithmeticError" in run.text
         return
     assert status == 1
-    said = f"rank {ranks[0]}: samples could not be drawn by this process alone, for which the others would wait: "
+    said = f"rank {ranks[0]}: this process alone could not draw samples, and the others would wait for it: "
     assert f"{said}ArithmeticError no such token; resume=auto continues, and sample_during_eval=false" in run.text
     again = start(*options, "resume=auto", "sample_during_eval=false")
     assert again.wait() == 0, again.text

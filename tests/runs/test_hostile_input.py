@@ -27,9 +27,9 @@ from dpo.checkpoint.files import (
     MANIFEST,
     check_complete,
     hash_manifest,
-    point,
     prune,
     read_state,
+    set_link,
     tidy,
     write_checkpoint,
 )
@@ -263,7 +263,7 @@ def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_point
     for name in (".step-8.dpo-tmp", ".step-8.dpo-former", ".step-16.dpo-tmp"):
         make(kind, tmp_path / name)
     [saved, *_] = write(tmp_path, 8, 16, 24, 32)
-    point(tmp_path / "LATEST", saved)
+    set_link(tmp_path / "LATEST", saved)
     prune(tmp_path, 2, None)
     check_complete(saved)
     tidy(tmp_path)

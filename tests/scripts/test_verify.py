@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.runs import PARTS
 
-from dpo.checkpoint.files import point, write_checkpoint
+from dpo.checkpoint.files import set_link, write_checkpoint
 from dpo.commands.verify import main
 
 
@@ -16,7 +16,7 @@ def run_dir(tmp_path) -> Path:
     for step in (8, 16):
         states = {part: {"a": torch.arange(50.0)} for part in PARTS}
         write_checkpoint(tmp_path / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
-    point(tmp_path / "LATEST", tmp_path / "step-16")
+    set_link(tmp_path / "LATEST", tmp_path / "step-16")
     return tmp_path
 
 
