@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import product
 from typing import Any, NamedTuple
 
 from dpo.data.schema import ASSISTANT, Row, TableRow, is_message
@@ -12,42 +12,31 @@ from dpo.numbers import count
 from dpo.redaction import shorten
 from dpo.settings.places import FIELDS, FORMS, OPTIONAL_FIELDS, SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
 
-# words for the two responses of a pair, and what may stand before or after them, as in `good_answer`
-BETTER = (
-    "chosen", "preferred", "accepted", "selected", "better", "best", "good", "winner", "winning", "win", "positive",
-)  # fmt: skip
-WORSE = (
-    "rejected", "dispreferred", "unpreferred", "nonpreferred", "worse", "worst", "bad", "loser", "losing", "lose",
-    "negative",
-)  # fmt: skip
-NOUNS = ("response", "answer", "completion", "output", "reply", "text", "message", "messages", "conversation")
-# names under which other data has our fields, as `normalize` returns them
-OTHER_NAMES = {
-    "prompt": ("question", "instruction", "query", "input", "userprompt", "usermessage", "userquestion", "userinput"),
-    "chosen": (*BETTER, *(name for word in BETTER for noun in NOUNS for name in (word + noun, noun + word))),
-    "rejected": (*WORSE, *(name for word in WORSE for noun in NOUNS for name in (word + noun, noun + word))),
-    "completion": ("response", "output", "answer", "target", "reply"),
-    "messages": ("conversation", "conversations"),
-    "label": ("labels", "desirable", "isdesirable", "thumbs", "thumbsup", "feedback", "ktotag"),
-    SYSTEM: ("systemprompt",),
+N_INSPECTED = 100  # rows whose values are looked at
+# Other names of our fields, as `normalize` returns them. Those of a pair may stand beside a noun, as in `good_answer`.
+SYNONYMS = {
+    "prompt": "question instruction query input userprompt usermessage userquestion userinput",
+    "chosen": "preferred accepted selected better best good winner winning positive",
+    "rejected": "dispreferred nonpreferred worse worst bad loser losing negative",
+    "completion": "response output answer target reply",
+    "messages": "conversation conversations",
+    "label": "labels desirable isdesirable thumbs thumbsup feedback ktotag",
+    SYSTEM: "systemprompt",
 }
-# names of two responses (with a noun before or after the letter or digit), of the column that says which is better, and
-# its values, all as `normalize` returns them
-RESPONSE = re.compile(f"(.*?({'|'.join(NOUNS)})?)([ab012])(?(2)|({'|'.join(NOUNS)}))")
-VERDICT = re.compile(
-    f"({'|'.join((*BETTER, 'preference', 'choice', 'verdict', 'label'))})(response|answer)?(id|index)?"
-)
-SIDE = re.compile(f"(?:model|assistant|option|{'|'.join(NOUNS)})?([ab012])(?:{'|'.join(NOUNS)})?")
-TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
-N_INSPECTED = 100  # records whose values are looked at
+NOUNS = ("response", "answer", "completion", "output")
+# Names of a column that says which of two others is better, and names of these two.
+VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label betterresponse betterresponseid".split()
+PAIRED = [f"{noun}{{}}" for noun in NOUNS] + [f"model{{}}{noun}" for noun in NOUNS]
+SIDES = ("ab", "12", "01")
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
+TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
 
 
 class Columns(NamedTuple):
     used: dict[str, str]  # the column of each field
     unused: list[str]
-    verdict: str | None  # the column that says which of two responses is better
-    sides: Mapping[str, str]  # the columns of these responses, by letter or digit
+    verdict: str | None = None  # the column that says which of two responses is better
+    sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
 
     def describe(self, n_ties: int) -> str:
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
@@ -61,14 +50,17 @@ class Columns(NamedTuple):
         return "; ".join(parts)
 
     def find_fields(self, row: Mapping) -> dict[str, str]:
-        """The column of each field in a row, none for a tie; raises InputError if the better response is not known."""
+        """Find the column of each field in a row, none in a tie.
+
+        Raises InputError if the better response is not known.
+        """
         if not self.verdict:
             return self.used
         value = row.get(self.verdict)
-        side = _find_side(value)
-        if side in self.sides:
-            [worse] = [column for name, column in self.sides.items() if name != side]
-            return {**self.used, "chosen": self.sides[side], "rejected": worse}
+        better = _find_side(value)
+        if better in self.sides:
+            [worse] = self.sides.keys() - {better}
+            return {**self.used, "chosen": self.sides[better], "rejected": self.sides[worse]}
         if value is not None and normalize(str(value)).startswith(TIES):
             return {}
         raise InputError(
@@ -91,35 +83,34 @@ def recognize(
     `configured` maps fields to columns, and a field without a column to None. Pairs need no column for the prompt if
     chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone.
     """
-    present = list(dict.fromkeys(column for row in rows if isinstance(row, Mapping) for column in row))
-    if not present and isinstance(rows[0], InputError):  # no row can be parsed
+    objects = [row for row in rows if isinstance(row, Mapping)]
+    if not objects and isinstance(rows[0], InputError):  # no row can be parsed
         raise rows[0]
-    first_rows = list(islice((row for row in rows if isinstance(row, Mapping)), N_INSPECTED))
+    first_rows = objects[:N_INSPECTED]
+    present = list(dict.fromkeys(column for row in objects for column in row))
     key = f"dataset_sources.{name}.columns"
-    given = [*filter(None, configured.values())]
-    if len({*given}) < len(given) or not {*given} <= {*present}:
+    given = [column for column in configured.values() if column]
+    if len(set(given)) < len(given) or not set(given) <= set(present):
         raise InputError(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
-    candidates = _collect_candidates(present, configured)
-    verdict, sides = None, {}
-    said = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
+    candidates = _find_candidates(present, configured)
+    verdict = None
+    sides = {}
     # texts that are named rejected go before a verdict, but `loser` may name a response too
-    if said != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
+    named = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
+    if named != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(first_rows, present, origin)
-        candidates |= {field: [column] for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False)}
-    whole = [column for field in WHOLE_PAIR_FIELDS if field not in configured for column in candidates[field][:1]]
-    are_whole = all(
-        _begins_with_prompt(row[column]) for row in first_rows for column in whole if row.get(column) is not None
-    )
+    for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
+        candidates[field] = [column]
+    are_whole = _begin_with_prompt(first_rows, candidates, configured)
     if not (candidates["chosen"] and candidates["rejected"]):  # one alone may be a verdict, and is no response
         candidates |= {field: [] for field in WHOLE_PAIR_FIELDS if field not in configured}
     elif not are_whole:
         # without a prompt, a chat that the messages of chosen and rejected continue
         candidates["prompt"] = candidates["prompt"] or candidates["messages"]
-    forms = FORMS[trains_on]
-    fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    nearest = max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form))
+    fitting = [form for form in FORMS[trains_on] if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
+    nearest = max(fitting or FORMS[trains_on], key=lambda form: sum(bool(candidates[field]) for field in form))
     form = next((form for form in fitting if all(candidates[field] for field in form)), nearest)
     # that a response is the better one in every record is no fix if a verdict says which is
     to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
@@ -130,84 +121,104 @@ def recognize(
             f"such as prompt,chosen,rejected above it"
         )
     if not fitting or any(len(candidates[field]) != 1 for field in form):
+        forms = " or ".join(f"({', '.join(each)})" for each in FORMS[trains_on])
         raise InputError(
-            f"training on {trains_on} needs the columns {' or '.join('(' + ', '.join(each) + ')' for each in forms)}, "
-            f"and it is not clear which of {', '.join(present)} in {origin} are these: name them, as in "
-            f"{_write_override(key, to_name, candidates)} (docs/formats.md)"
+            f"training on {trains_on} needs the columns {forms}, and it is not clear which of {', '.join(present)} in "
+            f"{origin} are these: name them, as in {_write_override(key, to_name, candidates)} (docs/formats.md)"
         )
-    # of several columns, none is a system turn for sure; a single word may name a model
-    has_words = len(candidates[SYSTEM]) == 1 and any(
-        not WORD.fullmatch(str(row.get(candidates[SYSTEM][0], ""))) for row in first_rows
-    )
-    # online runs draw other responses than a record's weight is for, and one margin does not fit all pairs of a list
-    optional = {
-        "weight": trains_on != "prompts",
-        "margin": with_margins and "responses" not in form,
-        "input": "prompt" in form,
-        TOOLS: True,
-        SYSTEM: SYSTEM in configured or has_words,
-    }
-    fields = (*form, *(field for field, is_read in optional.items() if is_read))
+    fields = [*form, TOOLS]
+    if "prompt" in form:
+        fields.append("input")
+    if trains_on != "prompts":  # a record's weight is not for other responses, which online runs draw
+        fields.append("weight")
+    if with_margins and "responses" not in form:  # one margin does not fit all pairs of a list
+        fields.append("margin")
+    if SYSTEM in configured or _has_words(first_rows, candidates[SYSTEM]):
+        fields.append(SYSTEM)
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
     texts = [column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)]
     if form == WHOLE_PAIR_FIELDS and texts and not are_whole:
         with_prompt = _write_override(key, ("prompt", *to_name), {**candidates, "prompt": texts})
+        without = "" if verdict else f", or {_write_override(key, form, candidates)}"
         raise InputError(
-            f"{origin}: the prompt of chosen and rejected may be {' or '.join(texts)}, or what both begin with: give "
-            f"{with_prompt}{'' if verdict else ', or ' + _write_override(key, form, candidates)}"
+            f"{origin}: the prompt of chosen and rejected may be {' or '.join(texts)}, or what both begin with: set "
+            f"{with_prompt}{without}"
         )
     return Columns(used, unused, verdict, sides)
 
 
-def _begins_with_prompt(value: Any) -> bool:
-    """Whether a value is a dialogue, or messages that do not begin with an answer."""
-    if isinstance(value, str):
-        return ASSISTANT in value
-    first = value[0] if isinstance(value, list) and value else None
-    return is_message(first) and first.get("role", first.get("from")) not in ("assistant", "gpt")
-
-
-def _collect_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """The columns of each field: that of the config, that of the field's name, or all with one of its OTHER_NAMES."""
+def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """Find the columns of each field: that of the config, that of the field's name, or all with one of its synonyms."""
     free = [column for column in present if column not in configured.values()]
     candidates = {"input": []}
     for field in FIELDS:
-        names = (field, *OTHER_NAMES.get(field, ()))
-        candidates[field] = [field] if field in free else [column for column in free if normalize(column) in names]
+        names = {field, *SYNONYMS.get(field, "").split()}
         if field in configured:
-            candidates[field] = [] if configured[field] is None else [configured[field]]
+            candidates[field] = [column for column in [configured[field]] if column is not None]
+        elif field in free:
+            candidates[field] = [field]
+        elif field in WHOLE_PAIR_FIELDS:
+            candidates[field] = [column for column in free if _remove_noun(normalize(column)) in names]
+        else:
+            candidates[field] = [column for column in free if normalize(column) in names]
     by_name = {column.lower(): column for column in candidates["prompt"]}
-    if by_name.keys() == {"instruction", "input"}:  # of Alpaca's data
+    if by_name.keys() == {"instruction", "input"}:  # as in Alpaca's data
         candidates |= {"prompt": [by_name["instruction"]], "input": [by_name["input"]]}
     return candidates
 
 
+def _remove_noun(name: str) -> str:
+    for noun in NOUNS:
+        name = name.removeprefix(noun).removesuffix(noun)
+    return name
+
+
+def _begin_with_prompt(
+    rows: Sequence[Mapping], candidates: Mapping[str, list[str]], configured: Mapping[str, str | None]
+) -> bool:
+    """Whether both responses of a pair are dialogues, or messages that do not begin with an answer."""
+    for field in WHOLE_PAIR_FIELDS:
+        for column in candidates[field][:1]:
+            for value in [row.get(column) for row in rows if field not in configured]:
+                first = value[0] if isinstance(value, list) and value else None
+                begins = is_message(first) and first.get("role", first.get("from")) not in ("assistant", "gpt")
+                if value is not None and not begins and ASSISTANT not in str(value):
+                    return False
+    return True
+
+
+def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
+    """Whether there is one column, and not only names such as a model's in it."""
+    return len(columns) == 1 and any(not WORD.fullmatch(str(row.get(columns[0], ""))) for row in rows)
+
+
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
-    by_name = {}
-    for column in sorted(present, key=normalize):
-        if match := RESPONSE.fullmatch(normalize(column)):
-            by_name.setdefault(match.group(1, 4), {})[match[3]] = column
-    pairs = [sides for sides in by_name.values() if "".join(sides) in ("ab", "01", "12")]
-    named = [column for column in present if VERDICT.fullmatch(normalize(column))]
-    if not pairs or not named:
-        return None, {}
-    verdict, sides = min(named, key=lambda name: normalize(name).startswith("label")), pairs[0]
-    found = {_find_side(row.get(verdict)) for row in rows}
-    if sides.keys() & found and (others := found & {*"012"} - sides.keys()):
-        raise InputError(
-            f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
-            f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
-        )
-    return verdict, sides
+    by_name = {normalize(column): column for column in present}
+    verdict = next((by_name[name] for name in VERDICTS if name in by_name), None)
+    for pattern, letters in product(PAIRED, SIDES):
+        sides = {letter: by_name.get(pattern.format(letter)) for letter in letters}
+        if verdict is None or None in sides.values():
+            continue
+        named = {_find_side(row.get(verdict)) for row in rows}
+        others = named & {*"012"} - sides.keys()
+        if named & sides.keys() and others:
+            raise InputError(
+                f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
+                f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
+            )
+        return verdict, sides
+    return None, {}
 
 
 def _find_side(value: Any) -> str:
-    """The letter or digit of the response that a value names, or ""."""
+    """Find the letter or digit of the response that a value names; "" if none."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
-    match = SIDE.fullmatch(normalize(text))
-    return match[1] if match and not text.startswith("-") else ""
+    name = normalize(text)
+    side = name.removeprefix("model").removeprefix("assistant").removeprefix("option")
+    side = _remove_noun(side)
+    return side if side in ("a", "b", "0", "1", "2") and not text.startswith("-") else ""
 
 
 def normalize(name: str) -> str:

@@ -102,7 +102,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
         ("question text_x text_y winner", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
         ("question one two loser", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
         ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
-        ({**NAMED, "topic": "B or not"}, "pairs", {}, f"begin with: give '{KEY}={{prompt: topic}}'"),
+        ({**NAMED, "topic": "B or not"}, "pairs", {}, f"begin with: set '{KEY}={{prompt: topic}}'"),
         (
             "query accepted preferred rejected",
             "pairs",
@@ -118,7 +118,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             {"context": "Where is A?", **TEXTS, "score": 0.5},
             "pairs",
             {},
-            f"may be context, or what both begin with: give '{KEY}={{prompt: context, chosen: chosen, rejected: "
+            f"may be context, or what both begin with: set '{KEY}={{prompt: context, chosen: chosen, rejected: "
             f"rejected}}', or '{KEY}={{chosen: chosen, rejected: rejected}}'",
         ),
         ({"turns": TALK["conversations"], **NOTE, **ANSWERS}, "pairs", {}, "may be turns or note, or"),
