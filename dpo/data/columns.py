@@ -198,9 +198,10 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
     by_name = {normalize(column): column for column in present}
     verdict = next((by_name[name] for name in VERDICTS if name in by_name), None)
     for pattern, letters in product(PAIRED, SIDES):
-        sides = {letter: by_name.get(pattern.format(letter)) for letter in letters}
-        if verdict is None or None in sides.values():
+        names = {letter: pattern.format(letter) for letter in letters}
+        if verdict is None or not by_name.keys() >= set(names.values()):
             continue
+        sides = {letter: by_name[name] for letter, name in names.items()}
         named = {_find_side(row.get(verdict)) for row in rows}
         others = named & {*"012"} - sides.keys()
         if named & sides.keys() and others:

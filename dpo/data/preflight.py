@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import sys
 import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from dpo.data.asking import CHAT, HH, RAW, is_dialogue
-from dpo.data.examples import ExampleId, encode_examples, list_examples, read_examples
+from dpo.data.asking import CHAT
+from dpo.data.examples import encode_examples, list_examples, read_examples
 from dpo.data.loading import find_kind, identify_dataset, load_splits
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.schema import (
-    BAD,
-    SPLITS,
-    WARNED_FROM,
-    BadRecordsError,
-    Prompt,
-    Split,
-    explain_refusal,
-    naming,
-    write_lines,
-)
-from dpo.data.table import (
-    FOLDER,
-    Facts,
-    PromptTable,
-    find_or_build,
-    number_prompts,
-    read_facts,
-    write_prompts,
-)
-from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
+from dpo.data.report import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
+from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain_refusal, write_lines
+from dpo.data.table import FOLDER, Facts, PromptTable, find_or_build, number_prompts, read_facts, write_prompts
+from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
-from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.settings.keys import PACKAGE_DIR
@@ -56,193 +33,13 @@ from dpo.system.run_directory import PROBLEMS
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
-SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
-COUNTED_WHOLE = 10_000
 N_SHOWN = 3  # examples in a dry run and in the report
-TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 # Fields of the data and chat sections that cannot change a table: how its examples are batched, and what the digests
 # of datasets and tokenizer tell.
 NOT_IN_A_TABLE = (
     *("batch_size", "eval_batch_size", "gradient_accumulation_steps", "n_epochs", "n_examples", "n_eval_examples"),
     *("num_workers", "layout", "dataset_sources", "chat_template", "chat_template_args", "chat_template_date"),
 )
-CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
-COUNTS = (  # that the terminal shows
-    *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
-    *("contradictory_labels", "identical_pairs", "control_tokens", "too_long"),
-    *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
-)
-WARNINGS = {  # of these counts: what happens, and what changes it
-    "empty_responses": "a response is empty: remove the record, unless you mean it",
-    "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or choose truncation",
-    "truncated_responses": "a response is cut and loses its end: raise max_length, or give truncation=drop",
-    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove "
-    "the pair, or choose another template",
-    "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
-    "too_long": "the example is longer than max_length and is left out: raise max_length, or give truncation=auto",
-}
-
-
-@dataclass
-class SplitReport:
-    """Counts over a split, lengths in tokens; the fields after `tokenized` are of a random sample of a large split."""
-
-    prompts: int = 0
-    examples: int = 0
-    empty_responses: int = 0  # examples with a response of only whitespace and EOS
-    duplicated_pairs: int = 0  # pairs that repeat an earlier pair of their prompt
-    contradictory_pairs: int = 0  # pairs that reverse an earlier pair of their prompt
-    contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
-    too_long: int = 0  # examples that truncation=drop has left out
-    identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
-    control_tokens: int = 0  # strings of special tokens in texts that are used as they are
-    prompts_like_train: int | None = None  # of the test split: prompts that training has too
-    answers_in_train: int | None = None  # of the test split: examples with an answer of train
-    like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
-    effective_examples: float | None = None  # so many of equal weight have means as exact; None: no weights
-    desirable: int = 0  # labelled examples by their label
-    undesirable: int = 0
-    tokenized: int = 0  # examples that the following fields are over
-    tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
-    truncated_prompts: int = 0  # examples with a truncated prompt
-    truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
-    pairs_cut_alike: int = 0  # same tokens on both sides, of different texts
-    longest: int = 0  # most tokens of a prompt with one response
-    mean_chosen_tokens: float | None = None
-    mean_rejected_tokens: float | None = None
-    chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
-    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
-    digest: str = ""  # of all that the examples are made of, in order
-    token_digest: str = ""  # of the vocabulary and of the examples' token ids
-
-    def count(self, name: str, prompt: Prompt, index: int) -> None:
-        setattr(self, name, getattr(self, name) + 1)
-        if prompt.rows:
-            self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
-
-    def describe(self, split: str) -> Iterator[str]:
-        prompts = count(self.prompts, "prompt")
-        what = f"{count(self.examples, 'example')} of {prompts}" if self.examples else f"{prompts} without responses"
-        parts = [f"{split}: {what}"]
-        parts += [f"{name.replace('_', ' ')}: {n:,}" for name in COUNTS if (n := getattr(self, name))]
-        if self.tokenized < self.examples:
-            parts.append(f"tokens are counted in a random sample of {self.tokenized:,}")
-        if self.chosen_longer is not None:
-            parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
-        yield "; ".join(parts)
-        for name, warning in WARNINGS.items():
-            n = getattr(self, name)
-            of_texts = {"empty_responses": self.examples, "identical_pairs": self.examples}
-            total = {"too_long": self.examples + n, **of_texts}.get(name, self.tokenized)
-            if n and n >= WARNED_FROM * total:
-                yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
-
-    def find_leaks(self) -> Iterator[str]:
-        found = (
-            (self.prompts_like_train, self.prompts, "prompts equal a training prompt"),
-            (self.answers_in_train, self.examples, "examples have an answer of the training split"),
-        )
-        leaks = [f"{n:,} of {total:,} held-out {what}" for n, total, what in found if n and n >= WARNED_FROM * total]
-        if leaks:
-            held_out, training = self.like_train[0].values()
-            yield (
-                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
-                f"trained on; put what belongs together into one split"
-            )
-
-
-class SplitCounter:
-    """Counts all texts of a split, then the tokens of a small split or of a sample."""
-
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int):
-        self.encode, self.trains_on, self.limits = encode, trains_on, limits
-        self.report = SplitReport()
-        self._weights = array("d")
-        self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
-        self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
-
-    def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts unchanged; raises InputError for a text that contains EOS."""
-        report, tokenizer = self.report, self.encode.tokenizer
-        for prompt in prompts:
-            if not prompt.rendered and (prompt.examples or self.trains_on == "prompts"):
-                # a prompt that is one text with its response may be a chat that the user has rendered
-                used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
-                with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
-                    refuse_eos([*used, *[prompt.text] * prompt.apart], tokenizer)
-            if not (prompt.rendered or prompt.apart):
-                texts = (prompt.text, *prompt.responses)
-                report.control_tokens += sum(len(find_control(tokenizer).findall(text)) for text in texts)
-            report.prompts += 1
-            prompt_format = CHAT if prompt.rendered else HH if is_dialogue(prompt.text) else RAW
-            if report.prompt_formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
-                report.prompt_formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
-            self._weights.extend(prompt.weights or ())
-            for index, example in enumerate(prompt.examples):
-                self._count_example(prompt, index)
-                if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
-                    self._late.add((prompt.index_in_split, index))
-            yield prompt
-
-    def _count_example(self, prompt: Prompt, index: int) -> None:
-        report, texts = self.report, prompt.texts(index)
-        report.examples += 1
-        if self.trains_on == "labels":
-            report.desirable += "chosen" in texts
-            report.undesirable += "rejected" in texts
-        if not all(map(str.strip, texts.values())):
-            report.count("empty_responses", prompt, index)
-        if texts.keys() <= CONTRARY.keys():  # no ranked list
-            contrary_texts = {CONTRARY[role]: text for role, text in texts.items()}
-            own, contrary = (hash((prompt.text, *sorted(each.items()))) for each in (texts, contrary_texts))
-            if len(texts) == 2 and texts["chosen"] == texts["rejected"]:
-                report.count("identical_pairs", prompt, index)
-            if own in self._seen and len(texts) == 2:
-                report.count("duplicated_pairs", prompt, index)
-            if contrary in self._seen and contrary != own:
-                report.count("contradictory_pairs" if len(texts) == 2 else "contradictory_labels", prompt, index)
-            self._seen.add(own)
-
-    def count_tokens(self, prompts: PromptTable) -> None:
-        """Count tokens; raises InputError for a response that truncation leaves without a scored token."""
-        report, tokenizer = self.report, self.encode.tokenizer
-        # the digest has the vocabulary, as tokenizers may give different tokens one id
-        vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
-        digest = hashlib.sha256(repr(vocabulary).encode())
-        scored = []  # tokens of each example's responses, by role
-        # in an online run, a prompt without examples counts as one example
-        counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
-        numbers = range(int(counts.sum()))
-        if len(numbers) > COUNTED_WHOLE:
-            numbers = {*random.Random(0).sample(numbers, SAMPLE_SIZE)}
-        ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
-        sample_ids = sorted({example for number, example in enumerate(ids) if number in numbers} | self._late)
-        for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
-            texts = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            encoded = encode_examples(texts, self.encode, **self.limits)
-            for (prompt, index), example in zip(texts, encoded, strict=True):
-                digest.update(repr((example.prompt, example.responses)).encode())
-                report.tokens_across_limits += example.crosses
-                if example.prompt_is_cut:
-                    report.count("truncated_prompts", prompt, index)
-                if example.response_is_cut:
-                    report.count("truncated_responses", prompt, index)
-                is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
-                if is_alike and len({*prompt.texts(index).values()}) == 2:
-                    report.count("pairs_cut_alike" if example.response_is_cut else "identical_pairs", prompt, index)
-                longest = len(example.prompt) + max(map(len, example.responses), default=0)
-                report.longest = max(report.longest, longest)
-                scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
-        report.tokenized, report.token_digest = len(sample_ids), digest.hexdigest()
-        chosen, rejected = ([n_scored[role] for n_scored in scored if role in n_scored] for role in CONTRARY)
-        longer = [each["chosen"] > each["rejected"] for each in scored if each.keys() >= CONTRARY.keys()]
-        report.mean_chosen_tokens, report.mean_rejected_tokens, report.chosen_longer = (
-            fmean(values) if values else None for values in (chosen, rejected, longer)
-        )
-        if self._weights:
-            weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
-            report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
 
 
 @dataclass

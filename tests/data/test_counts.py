@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from support.pytests import refused
 
-from dpo.data import preflight
+import dpo.data.report
 from dpo.data.examples import iterate_examples
-from dpo.data.preflight import SplitCounter, SplitReport, count_updates
+from dpo.data.preflight import count_updates
+from dpo.data.report import SplitCounter, SplitReport
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable, write_prompts
 from dpo.data.tokenization import TextEncoder
@@ -115,8 +116,8 @@ def test_labels_are_counted(tokenizer):
 
 
 def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeypatch):
-    monkeypatch.setattr(preflight, "COUNTED_WHOLE", 1)
-    monkeypatch.setattr(preflight, "SAMPLE_SIZE", 1)
+    monkeypatch.setattr(dpo.data.report, "COUNTED_WHOLE", 1)
+    monkeypatch.setattr(dpo.data.report, "SAMPLE_SIZE", 1)
     good, bad = prompt_of("fine", (" b", " c")), prompt_of("fine too", (" guilty<|endoftext|> response", " c"))
     with refused(r"prompt 'fine too': .*remove it from ' guilty<\|endoftext\|> response'"):
         inspect(tokenizer, *[good] * 30, bad)
@@ -151,7 +152,7 @@ def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
 def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(whole, tokenized, tokenizer, monkeypatch):
     prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
     for name, value in {"COUNTED_WHOLE": whole, "SAMPLE_SIZE": 20, "TOKENIZED_AT_ONCE": 7}.items():
-        monkeypatch.setattr(preflight, name, value)
+        monkeypatch.setattr(dpo.data.report, name, value)
     report = inspect(tokenizer, *prompts)
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, tokenized)
     assert 0 < report.truncated_prompts < tokenized

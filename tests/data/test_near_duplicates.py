@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpo.data.near_duplicates import find_near_duplicates
-from dpo.data.preflight import SplitReport
+from dpo.data.report import SplitReport
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable, write_prompts
 

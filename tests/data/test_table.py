@@ -16,7 +16,7 @@ from support.records import plan_of_data
 from support.runs import TINY, write_rows
 from support.trainers import compose
 
-from dpo.data import loading, preflight, published
+from dpo.data import loading, preflight, published, report
 from dpo.data.preflight import prepare_data
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable, find_or_build, is_whole, read_facts, write_prompts
@@ -192,7 +192,7 @@ def load_and_weigh(rank, world_size, config, folder):
 
     calls, load_rows = [], published.load_rows
     published.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
-    preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
+    report.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(TINY))("a")
     before = own_memory()
     data = preflight.load_data(resolve(config), silent=True)

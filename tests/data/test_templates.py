@@ -23,11 +23,11 @@ from support.runs import TINY
 from support.templates import THINKING_WITH_TOOLS, TRIMMED_WITH_TOOLS
 from transformers import AutoTokenizer
 
-from dpo.data import preflight
+from dpo.data import report
 from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
 from dpo.data.examples import make_labels
-from dpo.data.preflight import SplitCounter
+from dpo.data.report import SplitCounter
 from dpo.data.schema import Prompt, Split, read_messages
 from dpo.data.table import PromptTable, number_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
@@ -111,8 +111,8 @@ def test_a_prompt_ends_between_tokens(chat):
 
 def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(chat, tmp_path, monkeypatch):
     """Also if it is not in the sample whose tokens are counted."""
-    monkeypatch.setattr(preflight, "COUNTED_WHOLE", 1)
-    monkeypatch.setattr(preflight, "SAMPLE_SIZE", 1)
+    monkeypatch.setattr(report, "COUNTED_WHOLE", 1)
+    monkeypatch.setattr(report, "SAMPLE_SIZE", 1)
     results = {"chosen": RESULT, "rejected": {**RESULT, "content": "No."}}
     rows = [{side: [user(f"{i}?"), CALL, result, *SKY] for side, result in results.items()} for i in range(20)]
     tokenizer = chat(WITH_TOOLS)

@@ -13,7 +13,8 @@ from support.records import plan_of_data
 from support.runs import write_rows
 
 from dpo.data.examples import encode_examples, list_examples
-from dpo.data.preflight import SplitReport, build_table
+from dpo.data.preflight import build_table
+from dpo.data.report import SplitReport
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder

@@ -38,7 +38,7 @@ from dpo.commands.verify import main as verify
 from dpo.data.collation import find_examples, get_collate_fn, make_rows
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.loading import load_splits
-from dpo.data.preflight import SplitCounter
+from dpo.data.report import SplitCounter
 from dpo.data.table import PromptTable, number_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError

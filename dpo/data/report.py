@@ -1,0 +1,240 @@
+"""Counts the texts and tokens of a split, and says what is remarkable about them."""
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from dpo.data.asking import CHAT, HH, RAW, is_dialogue
+from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
+from dpo.data.schema import WARNED_FROM, Prompt, naming
+from dpo.data.table import PromptTable
+from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
+from dpo.losses import TRAINS_ON
+from dpo.numbers import count
+
+SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
+COUNTED_WHOLE = 10_000
+TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
+CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
+PRINTED = (  # counts for the terminal
+    *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
+    *("contradictory_labels", "identical_pairs", "control_tokens", "too_long"),
+    *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
+)
+OF_TEXTS = ("empty_responses", "identical_pairs")  # counts over all examples; others are over those tokenized
+WARNINGS = {  # by count: what happens, and what changes it
+    "empty_responses": "a response is empty: remove the record, unless you mean it",
+    "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
+    "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
+    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove the "
+    "pair, or use another template",
+    "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
+    "too_long": "the example is longer than max_length and is left out: raise max_length, or set truncation=auto",
+}
+
+
+@dataclass
+class SplitReport:
+    """Counts over a split, lengths in tokens; the fields after `tokenized` are of a random sample of a large split."""
+
+    prompts: int = 0
+    examples: int = 0
+    empty_responses: int = 0  # examples with a response of only whitespace and EOS
+    duplicated_pairs: int = 0  # pairs that repeat an earlier pair of their prompt
+    contradictory_pairs: int = 0  # pairs that reverse an earlier pair of their prompt
+    contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
+    too_long: int = 0  # examples that truncation=drop has left out
+    identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
+    control_tokens: int = 0  # strings of special tokens in texts that are used as they are
+    prompts_like_train: int | None = None  # prompts of the test split that training has too
+    answers_in_train: int | None = None  # examples of the test split with an answer that training has too
+    like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
+    effective_examples: float | None = None  # effective sample size, (sum w)^2 / sum w^2; None without weights
+    desirable: int = 0  # labelled examples by their label
+    undesirable: int = 0
+    tokenized: int = 0  # examples that the following fields are over
+    tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
+    truncated_prompts: int = 0  # examples with a truncated prompt
+    truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
+    pairs_cut_alike: int = 0  # same tokens on both sides, of different texts
+    longest: int = 0  # most tokens of a prompt with one response
+    mean_chosen_tokens: float | None = None
+    mean_rejected_tokens: float | None = None
+    chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
+    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
+    digest: str = ""  # of all that the examples are made of, in order
+    token_digest: str = ""  # of the vocabulary and of the examples' token ids
+
+    def count(self, name: str, prompt: Prompt, index: int) -> None:
+        """Count an example, and name its row among the problems."""
+        setattr(self, name, getattr(self, name) + 1)
+        if prompt.rows:
+            self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
+
+    def describe(self, split: str) -> Iterator[str]:
+        prompts = count(self.prompts, "prompt")
+        parts = [f"{split}: {prompts} without responses"]
+        if self.examples:
+            parts = [f"{split}: {count(self.examples, 'example')} of {prompts}"]
+        for name in PRINTED:
+            if n := getattr(self, name):
+                parts.append(f"{name.replace('_', ' ')}: {n:,}")
+        if self.tokenized < self.examples:
+            parts.append(f"tokens are counted in a random sample of {self.tokenized:,}")
+        if self.chosen_longer is not None:
+            parts.append(f"chosen is longer in {self.chosen_longer:.0%}")
+        yield "; ".join(parts)
+        for name, warning in WARNINGS.items():
+            n = getattr(self, name)
+            total = self.examples if name in OF_TEXTS else self.tokenized
+            if name == "too_long":
+                total = self.examples + n
+            if n and n >= WARNED_FROM * total:
+                yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
+
+    def find_leaks(self) -> Iterator[str]:
+        leaks = []
+        for n, total, what in (
+            (self.prompts_like_train, self.prompts, "prompts equal a training prompt"),
+            (self.answers_in_train, self.examples, "examples have an answer of the training split"),
+        ):
+            if n and n >= WARNED_FROM * total:
+                leaks.append(f"{n:,} of {total:,} held-out {what}")
+        if leaks:
+            held_out, training = self.like_train[0].values()
+            yield (
+                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
+                f"trained on; put what belongs together into one split"
+            )
+
+
+class SplitCounter:
+    """Counts all texts of a split, then the tokens of a small split or of a sample."""
+
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int):
+        self.encode = encode
+        self.trains_on = trains_on
+        self.limits = limits
+        self.report = SplitReport()
+        self._weights = array("d")
+        self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
+        self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
+
+    def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Count prompts as they pass; raises InputError for a text that contains EOS."""
+        for prompt in prompts:
+            self._check_texts(prompt)
+            self.report.prompts += 1
+            self._note_format(prompt)
+            self._weights.extend(prompt.weights or ())
+            for index, example in enumerate(prompt.examples):
+                self._count_example(prompt, index)
+                if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
+                    self._late.add((prompt.index_in_split, index))
+            yield prompt
+
+    def _check_texts(self, prompt: Prompt) -> None:
+        tokenizer = self.encode.tokenizer
+        if prompt.rendered:
+            return
+        if not prompt.apart:
+            for text in (prompt.text, *prompt.responses):
+                self.report.control_tokens += len(find_control(tokenizer).findall(text))
+        if prompt.examples or self.trains_on == "prompts":
+            used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
+            if prompt.apart:  # as one text with its response, a prompt may be a chat that the user has rendered
+                used.add(prompt.text)
+            with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
+                refuse_eos(used, tokenizer)
+
+    def _note_format(self, prompt: Prompt) -> None:
+        prompt_format = RAW
+        if prompt.rendered:
+            prompt_format = CHAT
+        elif is_dialogue(prompt.text):
+            prompt_format = HH
+        formats = self.report.prompt_formats
+        if formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
+            formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
+
+    def _count_example(self, prompt: Prompt, index: int) -> None:
+        report = self.report
+        texts = prompt.texts(index)
+        report.examples += 1
+        if self.trains_on == "labels":
+            report.desirable += "chosen" in texts
+            report.undesirable += "rejected" in texts
+        if not all(text.strip() for text in texts.values()):
+            report.count("empty_responses", prompt, index)
+        if not texts.keys() <= CONTRARY.keys():  # a ranked list
+            return
+        own = hash((prompt.text, *sorted(texts.items())))
+        contrary = hash((prompt.text, *sorted((CONTRARY[role], text) for role, text in texts.items())))
+        is_pair = len(texts) == 2
+        if is_pair and texts["chosen"] == texts["rejected"]:
+            report.count("identical_pairs", prompt, index)
+        if is_pair and own in self._seen:
+            report.count("duplicated_pairs", prompt, index)
+        if contrary in self._seen and contrary != own:
+            report.count("contradictory_pairs" if is_pair else "contradictory_labels", prompt, index)
+        self._seen.add(own)
+
+    def count_tokens(self, prompts: PromptTable) -> None:
+        """Count tokens; raises InputError for a response that truncation leaves without a scored token."""
+        report = self.report
+        tokenizer = self.encode.tokenizer
+        # the digest has the vocabulary, as tokenizers may give different tokens one id
+        vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
+        digest = hashlib.sha256(repr(vocabulary).encode())
+        scored: list[dict[str, int]] = []  # tokens of each example's responses, by role
+        sample = self._draw_sample(prompts)
+        for start in range(0, len(sample), TOKENIZED_AT_ONCE):
+            texts = read_examples(prompts, sample[start : start + TOKENIZED_AT_ONCE])
+            for text_example, example in zip(texts, encode_examples(texts, self.encode, **self.limits), strict=True):
+                digest.update(repr((example.prompt, example.responses)).encode())
+                self._count_tokens_of(text_example, example)
+                scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
+        report.tokenized = len(sample)
+        report.token_digest = digest.hexdigest()
+        report.mean_chosen_tokens = mean(lengths["chosen"] for lengths in scored if "chosen" in lengths)
+        report.mean_rejected_tokens = mean(lengths["rejected"] for lengths in scored if "rejected" in lengths)
+        pairs = (lengths for lengths in scored if lengths.keys() >= CONTRARY.keys())
+        report.chosen_longer = mean(lengths["chosen"] > lengths["rejected"] for lengths in pairs)
+        if self._weights:
+            weights = np.array(self._weights) / max(self._weights)  # at most 1, so their squares do not overflow
+            report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
+
+    def _draw_sample(self, prompts: PromptTable) -> list[ExampleId]:
+        # in an online run, a prompt without examples counts as one example
+        counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
+        numbers = range(int(counts.sum()))
+        if len(numbers) > COUNTED_WHOLE:
+            numbers = set(random.Random(0).sample(numbers, SAMPLE_SIZE))
+        ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
+        return sorted(self._late.union(example for number, example in enumerate(ids) if number in numbers))
+
+    def _count_tokens_of(self, text_example: TextExample, example: Example) -> None:
+        report = self.report
+        prompt, index = text_example
+        report.tokens_across_limits += example.crosses
+        if example.prompt_is_cut:
+            report.count("truncated_prompts", prompt, index)
+        if example.response_is_cut:
+            report.count("truncated_responses", prompt, index)
+        is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
+        if is_alike and len(set(prompt.texts(index).values())) == 2:
+            report.count("pairs_cut_alike" if example.response_is_cut else "identical_pairs", prompt, index)
+        longest = max((len(response) for response in example.responses), default=0)
+        report.longest = max(report.longest, len(example.prompt) + longest)
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Average values; None if there are none."""
+    found = list(values)
+    return fmean(found) if found else None
