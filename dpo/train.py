@@ -24,7 +24,7 @@ from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import RunLog, exiting_on_failure, read_facts
+from dpo.system.run_directory import RunLog, exiting_on_failure, read_run_facts
 from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
 
 RUN_LOG = RunLog()
@@ -91,7 +91,7 @@ def run(plan: Plan) -> None:
                 timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
-        if is_rank_0 and read_facts(Path(plan.run.local_run_dir)):
+        if is_rank_0 and read_run_facts(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.runs import Run
+from dpo.analysis.runs import LoggedRun
 from dpo.errors import needing
 
 FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
@@ -64,7 +64,7 @@ class Line(NamedTuple):
     evaluations: tuple[np.ndarray, np.ndarray]
 
 
-def plan_charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Line]]]:
+def plan_charts(runs: Sequence[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
     """Yield the charts of which there are values, with their lines; not of losses that cannot be compared."""
     has_one_loss = len({run.objective.name for run in runs}) == 1
     for chart in CHARTS:

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis.curves import SOFTWARE, draw, plan_charts
 from dpo.analysis.rules import WARNING, find_all
-from dpo.analysis.runs import Run, describe_answers, number, read_runs
+from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
@@ -25,7 +25,7 @@ from dpo.settings.keys import dotted, load_defaults
 from dpo.system.plain_files import check_own, write_file
 from dpo.system.run_directory import REPORT
 
-TEMPLATES = Path(__file__).parent
+PAGE_FOLDER = Path(__file__).parent
 PAGE_MARK = ".*· training report</title>"  # how a page begins
 PICTURE_MARK = f".*{SOFTWARE}"
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
@@ -73,7 +73,7 @@ def render_page(
     return render(contents, pictures, links).encode("utf-8", "replace"), pictures
 
 
-def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> str:
+def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page of a run, or of several compared."""
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
@@ -82,17 +82,17 @@ def render(runs: Sequence[Run], pictures: Sequence[tuple], links: Sequence[tuple
         "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
-    return fill_template(TEMPLATES / "page.html.jinja", context)
+    return fill_template(PAGE_FOLDER / "page.html.jinja", context)
 
 
 def fill_template(file: Path, context: Mapping) -> str:
     """Fill in a template, which may include files beside it and the report's; texts are escaped."""
-    loader = FileSystemLoader([file.parent, TEMPLATES])
+    loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template(file.name).render(context)
 
 
-def _describe_run(run: Run) -> dict[str, Any]:
+def _describe_run(run: LoggedRun) -> dict[str, Any]:
     """Return what the page of one run shows."""
     findings = find_all(run)
     n_warnings = len(run.warnings) + sum(rule.level == WARNING for rule, _ in findings)
@@ -114,7 +114,7 @@ def _describe_run(run: Run) -> dict[str, Any]:
     }
 
 
-def _compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
+def _compare_runs(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     """Return what the page of several runs shows."""
     results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
     columns = list(dict.fromkeys(chain(*results)))  # each once, in order
@@ -134,12 +134,12 @@ def _compare_runs(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _list_warnings(run: Run) -> list[str]:
+def _list_warnings(run: LoggedRun) -> list[str]:
     warnings = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
     return warnings + [f"left out: {problem}" for problem in run.problems]
 
 
-def list_results(run: Run) -> dict[str, tuple[str, str]]:
+def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
     """Return the results of a run by name, each as a value and a remark."""
     results = {}
     for label, (name, sign, form) in HELD_OUT.items():
@@ -162,7 +162,7 @@ def list_results(run: Run) -> dict[str, tuple[str, str]]:
     return results
 
 
-def list_cards(run: Run) -> dict[str, list[tuple]]:
+def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     """Return cards by heading, each as (prompt, texts), each text as (role, label, text)."""
     before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
     answers = []
@@ -191,7 +191,7 @@ def list_cards(run: Run) -> dict[str, list[tuple]]:
     }
 
 
-def list_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def list_settings(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
     """Return settings that differ: between runs, or one run's from the defaults."""
     columns = [_list_texts(run.config) for run in runs]
     compared = columns

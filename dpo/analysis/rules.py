@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.runs import Run, number
+from dpo.analysis.runs import LoggedRun, number
 from dpo.analysis.verdict import (
     EVAL_ACCURACY,
     SMALL_CHANGE,
@@ -34,7 +34,7 @@ ANY = FIXED | ONLINE
 FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # counts of the preflight
 
 
-def find_skipped_updates(run: Run) -> str:
+def find_skipped_updates(run: LoggedRun) -> str:
     losses = run.train["loss/train"]
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
@@ -44,7 +44,7 @@ def find_skipped_updates(run: Run) -> str:
     return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 
 
-def find_collapse(run: Run) -> str:
+def find_collapse(run: LoggedRun) -> str:
     """Half of the last 16 losses are 5 times the first (at least 0.5), and margins do not grow."""
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
@@ -64,22 +64,22 @@ def find_collapse(run: Run) -> str:
     return f"loss/train {figure(now)} now, {figure(first)} at the start"
 
 
-def describe_changes(changes: Mapping[str, float]) -> str:
+def list_changes(changes: Mapping[str, float]) -> str:
     sides = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
     return f"change of held-out log-probabilities per token: {sides}"
 
 
-def find_fall_of_chosen(run: Run) -> str:
+def find_fall_of_chosen(run: LoggedRun) -> str:
     """Chosen responses lost more than the margin grew, and a tenth of a nat a token, or half a nat."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or not run.objective.margin_only:
         return ""
     fall = -changes["chosen"]
     margin = changes["chosen"] - changes["rejected"]
-    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else ""
+    return list_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else ""
 
 
-def find_chance(run: Run) -> str:
+def find_chance(run: LoggedRun) -> str:
     accuracy = run.eval.last(EVAL_ACCURACY)
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
         return ""
@@ -90,7 +90,7 @@ def find_chance(run: Run) -> str:
     return f"{EVAL_ACCURACY} {figure(accuracy)} on {pairs}, 95 % interval {figure(low)} to {figure(high)}"
 
 
-def find_overfitting(run: Run) -> str:
+def find_overfitting(run: LoggedRun) -> str:
     examples, losses = run.eval.points("loss/eval")
     before, now = run.ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
@@ -102,7 +102,7 @@ def find_overfitting(run: Run) -> str:
     return f"{held_out}; loss/train {figure(before)} at first, {figure(now)} now"
 
 
-def find_better_checkpoint(run: Run) -> str:
+def find_better_checkpoint(run: LoggedRun) -> str:
     name, sign = run.objective.best
     if run.eval.has(HELD_OUT_SCORE):
         name, sign = HELD_OUT_SCORE, +1
@@ -113,7 +113,7 @@ def find_better_checkpoint(run: Run) -> str:
     return f"{name} {figure(at_best[-1])} at {count(run.best or 0, 'example')}, {figure(values[-1])} at last"
 
 
-def find_missing_effect(run: Run) -> str:
+def find_missing_effect(run: LoggedRun) -> str:
     if run.state != "complete":
         return ""
     peak = number(run.setting("lr"))
@@ -124,10 +124,10 @@ def find_missing_effect(run: Run) -> str:
     changes, _ = find_changes_per_token(run)
     n_differ, _ = compare_answers(run)
     has_effect = n_differ > 0 or max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE
-    return "" if has_effect else describe_changes(changes)
+    return "" if has_effect else list_changes(changes)
 
 
-def find_clipping(run: Run) -> str:
+def find_clipping(run: LoggedRun) -> str:
     """Clipping matters only to optimizers whose steps grow with the gradient."""
     limit = number(run.setting("max_grad_norm"))
     _, norms = run.train.points("grad_norm")
@@ -143,7 +143,7 @@ def is_broken(text: str) -> bool:
     return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
 
 
-def find_broken_samples(run: Run) -> str:
+def find_broken_samples(run: LoggedRun) -> str:
     """A tenth of the samples are, and twice as many as of those that they are compared with; or all are."""
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
@@ -156,7 +156,7 @@ def find_broken_samples(run: Run) -> str:
     return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
 
-def find_change_of_length(run: Run) -> str:
+def find_change_of_length(run: LoggedRun) -> str:
     """Samples are longer, or shorter, than others to the same prompts, by half and by more than chance."""
     lengths = []  # in words
     for sample, _, other in run.compared_samples():
@@ -174,7 +174,7 @@ def find_change_of_length(run: Run) -> str:
     return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
 
 
-def find_faulty_examples(run: Run) -> str:
+def find_faulty_examples(run: LoggedRun) -> str:
     n_examples = run.count("train.examples")
     counts = []
     for name in FAULTS:
@@ -184,12 +184,12 @@ def find_faulty_examples(run: Run) -> str:
     return ", ".join(counts)
 
 
-def find_length_bias(run: Run) -> str:
+def find_length_bias(run: LoggedRun) -> str:
     share = run.count("train.chosen_longer")
     return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else ""
 
 
-def find_uneven_labels(run: Run) -> str:
+def find_uneven_labels(run: LoggedRun) -> str:
     desirable = number(run.setting("loss.desirable_weight")) * run.count("train.desirable")
     undesirable = number(run.setting("loss.undesirable_weight")) * run.count("train.undesirable")
     if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
@@ -197,7 +197,7 @@ def find_uneven_labels(run: Run) -> str:
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
-def find_worse_answers(run: Run) -> str:
+def find_worse_answers(run: LoggedRun) -> str:
     n = n_evaluated(run, "prompts")
     rate = run.eval.last("online_eval/win_rate")
     if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
@@ -205,7 +205,7 @@ def find_worse_answers(run: Run) -> str:
     return f"online_eval/win_rate {figure(rate)} on {count(n, 'held-out prompt')}"
 
 
-def find_growth_of_length(run: Run) -> str:
+def find_growth_of_length(run: LoggedRun) -> str:
     length, length_now = run.ends("online/length")
     score, score_now = run.ends("online/score")
     if not (length_now >= 1.5 * length and score_now > score):
@@ -214,7 +214,7 @@ def find_growth_of_length(run: Run) -> str:
     return f"{before}; {figure(length_now)} tokens, score {figure(score_now)} now"
 
 
-def find_outside(run: Run, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
+def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
     value = run.now(name)
     return f"{name} {figure(value)}" if value < low or value > high else ""
 
@@ -222,7 +222,7 @@ def find_outside(run: Run, name: str, *, low: float = -math.inf, high: float = m
 class Rule(NamedTuple):
     level: str  # WARNING or NOTE
     title: str
-    condition: Callable[[Run], str]  # returns the numbers that it is about, or "" if it does not hold
+    condition: Callable[[LoggedRun], str]  # returns the numbers that it is about, or "" if it does not hold
     advice: str
     kinds: frozenset[str] = ANY  # kinds of data that it is for
 
@@ -271,7 +271,7 @@ RULES = (  # in the order of the page
 )  # fmt: skip
 
 
-def find_all(run: Run) -> list[tuple[Rule, str]]:
+def find_all(run: LoggedRun) -> list[tuple[Rule, str]]:
     """Return the rules that hold for a run, with the numbers."""
     kind = "online" if run.online else run.objective.trains_on
     found = []

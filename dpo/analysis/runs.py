@@ -1,4 +1,4 @@
-"""A run as read from its directory; what cannot be read is left out, and listed in `Run.problems`. Imports no torch."""
+"""A run as read from its directory; what cannot be read is left out, and listed in its `problems`. Imports no torch."""
 
 import json
 import math
@@ -58,7 +58,7 @@ class Log:
 
 
 @dataclass
-class Run:
+class LoggedRun:
     """Content of a run's directory, without secrets in settings and environment."""
 
     path: Path
@@ -144,14 +144,14 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 
 
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
-def read_run(path: Path, *, ended: bool = False) -> Run:
+def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     """Read a run; `ended` means that it has ended, although its process holds the lock.
 
     Raises InputError for what is no run.
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
-    run = Run(path.resolve(), path.resolve().name)
+    run = LoggedRun(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
@@ -183,7 +183,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
     return run
 
 
-def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
+def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
     """Read runs, each once; if two have the same name, all are called by their paths."""
     runs = {}
     for path in paths:
@@ -195,7 +195,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return list(runs.values())
 
 
-def _read_mapping(run: Run, name: str, read: Callable) -> dict:
+def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
     """Read a file; if it cannot be read, note why among the run's problems, and return {}."""
     try:
         value = read(run.path / name)
@@ -210,7 +210,7 @@ def _read_mapping(run: Run, name: str, read: Callable) -> dict:
     return {}
 
 
-def _read_lines(run: Run, name: str) -> list[str]:
+def _read_lines(run: LoggedRun, name: str) -> list[str]:
     """Return the complete lines of a file; none if it does not exist."""
     file = run.path / name
     if not file.exists():
@@ -220,7 +220,7 @@ def _read_lines(run: Run, name: str) -> list[str]:
     return file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
-def _read_objects(run: Run, name: str, keys: set[str]) -> list[dict]:
+def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     """Return objects with these keys; other lines are a problem."""
     objects = []
     n_unreadable = 0

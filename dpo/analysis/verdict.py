@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 
-from dpo.analysis.runs import Run, number, read_run
+from dpo.analysis.runs import LoggedRun, number, read_run
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import PRECISION
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
-ADVICE = ": raise lr, or train longer"
+RAISE_LR = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -31,13 +31,13 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
     return (middle - half) / (1 + Z_95**2 / n), (middle + half) / (1 + Z_95**2 / n)
 
 
-def n_evaluated(run: Run, what: str = "examples") -> float:
+def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
     n_wanted = number(run.setting("n_eval_examples", 256))
     n_available = run.count(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
 
-def n_effective(run: Run) -> float:
+def n_effective(run: LoggedRun) -> float:
     """Evaluated examples, where those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2."""
     n = n_evaluated(run)
     n_examples = run.count("test.examples")
@@ -48,7 +48,7 @@ def n_effective(run: Run) -> float:
     return n
 
 
-def describe_result(run: Run) -> str:
+def describe_result(run: LoggedRun) -> str:
     """Say whether the model changed, and whether it is better on held-out data."""
     if run.train.has("online/score"):
         better = _describe_scores(run)
@@ -63,7 +63,7 @@ def describe_result(run: Run) -> str:
     return f"{describe_change(run)} {better}".strip()
 
 
-def describe_change(run: Run) -> str:
+def describe_change(run: LoggedRun) -> str:
     n_differ, n_answers = compare_answers(run)
     changes, rounding = find_changes_per_token(run)
     facts = []
@@ -89,18 +89,18 @@ def describe_change(run: Run) -> str:
     advice = ""
     if not n_differ and changes and largest <= rounding:
         verb = "did not change"
-        advice = ADVICE
+        advice = RAISE_LR
     elif largest >= SMALL_CHANGE and n_answers and not n_differ:
         verb = "changed, but not its answers"
     elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= n_answers)):
         verb = "changed"
     else:
         verb = "hardly changed"
-        advice = ADVICE
+        advice = RAISE_LR
     return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 
-def compare_answers(run: Run) -> tuple[int, int]:
+def compare_answers(run: LoggedRun) -> tuple[int, int]:
     """Count the answers that differ from those before training, and those that can be compared."""
     before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
     now = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] > 0}  # the newest of each prompt
@@ -108,7 +108,7 @@ def compare_answers(run: Run) -> tuple[int, int]:
     return sum(before[prompt] != now[prompt] for prompt in shared), len(shared)
 
 
-def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
+def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
     """Return mean changes since the evaluation before the first update, by side, and their rounding."""
     changes = {}
     size = 1.0  # nats per token
@@ -122,7 +122,7 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
     return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
-def _describe_scores(run: Run) -> str:
+def _describe_scores(run: LoggedRun) -> str:
     before, now = run.ends("online/score")
     text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(now)} now"
     text += f", at online/kl {figure(run.now('online/kl'))}."
@@ -138,7 +138,7 @@ def _describe_scores(run: Run) -> str:
     return f"{text}."
 
 
-def _describe_loss(run: Run) -> str:
+def _describe_loss(run: LoggedRun) -> str:
     """Compare losses at first and at last; SFT's, sums over tokens, are given per token."""
     _, losses = run.eval.points("loss/eval")
     name = "loss"
@@ -156,7 +156,7 @@ def _describe_loss(run: Run) -> str:
     return f"The held-out {name} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
 
 
-def _describe_pairs(run: Run) -> str:
+def _describe_pairs(run: LoggedRun) -> str:
     accuracy = run.eval.last(EVAL_ACCURACY)
     n_examples = n_evaluated(run)
     if run.objective.trains_on == "lists":
@@ -173,7 +173,7 @@ def _describe_pairs(run: Run) -> str:
     return f"{text}{_compare_with_chance(share_interval(accuracy, n), n, counted)}."
 
 
-def _describe_labels(run: Run) -> str:
+def _describe_labels(run: LoggedRun) -> str:
     auc = run.eval.last("rewards_eval/auc")
     share = n_effective(run) / run.count("test.examples")
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"

@@ -30,7 +30,7 @@ from dpo.settings.keys import BEFORE, KEYS, PACKAGE, PRECISION, Resume, dotted
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_facts, write_facts
+from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_run_facts, write_run_facts
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them;
@@ -64,7 +64,7 @@ class OpenRun(NamedTuple):
         if self.resume_point is not None:
             saved_at = (self.resume_point.path / MANIFEST).stat().st_mtime
             former = (self.resume_point.manifest["run"], saved_at)
-        write_facts(
+        write_run_facts(
             self.directory,
             plan.nested_values(),
             processes=plan.dims.world_size,
@@ -110,7 +110,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
     checkpoints = find_checkpoints(run_dir)
     is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
-    continues_here = (source == run_dir or is_own_step) and (checkpoints or read_facts(run_dir))
+    continues_here = (source == run_dir or is_own_step) and (checkpoints or read_run_facts(run_dir))
     if not continues_here:
         check_free(run_dir, logs)
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):

@@ -12,7 +12,7 @@ from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link,
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import full_state, load_optimizer, whole_states
-from dpo.system.run_directory import read_facts
+from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import meet_rank_0
 
 COUNTERS = (
@@ -154,7 +154,7 @@ class Checkpoints:
         self.keep = keep
         self.log = log
         self.n_evaluated = n_evaluated
-        self.run = read_facts(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
+        self.run = read_run_facts(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
         self,

@@ -28,7 +28,7 @@ from dpo.judging.answers import (
     ANSWERS,
     Pair,
     draw_answers,
-    encode_prompt,
+    encode_for,
     list_labelled,
     load_prompts,
     write_question,
@@ -196,7 +196,7 @@ def answer_both(models: Sequence[LoadedModel], prompts: Sequence, file: Path, op
     fitting = []
     encoded = ([], [])  # by model
     for prompt in prompts:
-        tokens = [encode_prompt(model, prompt, tokenizer, n_new=n_new) for model in models]
+        tokens = [encode_for(model, prompt, tokenizer, n_new=n_new) for model in models]
         if None not in tokens:
             fitting.append(prompt)
             encoded[0].append(tokens[0])

@@ -29,7 +29,7 @@ from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import has_form, read_json
-from dpo.system.run_directory import read_facts
+from dpo.system.run_directory import read_run_facts
 
 RUN_KEY = "dpo_run"  # the key in a card's metadata with the id of the run that made a repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
@@ -81,7 +81,7 @@ def write(options: Any, out: Path) -> None:
     if options.gguf:
         convert(folder, options.gguf, options.llama_cpp)
     if options.push:
-        run = read_facts(source.run_dir).get("run") if source.run_dir else None
+        run = read_run_facts(source.run_dir).get("run") if source.run_dir else None
         complete_card(folder, source, run)
         push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
 

@@ -85,7 +85,7 @@ def write_question(prompt: Prompt, tokenizer: Any) -> str:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def encode_prompt(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
+def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
     """Encode a prompt as in training if it was made with this tokenizer, else from its messages.
 
     Returns None if the model has no positions for it and `n_new` tokens more. Raises InputError if it cannot be asked.

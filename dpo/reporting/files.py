@@ -11,7 +11,7 @@ from dpo.models.answers import Drawn
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, Sample, Update
 from dpo.system.plain_files import move_aside
-from dpo.system.run_directory import add_facts, now
+from dpo.system.run_directory import add_run_facts, now
 
 
 class Appender(Callback):
@@ -81,7 +81,7 @@ class FileLogger(Appender):
 
     def on_start(self) -> None:
         super().on_start()
-        add_facts(self.run_dir, **self.context.count_parameters())
+        add_run_facts(self.run_dir, **self.context.count_parameters())
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
@@ -115,7 +115,7 @@ class FileLogger(Appender):
         self._drawn = state.get("drawn", ())
 
     def on_end(self) -> None:
-        add_facts(self.run_dir, ended=now())
+        add_run_facts(self.run_dir, ended=now())
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

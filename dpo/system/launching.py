@@ -206,7 +206,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     if dist.is_initialized():
         store = waiting.default_store()
         with suppress(dist.DistError):  # rank 0 may have taken the store with it
-            store.set(waiting.FAILURE, "")  # ranks that wait for this one give up
+            store.set(waiting.FAILURE_KEY, "")  # ranks that wait for this one give up
             if status == LOST_CONTACT:
                 message += _name_silent_ranks(store, rank, world_size)
     return status, message

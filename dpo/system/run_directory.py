@@ -60,7 +60,7 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
     with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")
-    if not read_facts(run_dir):
+    if not read_run_facts(run_dir):
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
     if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
@@ -115,7 +115,9 @@ def _explaining_errors(run_dir: Path) -> AbstractContextManager:
 # --- facts about the run ---------------------------------------------------------------------------------------------
 
 
-def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None) -> None:
+def write_run_facts(
+    run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None
+) -> None:
     """Write `config.yaml` and `env.json`; `former` has the continued run's id, and the time of its checkpoint in
     seconds since 1970.
     """
@@ -125,7 +127,7 @@ def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tupl
     seconds_before = 0.0
     if former is not None:
         run, saved_at = former
-        old_facts = read_facts(run_dir)  # empty if the run continues another's checkpoint
+        old_facts = read_run_facts(run_dir)  # empty if the run continues another's checkpoint
         seconds_before = old_facts.get("seconds_before")
         if seconds_before is not None:
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(old_facts["started"]).timestamp())
@@ -157,8 +159,8 @@ def write_facts(run_dir: Path, config: dict, *, processes: int = 1, former: tupl
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
 
 
-def read_facts(run_dir: Path) -> dict:
-    """Return the facts in `env.json`; {} unless `write_facts` wrote them."""
+def read_run_facts(run_dir: Path) -> dict:
+    """Return the facts in `env.json`; {} unless `write_run_facts` wrote them."""
     try:
         facts = read_json(run_dir / FACTS)
         datetime.fromisoformat(facts["started"])
@@ -168,9 +170,9 @@ def read_facts(run_dir: Path) -> dict:
     return facts if is_ours else {}
 
 
-def add_facts(run_dir: Path, **new_facts: Any) -> None:
+def add_run_facts(run_dir: Path, **new_facts: Any) -> None:
     """Add facts to `env.json`, unless it is missing or damaged."""
-    if facts := read_facts(run_dir):
+    if facts := read_run_facts(run_dir):
         _write_facts(run_dir, {**facts, **new_facts})
 
 

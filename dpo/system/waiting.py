@@ -19,7 +19,7 @@ from dpo.errors import InputError
 T = TypeVar("T")
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 LONGEST_WORK = 10  # collective timeouts for which a rank may work alone: 5 hours by default
-FAILURE = "a rank has failed"  # a key in the store, which the rank sets before it exits
+FAILURE_KEY = "a rank has failed"  # a key in the store, which the rank sets before it exits
 
 
 def is_shared() -> bool:
@@ -55,8 +55,8 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
         with asking_store():
             if store.check([key]):
                 return store.get(key).decode()
-            if store.check([FAILURE]):
-                raise dist.DistError(FAILURE)
+            if store.check([FAILURE_KEY]):
+                raise dist.DistError(FAILURE_KEY)
         if time.monotonic() > deadline:
             raise dist.DistError(f"waited {longest:g} s in vain for {key}")
         time.sleep(pause)  # returns to Python, so that signals are handled

@@ -31,7 +31,7 @@ from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
 from dpo.system.host import list_own_gpus
-from dpo.system.run_directory import add_facts
+from dpo.system.run_directory import add_run_facts
 from dpo.system.users_code import hash_files
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import Objective, make_scores
@@ -103,7 +103,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     layout_note = objective.layout_note or f"layout={layout}"
     line = f"{plan.trainer.name}: {processes} on {on}; {layout_note}; attention: {by_role}"
     if objective.mesh.rank == 0:
-        add_facts(
+        add_run_facts(
             Path(plan.run.local_run_dir),
             backend=backend,
             mesh=axes,

@@ -10,7 +10,7 @@ import pytest
 from support.records import CONFIG, PREFLIGHT, evaluation, rewards, sample, update
 
 from dpo.analysis.rules import RULES, find_all, is_broken
-from dpo.analysis.runs import Log, Run
+from dpo.analysis.runs import Log, LoggedRun
 
 N = 100  # updates
 MINUS = "\N{MINUS SIGN}"
@@ -56,12 +56,12 @@ def drawn(**courses: Course) -> dict[str, Log]:
     return train(**{f"online/{name}": course for name, course in (usual | courses).items()})
 
 
-def changed(run: Run, **parts: Any) -> Run:
+def changed(run: LoggedRun, **parts: Any) -> LoggedRun:
     """The run with other parts; `config` is added to its settings."""
     return replace(run, **(parts | {"config": run.config | parts.get("config", {})}))
 
 
-HEALTHY = Run(
+HEALTHY = LoggedRun(
     Path("run"), "made", config=CONFIG, preflight=PREFLIGHT, state="complete",
     **train(), **held_out(evaluate(0.55, 0.7)), **sampled(ANSWERS),
 )  # fmt: skip
@@ -135,7 +135,7 @@ SOUND = (
     HEALTHY,
     # whose scorer may contradict held-out labels
     changed(HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))),
-    Run(Path("run"), "made", config=CONFIG),  # nothing was logged
+    LoggedRun(Path("run"), "made", config=CONFIG),  # nothing was logged
     # margins that grow by what chosen lose
     changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
     # a loss that holds chosen up
@@ -165,17 +165,17 @@ def test_no_rule_finds_a_fault_where_there_is_none(run):
     assert find_all(run) == []
 
 
-def with_accuracy(rng: np.random.Generator, accuracy: float) -> Run:
+def with_accuracy(rng: np.random.Generator, accuracy: float) -> LoggedRun:
     return changed(HEALTHY, **held_out(evaluate(0.6, rng.binomial(256, accuracy) / 256)))
 
 
-def with_lengths(rng: np.random.Generator, factor: float) -> Run:
+def with_lengths(rng: np.random.Generator, factor: float) -> LoggedRun:
     """Samples of 60 words on average, times the factor, beside those of the reference."""
     policy, reference = (["a b c d e f " * n for n in rng.geometric(0.1, 32)] for _ in range(2))
     return changed(HEALTHY, **sampled([text * int(factor) for text in policy], reference))
 
 
-def with_win_rate(rng: np.random.Generator, rate: float) -> Run:
+def with_win_rate(rng: np.random.Generator, rate: float) -> LoggedRun:
     wins = np.where(rng.random(256) < 0.5, 0.5, rng.random(256) < rate)  # half of the comparisons tie
     return changed(HEALTHY_ONLINE, eval=Log([START, evaluate(0.7, 0.4) | {"online_eval/win_rate": wins.mean()}]))
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from dpo.commands.evaluate import main
 from dpo.commands.sample import main as sample
 from dpo.data.schema import Prompt
-from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_prompt
+from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_for
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel
 from dpo.system.host import is_installed
@@ -115,7 +115,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
 def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     model = LoadedModel("first", None, chat(WITH_TOOLS), "chat")
     with refused(r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
-        encode_prompt(model, Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
+        encode_for(model, Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
-from dpo.system.run_directory import get_local_dir, read_facts
+from dpo.system.run_directory import get_local_dir, read_run_facts
 from dpo.training.reference import read_logps
 
 FUZZ = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -135,7 +135,7 @@ def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_
     record = checkpoint.parent / "env.json"
     for changes in ({"started": "x"}, {"run": []}, {"seconds_before": "x"}):
         record.write_text(json.dumps({"packages": {}, "git_commit": None, "started": "2026-01-01", **changes}))
-        assert read_facts(checkpoint.parent) == {}
+        assert read_run_facts(checkpoint.parent) == {}
     (checkpoint.parent / "preflight.json").write_text('{"train": [1]}')
     record.write_text("[]")
     assert export([str(checkpoint), str(tmp_path / "out")]) == 2

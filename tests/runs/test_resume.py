@@ -14,7 +14,7 @@ from support.runs import TINY, change_json, find_differences, read_log, read_met
 from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
 from dpo.system.plain_files import read_yaml
-from dpo.system.run_directory import write_facts
+from dpo.system.run_directory import write_run_facts
 from dpo.training.evaluation import Evaluator
 
 WAYS = {
@@ -93,7 +93,7 @@ def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
     whole = finished("n_examples=8")
     (tmp_path / "killed" / ".step-8.dpo-tmp").mkdir(parents=True)
-    write_facts(tmp_path / "killed", {})
+    write_run_facts(tmp_path / "killed", {})
     (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
 
     run("killed", "n_examples=8", "resume=auto")

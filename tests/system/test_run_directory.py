@@ -19,7 +19,7 @@ from support.runs import ROOT
 
 from dpo.redaction import redact
 from dpo.system.host import harden_stdio
-from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_facts
+from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_run_facts
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
@@ -41,7 +41,7 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    write_facts(run_dir, {"lr": 1e-6, "api_key": "abc"})
+    write_run_facts(run_dir, {"lr": 1e-6, "api_key": "abc"})
 
     assert sorted(file.name for file in run_dir.iterdir()) == ["config.yaml", "env.json"]
     assert yaml.safe_load((run_dir / "config.yaml").read_text()) == {"lr": 1e-6, "api_key": "REDACTED"}
@@ -71,7 +71,7 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
 
 
 def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
-    write_facts(tmp_path, {"lr": 1})
+    write_run_facts(tmp_path, {"lr": 1})
     (tmp_path / "report").mkdir()
     check_free(tmp_path)
     (tmp_path / "step-8").mkdir()  # its logs were moved away
@@ -99,15 +99,15 @@ def test_a_refused_run_leaves_nothing_that_was_not_there(run, tmp_path, made_bef
 
 
 def test_the_time_of_a_resumed_run_has_what_came_before_its_checkpoint(tmp_path):
-    write_facts(tmp_path, {})
+    write_run_facts(tmp_path, {})
     record = json.loads((tmp_path / "env.json").read_text())
     assert record["seconds_before"] == 0
     started = datetime.fromisoformat(record["started"]).timestamp()
     for before, saved_after in ((100, 100), (130, 30)):
-        write_facts(tmp_path, {}, former=("id", started + saved_after))
+        write_run_facts(tmp_path, {}, former=("id", started + saved_after))
         assert json.loads((tmp_path / "env.json").read_text())["seconds_before"] == pytest.approx(before, abs=2)
     (other := tmp_path / "other").mkdir()
-    write_facts(other, {}, former=("id", started))  # another run's checkpoint, copied
+    write_run_facts(other, {}, former=("id", started))  # another run's checkpoint, copied
     assert json.loads((other / "env.json").read_text())["seconds_before"] is None
 
 
