@@ -364,14 +364,16 @@ class BasicTrainer(Trainer):
         return tuple(logps[role] for role in RESPONSE_ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
-        self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
+        self,
+        batch: PaddedBatch,
+        loss_config: DictConfig,
+        train: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss of this process's batch, and its detached metrics, (B,) each."""
         split = "train" if train else "eval"
-        losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
-        return losses.mean(), {
-            name: values for name, values in metrics.items() if not name.startswith(REFERENCE_PREFIX)
-        }
+        losses, columns = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
+        metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}
+        return losses.mean(), metrics
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""

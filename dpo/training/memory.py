@@ -52,16 +52,13 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
-    # the peak is in the backward pass or in the step
-    in_backward = ["activations", "logits"]
-    in_step = ["update"]
+    # the peak is in the backward pass or in the step: what only the other one needs is not there
+    absent = ["update"]
     if plan.data.gradient_accumulation_steps == 1:  # gradients of the only backward pass come as activations go
-        in_step.append("gradients")
-    for purpose in min(
-        in_backward,
-        in_step,
-        key=lambda purposes: sum(memory[purpose] for purpose in purposes),
-    ):
+        absent.append("gradients")
+    if memory["activations"] + memory["logits"] <= sum(memory[purpose] for purpose in absent):
+        absent = ["activations", "logits"]
+    for purpose in absent:
         del memory[purpose]
     if not plan.gpus:
         if plan.dims.world_size == 1:
@@ -141,7 +138,7 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
     batches = Batches(plan, data, layout, size=plan.dims.data_size)  # others have about as many
-    microbatches = [part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches]
+    microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 
 

@@ -37,9 +37,9 @@ class TrainerParts:
         self,
         plan: Plan,
         data: TrainingData,
-        models: tuple | None = None,
+        models: tuple | None,
         *,
-        rank: int = 0,
+        rank: int,
         resume_from: Path | None = None,
     ):
         """`models` are policy and separate reference, or functions that load them; None: those that the plan names."""
