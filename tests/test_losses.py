@@ -211,7 +211,7 @@ USUAL = 0.9 * 0.2 + 0.1 * 2  # the gap that beta-DPO compares with; the batch's 
         ),
     ],
 )
-def test_what_else_a_loss_takes_into_account(config, change, expected):
+def test_options_and_statistics_change_a_loss_as_worked_by_hand(config, change, expected):
     assert compute({"beta": HALF, **config}, SCORES._replace(**change))[0] == nearly(expected)
 
 

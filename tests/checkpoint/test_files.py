@@ -108,7 +108,7 @@ def test_a_manifest_that_says_something_else_is_damage(tmp_path):
             check_complete(saved)
 
 
-def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tmp_path):
+def test_after_a_kill_temporary_files_are_removed_and_a_checkpoint_being_replaced_is_restored(tmp_path):
     write(tmp_path, 8, 16)
     (tmp_path / "step-8").rename(tmp_path / ".step-8.dpo-former")  # killed before the new one was in place
     for rest in (".step-16.dpo-former", ".step-24.dpo-tmp", ".step-4.dpo-tmp"):

@@ -18,7 +18,7 @@ def test_results_come_in_the_order_of_the_items_however_long_each_takes(workers)
     assert list(prefetch(range(20), prepare, workers=workers)) == [i * i for i in range(20)]
 
 
-def test_the_next_are_prepared_while_one_is_used_and_no_more():
+def test_two_items_are_prepared_ahead_and_no_more():
     prepared = []
     results = prefetch(range(10), prepared.append, workers=1, ahead=2)
     next(results)

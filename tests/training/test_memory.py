@@ -145,7 +145,7 @@ def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows
         ),
     ],
 )
-def test_what_a_process_holds_is_arithmetic(settings, expected, predict_for):
+def test_the_memory_that_is_held_follows_from_numbers_of_parameters(settings, expected, predict_for):
     found = predict_for(
         f"model.reference_dtype=float32 gradient_accumulation_steps=2 {settings}", 2 if "FSDP" in settings else 1
     )
@@ -164,7 +164,7 @@ def test_the_state_of_an_optimizer_is_counted_in_values_per_weight(name, plan_of
     assert n_values / parameter.numel() == pytest.approx(count_states(training), abs=0.02), counted
 
 
-def test_of_every_optimizer_it_is_known_whether_its_steps_are_about_as_large_as_lr():
+def test_every_optimizer_is_listed_by_whether_its_steps_are_about_as_large_as_lr():
     lacking = OPTIMIZERS.keys() - STEPS_OF_LR - {"Adadelta", "Adafactor", "Adagrad", "ASGD", "Rprop", "SGD"}
     assert lacking == set(), f"STEPS_OF_LR in dpo/settings/keys.py, or the others in this test, lack {lacking}"
 

@@ -59,7 +59,7 @@ def test_the_rate_rises_over_the_warmup_and_then_falls_to_the_least_at_the_end(k
 
 
 @pytest.mark.parametrize("updates", [3, 6, 20])
-def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(updates):
+def test_a_longer_run_continues_on_the_curve_of_its_new_length(updates):
     first = make_schedule("cosine", updates=6, warmup_steps=1, min_ratio=0.1)
     rates(first, 2)
     whole, again = (make_schedule("cosine", updates=updates, warmup_steps=1, min_ratio=0.1) for _ in range(2))
@@ -71,7 +71,7 @@ def test_a_state_continues_on_the_curve_of_as_many_updates_as_there_now_are(upda
 
 
 @pytest.mark.parametrize(("updates", "warmup"), [(9, 0), (78, 7), (100_000, 150)])
-def test_without_a_warmup_it_is_a_tenth_of_the_run_and_stays_when_the_run_becomes_longer(updates, warmup):
+def test_the_default_warmup_is_a_tenth_of_the_run_and_stays_when_the_run_becomes_longer(updates, warmup):
     schedule, longer = (make_schedule("constant", updates=n, warmup_steps=None) for n in (updates, 10 * updates))
     longer.load_state_dict(schedule.state_dict())
     expected = [min(1.0, (update + 1) / (warmup + 1)) for update in range(200)]
@@ -106,7 +106,7 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, spoil, tmp
 
 
 @pytest.mark.slow
-def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path):
+def test_two_processes_scale_the_rate_and_a_run_keeps_it_with_another_number(command, run, tmp_path):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
     succeeded(train(*command("run", *settings, "trainer=FSDPTrainer", "world_size=2", "n_examples=8")))
     assert lrs(tmp_path / "run") == [0.002] * 2

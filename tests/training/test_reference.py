@@ -18,7 +18,7 @@ LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
     [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))],
     ids=["empty", "half an archive", "objects", "another shape"],
 )
-def test_a_file_of_anything_else_is_refused(content, tmp_path):
+def test_a_file_without_log_probabilities_of_the_right_shape_is_refused(content, tmp_path):
     path = tmp_path / "file.npz"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -28,7 +28,7 @@ def test_a_file_of_anything_else_is_refused(content, tmp_path):
         read_logps(path, (2, 2))
 
 
-def test_a_checkpoint_has_what_was_known_of_the_same_data():
+def test_cached_log_probabilities_are_restored_for_the_same_data_alone():
     known, again = ReferenceLogps(3, 2), ReferenceLogps(3, 2)
     again.load_state_dict(known.state_dict())
     assert again.find([0]) is None
