@@ -11,7 +11,7 @@ from dpo import __version__
 from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.sharding import full_state, load_optimizer, whole_states
+from dpo.parallel.sharding import full_state, load_optimizer, optimizer_state
 from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import meet_rank_0
 
@@ -60,7 +60,7 @@ class OptimizerPart(Part):
         self.mesh = mesh
 
     def gather(self) -> Any:
-        return full_state(whole_states(self.source))
+        return full_state(optimizer_state(self.source))
 
     def restore(self, file: Path) -> None:
         load_optimizer(self.source, read_state(file) if is_rank_0() else None, self.mesh)

@@ -18,7 +18,7 @@ from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
-from dpo.models.answers import Answer, Sampling, Tokens, answer, write_turns
+from dpo.models.answers import Answer, Sampling, Tokens, generate, write_turns
 from dpo.models.generation import LoadedModel
 from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
@@ -123,7 +123,7 @@ def draw_answers(
     ):
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
-            drawn = answer(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
+            drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
                 facts = {"model": loaded.name, "prompt": write_question(prompts[i], loaded.tokenizer)}
                 kept.add(keys[i], **facts, answer=new.text, tokens=new.tokens, ended=new.ended)

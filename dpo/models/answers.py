@@ -25,7 +25,7 @@ class Answer(NamedTuple):
     score: float = math.nan  # the scorer's, in online training; higher is better
 
 
-class Drawn(NamedTuple):
+class OnlinePair(NamedTuple):
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
     best: int  # an index into answers
@@ -91,7 +91,7 @@ def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     return [token for token in tokens if token is not None]
 
 
-def answer(
+def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Tokens],
@@ -166,7 +166,7 @@ class _DrawToken(transformers.LogitsProcessor):
 CUT = "[...]"  # replaces the truncated part of a prompt
 
 
-def show_fed(example: Example, prompt: Prompt, tokenizer: Any) -> str:
+def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     """Write a prompt's text as the model gets it, with CUT for truncated text."""
     if not example.prompt_is_cut:
         return prompt.text

@@ -151,7 +151,7 @@ class _MaskedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         query, key, value, mask, out = ctx.saved_tensors
         # sums in float32
         grad_query = torch.zeros(query.shape)

@@ -6,7 +6,7 @@ In shapes, B counts examples, and "sides" the most responses of one: 2 for pairs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from dpo.models.logprobs import (
     sequence_rewards,
     token_logps,
 )
-from dpo.models.packing import NONE, Packed, by_side, map_tensors, pack, split_evenly
+from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, split_evenly
 from dpo.parallel.sharding import find_class, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
@@ -151,7 +151,7 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows."""
 
-    windows: Mapping[str, int | None]  # how many tokens each kind of attention layer looks back, None for all
+    windows: Windows
     max_length: int  # two responses of this length always fit into a row; rows are at most twice as long
     alignment: int = 1  # the length of a row is a multiple of it
     by_segments: bool = False  # one row, for `attend_by_segments`
@@ -249,7 +249,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
-def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
+def find_windows(model: Any, max_length: int) -> Windows | str:
     """Find the window of each kind of attention layer, None for all tokens; a reason if rows cannot be shared."""
     config = model.config.get_text_config()
     attention = find_attention(config)

@@ -4,7 +4,7 @@ A reward model has a scalar head: a linear layer `score` without bias for the hi
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, masking_utils
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 from dpo.models.attention import attend_in_bfloat16, find_attention
-from dpo.models.packing import Packed, map_tensors, tree_mask
+from dpo.models.packing import Packed, Windows, map_tensors, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import is_cpu, is_gpu
 
@@ -66,7 +66,7 @@ def _one_text_per_row() -> Iterator:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-def packed_logps(model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool) -> TokenLogps:
+def packed_logps(model: Any, packed: Packed, windows: Windows, *, with_squares: bool) -> TokenLogps:
     """Compute `sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
@@ -105,7 +105,7 @@ def sequence_rewards(model: Any, input_ids: Tensor, attention_mask: Tensor | Non
     return reward(model, hidden[rows, last])
 
 
-def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Tensor]:
+def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:
     """Make additive masks, by kind of attention layer: on CPUs they are faster than bool."""
     device = packed.input_ids.device
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
@@ -137,7 +137,7 @@ class _PickedLogSoftmax(torch.autograd.Function):
         return torch.cat(logps).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         logits, targets = ctx.saved_tensors
         for rows, row_targets, row_grads in _in_pieces(logits, targets[:, None], grad[:, None]):
             # d log p(target) / d logit v = (v is target) - p(v)

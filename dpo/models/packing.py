@@ -6,7 +6,7 @@ A response's last token predicts nothing, so it is not fed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from dpo.data.examples import Example, make_labels
 from dpo.losses import IGNORE_INDEX
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
+Windows = Mapping[str, int | None]  # how many tokens each kind of attention layer looks back, None for all
 NONE = -1  # the tree index of padding, the branch index of a prompt, and the role of a response that is not there
 
 

@@ -311,7 +311,7 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
     return norm
 
 
-def optimized(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """Yield what an optimizer updates: shards, each with its parameter as `whole`, and other parameters."""
     for parameter in parameters:
         tensor = parameter
@@ -361,7 +361,7 @@ def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def whole_states(optimizer: Optimizer) -> dict:
+def optimizer_state(optimizer: Optimizer) -> dict:
     """Make an optimizer's state dict, with DTensors for the states of shards."""
     saved = optimizer.state_dict()
     states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter

@@ -11,7 +11,7 @@ import torch
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import count_parameters
-from dpo.models.answers import Drawn
+from dpo.models.answers import OnlinePair
 from dpo.settings.plan import Plan
 
 
@@ -23,7 +23,7 @@ class Update(NamedTuple):
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # metrics of each example and the reference's log-probabilities, (B,) each
     metrics: Mapping[str, float]  # means over the examples, and grad_norm; in `on_update` also lr, speed and others
-    drawn: Mapping[int, Drawn] = {}  # the policy's answers, by index in `examples`
+    drawn: Mapping[int, OnlinePair] = {}  # the policy's answers, by index in `examples`
 
 
 class Sample(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.runs import describe_answers
-from dpo.models.answers import Drawn
+from dpo.models.answers import OnlinePair
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, Sample, Update
 from dpo.system.plain_files import move_aside
@@ -133,7 +133,7 @@ class FileLogger(Appender):
         self.append("samples.txt", [*lines, ""])
 
 
-def _make_record(n_examples: int, drawn: Drawn) -> dict:
+def _make_record(n_examples: int, drawn: OnlinePair) -> dict:
     answers = [
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers

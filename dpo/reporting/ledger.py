@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpo.analysis.ledger import PARQUET, STREAM, append, find_end, write_parquet
-from dpo.models.answers import Drawn
+from dpo.models.answers import OnlinePair
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
 
@@ -36,7 +36,9 @@ class Ledger(Appender):
     def on_end(self) -> None:
         write_parquet(self.run_dir)
 
-    def _append(self, split: str, update: int, event: Update | Evaluation, drawn: Mapping[int, Drawn] = {}) -> None:
+    def _append(
+        self, split: str, update: int, event: Update | Evaluation, drawn: Mapping[int, OnlinePair] = {}
+    ) -> None:
         """`update` is an update's number, or the number of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
@@ -65,7 +67,7 @@ class Ledger(Appender):
         append(self.run_dir / STREAM, rows)
 
 
-def _describe_drawn(drawn: Drawn) -> dict:
+def _describe_drawn(drawn: OnlinePair) -> dict:
     chosen, rejected = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {

@@ -20,7 +20,7 @@ from dpo.data.examples import (
     read_examples,
 )
 from dpo.data.preflight import TrainingData
-from dpo.models.answers import Drawn
+from dpo.models.answers import OnlinePair
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
     mismatched: "Batch | None" = None  # each prompt with a response to another prompt, if the loss needs it
     # the next three are for online pairs
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
+    drawn: Mapping[int, OnlinePair] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 

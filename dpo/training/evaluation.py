@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
-from dpo.models.answers import Answer, Sampling, choose_sampling, show_fed, write_turns
+from dpo.models.answers import Answer, Sampling, choose_sampling, mark_truncation, write_turns
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
@@ -116,7 +116,7 @@ class Evaluator:
         samples = []
         for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
-            fed = show_fed(example, prompt, tokenizer)
+            fed = mark_truncation(example, prompt, tokenizer)
             turns = write_turns(prompt, fed, tokenizer)
             sample = Sample(fed, policy.text, None, policy.ended, turns=turns)
             for reference in others:  # one or none
@@ -136,7 +136,7 @@ class Evaluator:
             self._answer(self.objective.policy, batches, greedy),
             strict=True,
         ):
-            fed = show_fed(example, self.data.test[example.id[0]], self.data.tokenizer)
+            fed = mark_truncation(example, self.data.test[example.id[0]], self.data.tokenizer)
             texts[fed] = answer.text
         return texts
 

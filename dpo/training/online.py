@@ -19,8 +19,7 @@ from dpo.data.preflight import TrainingData
 from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, Drawn, Sampling, Tokens, choose_sampling, write_turns
-from dpo.models.answers import answer as generate
+from dpo.models.answers import Answer, OnlinePair, Sampling, Tokens, choose_sampling, generate, write_turns
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -365,17 +364,17 @@ def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Examp
     return example._replace(roles=TRAINS_ON["pairs"])
 
 
-def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
+def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
     """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do."""
     # among equal scores the first is the best and the last is the worst, so that even a tie has two answers
     best = max(range(len(answers)), key=lambda i: answers[i].score)
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
     worst = min(reversed(different or others), key=lambda i: answers[i].score)
-    return Drawn(prompt.text, answers, best, worst)
+    return OnlinePair(prompt.text, answers, best, worst)
 
 
-def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
+def draw_label(drawn: OnlinePair, seed: Sequence[int]) -> OnlinePair:
     """Draw which answer of a pair is chosen, by the Bradley-Terry model."""
     best = drawn.answers[drawn.best]
     worst = drawn.answers[drawn.worst]
@@ -391,7 +390,7 @@ def _measure(answers: Sequence[Answer]) -> dict[str, list[float]]:
     }
 
 
-def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
+def _compute_metrics(drawn: Sequence[OnlinePair], *, may_flip: bool) -> dict[str, float]:
     columns = _measure([answer for pair in drawn for answer in pair.answers])
     columns["score_best"] = [pair.answers[pair.best].score for pair in drawn]
     columns["score_worst"] = [pair.answers[pair.worst].score for pair in drawn]

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dpo import plugins
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.adapters import trained_parameters
-from dpo.parallel.sharding import optimized
+from dpo.parallel.sharding import local_parameters
 from dpo.settings.keys import Optimizer, TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in get_args(Optimizer)}
@@ -33,7 +33,7 @@ def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.opti
     optimizer_class = (OPTIMIZERS | plugins.OPTIMIZERS)[training.optimizer]
     arguments = training.optimizer_args
     try:
-        return optimizer_class(optimized(trained_parameters(model)), lr=training.lr, **arguments)
+        return optimizer_class(local_parameters(trained_parameters(model)), lr=training.lr, **arguments)
     except Exception as error:  # torch has many for wrong arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(

@@ -11,14 +11,14 @@ from support.models import FAMILIES, GROUPED, build
 from dpo.data.collation import tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
-from dpo.models.answers import DEFAULTS, Sampling, answer, choose_sampling, show_fed, write_turns
+from dpo.models.answers import DEFAULTS, Sampling, choose_sampling, generate, mark_truncation, write_turns
 
 PROMPTS = [tuple(range(5, 15)), (20, 21, 22), (30,)]
 
 
 def test_an_answer_depends_on_its_seed_and_number_and_not_on_its_batch_or_the_random_state(tiny_llama, tokenizer):
     def tokens(prompts: list, numbers: list, seed: int) -> list:
-        return [one.tokens for one in answer(tiny_llama, tokenizer, prompts, numbers, Sampling(32, seed=(seed, 8)))]
+        return [one.tokens for one in generate(tiny_llama, tokenizer, prompts, numbers, Sampling(32, seed=(seed, 8)))]
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -61,14 +61,14 @@ def test_the_users_value_comes_before_the_models_and_the_models_before_a_default
     ids=str,
 )
 def test_nothing_else_of_a_generation_config_is_used(published, tiny_llama, tokenizer):
-    expected = answer(tiny_llama, tokenizer, PROMPTS, [0, 1, 2], Sampling(12))
+    expected = generate(tiny_llama, tokenizer, PROMPTS, [0, 1, 2], Sampling(12))
     for name, value in published.items():
         setattr(tiny_llama.generation_config, name, value)
-    assert answer(tiny_llama, tokenizer, PROMPTS, [0, 1, 2], Sampling(12)) == expected
+    assert generate(tiny_llama, tokenizer, PROMPTS, [0, 1, 2], Sampling(12)) == expected
 
 
 def test_an_answer_ends_at_the_tokenizers_end_token_and_at_those_of_the_model(tiny_llama, tokenizer):
-    [whole] = answer(tiny_llama, tokenizer, PROMPTS[:1], [0], Sampling(12))
+    [whole] = generate(tiny_llama, tokenizer, PROMPTS[:1], [0], Sampling(12))
     last = whole.tokens[3]
     until_last = whole.tokens[: whole.tokens.index(last) + 1]
     wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -77,7 +77,7 @@ def test_an_answer_ends_at_the_tokenizers_end_token_and_at_those_of_the_model(ti
         ending.eos_token = None if of_tokenizer is None else tokenizer.convert_ids_to_tokens(of_tokenizer)
         tiny_llama.generation_config.eos_token_id = of_model
         sampling = choose_sampling(tiny_llama, ending, wanted, max_new_tokens=12)
-        [cut] = answer(tiny_llama, tokenizer, PROMPTS[:1], [0], sampling)
+        [cut] = generate(tiny_llama, tokenizer, PROMPTS[:1], [0], sampling)
         assert (cut.tokens, cut.ended) == (until_last, True)
 
 
@@ -86,7 +86,7 @@ def test_draws_follow_the_models_distribution(tokenizer, tiny_llama):
     with torch.no_grad():
         probabilities = tiny_llama(torch.tensor([ids])).logits[0, -1].float().div(0.5).softmax(-1)
     numbers = range(4000)
-    drawn = answer(tiny_llama, tokenizer, [ids] * 4000, numbers, Sampling(1, temperature=0.5, top_p=0.5, seed=(1,)))
+    drawn = generate(tiny_llama, tokenizer, [ids] * 4000, numbers, Sampling(1, temperature=0.5, top_p=0.5, seed=(1,)))
     counts = torch.zeros_like(probabilities)
     for one in drawn:
         counts[one.tokens[0]] += 1
@@ -107,7 +107,7 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     ids = [tuple(row["prompt_input_ids"]) for row in rows]
     examples = [Example(prompt, (), id=(i, 0), prompt_is_cut=i == 1) for i, prompt in enumerate(ids)]
     stored = [Prompt(text, [], [], mode, False) for text in prompts]
-    shown = [show_fed(example, prompt, tokenizer) for example, prompt in zip(examples, stored, strict=True)]
+    shown = [mark_truncation(example, prompt, tokenizer) for example, prompt in zip(examples, stored, strict=True)]
     assert shown == [prompts[0], fed]
 
 
@@ -134,7 +134,7 @@ def answer_two(model, tokenizer, length: int, cache: str | None, temperature: fl
     """Tokens of the answers to two prompts, of `length` tokens and of half as many."""
     prompts = [tuple(range(5, 5 + n)) for n in (length, length // 2)]
     sampling = Sampling(12, temperature, cache_implementation=cache)
-    return [given.tokens for given in answer(model, tokenizer, prompts, [0, 1], sampling)]
+    return [given.tokens for given in generate(model, tokenizer, prompts, [0, 1], sampling)]
 
 
 @pytest.mark.parametrize("family", CACHED)

@@ -36,11 +36,11 @@ from dpo.parallel.sharding import (
     distribute,
     full_state,
     full_tensor,
-    optimized,
+    local_parameters,
+    optimizer_state,
     release_gathered,
     step_optimizer,
     weights_are_equal,
-    whole_states,
 )
 from dpo.settings.keys import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
@@ -189,7 +189,7 @@ def update_with_every_optimizer(rank: int, world_size: int, dims: ParallelDims) 
         model = build("llama", dtype=torch.float64, on_meta=rank != 0)
         model = distribute(model, mesh, block_name=None, compute_dtype=torch.float64)
         for part, of_part in ((whole, examples), (model, examples[rows])):
-            optimizer = OPTIMIZERS[name](optimized(part.parameters()), lr=1e-3)
+            optimizer = OPTIMIZERS[name](local_parameters(part.parameters()), lr=1e-3)
             with pytest.MonkeyPatch.context() as patch:
                 keep_float64(patch)
                 for _ in range(2):  # the first makes the optimizer's states
@@ -198,7 +198,7 @@ def update_with_every_optimizer(rank: int, world_size: int, dims: ParallelDims) 
                     step_optimizer(optimizer)
                     part.zero_grad()
         parameters = list(model.parameters())
-        for i, moments in whole_states(optimizer)["state"].items():
+        for i, moments in optimizer_state(optimizer)["state"].items():
             parameter = parameters[i]
             for value in moments.values():
                 assert isinstance(value, DTensor) == (torch.is_tensor(value) and value.shape == parameter.shape), name

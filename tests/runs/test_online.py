@@ -26,7 +26,7 @@ from dpo.analysis.page import write_report
 from dpo.analysis.runs import describe_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example
-from dpo.models.answers import Answer, answer
+from dpo.models.answers import Answer, generate
 from dpo.models.layouts import Padded
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
@@ -157,7 +157,7 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
     answers, scores = {}, {}
     for who, model in enumerate(models.values()):
         numbers = [2**62 + 2 * prompt.index_in_split + who for prompt in batches.held_out]
-        answers[who] = answer(model, trainer.tokenizer, prompts, numbers, batches.sampling)
+        answers[who] = generate(model, trainer.tokenizer, prompts, numbers, batches.sampling)
         scores[who] = np.array([one.text.count("e") - 0.5 * (not one.ended) for one in answers[who]])
     [microbatch] = Padded().split([Example(p, (a.tokens,)) for p, a in zip(prompts, answers[0], strict=True)], 1)
     with torch.no_grad():
