@@ -75,7 +75,7 @@ def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
 
 
 def test_bad_input_is_an_error_with_all_problems(keys):
-    with refused(r"unknown key loss.betta: did you mean loss.beta(.|\n)*lr=-1 must be"):
+    with refused(r"(?s)(?=.*unknown key loss.betta: did you mean loss.beta).*lr=-1 must be"):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
     with refused(r"data is 3: pass rows, or one split"):
         dpo.run(keys, data=3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import runs
+from support.commands import find_refusals
 from support.pytests import refused
 from support.runs import ROOT, TINY, assert_alike
 from torch import Tensor
@@ -60,11 +61,12 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "checkpoint.resume:decide_autocast"
     ),
     "tests/settings/test_plan.py::test_trainer_and_groups_of_processes": (
-        "settings.plan:change settings.plan:make_plan settings.plan:_derive"
+        "settings.plan:change settings.plan:make_plan settings.plan:resolve"
     ),
+    "test_bad_input_is_refused_before_gpus_are_counted": "settings.command_line:check_line",
     f"{REFUSALS}::test_a_command_that_cannot_work_is_refused_with_one_sentence": "settings.validation:list_conflicts",
     f"{REFUSALS}::test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect": (
-        "settings.validation:find_warnings settings.validation:_find_missing_packages"
+        "settings.validation:find_warnings settings.validation:find_problems"
     ),
     "tests/system/test_arithmetic.py::test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in_"
     "segments": "system.arithmetic:set_up_torch system.arithmetic:without_tf32",
@@ -159,6 +161,19 @@ def test_a_process_that_starts_others_never_initializes_cuda(run, command, monke
     assert plan.dims.world_size == 2
     run("run", *overrides)
     assert started == [2]
+
+
+def test_bad_input_is_refused_before_gpus_are_counted(monkeypatch):
+    counted = []
+    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: counted.append(1) or 3)
+    data = "exp_name=x model.name_or_path=gpt2 datasets=[demo] trainer=FSDPTrainer"
+    for bad in ("lr=-1", "max_length=8", "loss=dpo", "datasets=[nowhere/at/all]", "optimizer=Adafactor"):
+        assert find_refusals(f"{data} {bad}")
+        assert counted == []
+    assert find_refusals(f"{data} fsdp_shard_size=2 batch_size=3") == [
+        "fsdp_shard_size=2 times tensor_parallel_size=None does not divide the 3 processes"
+    ]
+    assert counted == [1]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, SHARED, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
-from dpo.losses.formulas import bradley_terry, mean_sft, sft
-from dpo.settings.keys import load_defaults
+from dpo.losses.formulas import bradley_terry, sft
+from dpo.settings.keys import compose_config
 from dpo.training.objective import make_scores
 
 nearly = partial(pytest.approx, rel=1e-12, abs=1e-12)
@@ -21,7 +21,7 @@ def column(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-DEFAULTS = {name: load_defaults(loss=name)["loss"] for name in LOSSES}
+DEFAULTS = {name: compose_config(loss=name)["loss"] for name in LOSSES}
 
 # one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
 # h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
@@ -173,8 +173,8 @@ def test_the_loss_of_a_reward_model_with_margin_and_centering():
 
 def test_sft_sums_over_tokens_or_takes_their_mean():
     scores = Scores(torch.tensor([-6.0, -4.0]), torch.tensor([3, 1]))
-    assert sft(scores).losses.tolist() == [6, 4]
-    assert mean_sft(scores).losses.tolist() == [2, 4]
+    assert sft(scores, average="sum").losses.tolist() == [6, 4]
+    assert sft(scores, average="mean").losses.tolist() == [2, 4]
 
 
 MIX = {"name": "mix", "label_smoothing": 0, "reference_free": False}

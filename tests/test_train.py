@@ -71,9 +71,9 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
         "  - unknown key exp_nam: did you mean exp_name?",
         "  - model=pythia2 is unknown: did you mean pythia28?",
         "  - unknown key lrr: did you mean lr?",
-        "  - exp_name is not set",
-        "  - lr=-1 must be a number above 0",
         "  - optimizer=AdmW: did you mean AdamW? It must be one of Adadelta, Adafactor",
+        "  - lr=-1 must be a number above 0",
+        "  - exp_name is not set",
         "  - loss.beta is not set",
     )
     for line, start in zip(result.stderr.splitlines(), starts, strict=True):

@@ -21,7 +21,7 @@ from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
-from dpo.settings.keys import dotted, load_defaults
+from dpo.settings.keys import compose_config, dotted
 from dpo.system.plain_files import check_own, write_file
 from dpo.system.run_directory import REPORT
 
@@ -196,7 +196,7 @@ def list_settings(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
     columns = [_list_texts(run.config) for run in runs]
     compared = columns
     if len(runs) == 1:
-        compared = [*columns, _list_texts(load_defaults(loss=runs[0].objective.name))]
+        compared = [*columns, _list_texts(compose_config(loss=runs[0].objective.name))]
     settings = []
     for name in dict.fromkeys(chain(*columns)):
         if len({column.get(name) for column in compared}) > 1:

@@ -15,6 +15,7 @@ from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count, figure
 from dpo.redaction import redact
+from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, LOG_FILE, is_locked
 
@@ -152,7 +153,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
     run = LoggedRun(path.resolve(), path.resolve().name)
-    run.config = redact(_read_mapping(run, "config.yaml", read_yaml))
+    run.config = redact(update_recorded(_read_mapping(run, "config.yaml", read_yaml)))
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
     metrics = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})

@@ -146,7 +146,7 @@ def _describe_loss(run: LoggedRun) -> str:
     n_tokens = run.count("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
         name = "loss per token"
-        if run.setting("sft_loss") != "mean":
+        if run.setting("loss.average") != "mean":
             losses = losses / n_tokens
         if n_effective(run) < FEWEST:
             few = _say_too_few(count(n_evaluated(run), "target"), ENOUGH)

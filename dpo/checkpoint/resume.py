@@ -26,7 +26,7 @@ from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError
 from dpo.plugins import find_digests
 from dpo.redaction import redact
-from dpo.settings.keys import BEFORE, KEYS, PACKAGE, PRECISION, Resume, dotted
+from dpo.settings.keys import FORMER_DEFAULTS, KEYS, PACKAGE, PRECISION, Resume, dotted, update_recorded
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
@@ -163,8 +163,9 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
         else:
+            manifest |= {"config": update_recorded(manifest["config"])}
             config = record_config(plan)
-            not_set = [key for key in BEFORE if config[key] is None]
+            not_set = [key for key in FORMER_DEFAULTS if config[key] is None]
             if plan.model.autocast == "auto":  # the run computes as it began
                 not_set += [key for key in PRECISION if config[key] in ("auto", None)]
             for key in not_set:
@@ -203,7 +204,7 @@ def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     """The plan with what a run keeps from its beginning: holdout, the date that a chat template writes, precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
-    for key, value in BEFORE.items():
+    for key, value in FORMER_DEFAULTS.items():
         if resume_point and plan.values[key] is None:
             plan = plan.change(key, recorded.get(key, value))
     today = recorded.get("chat_template_date") or date.today().isoformat()

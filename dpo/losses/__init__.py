@@ -172,11 +172,10 @@ def list_parameters(loss: Loss) -> dict:
 
 
 def list_options() -> dict:
-    """Every option that a loss may have, with its type and bounds."""
+    """Every option that a loss may have, with its type and bounds; a loss's own are `list_parameters`."""
     types = get_type_hints(PairOptions, include_extras=True)
     for loss in LOSSES.values():
-        for name, annotation in list_parameters(loss).items():
-            assert types.setdefault(name, annotation) == annotation, f"{name} has another type in another loss"
+        types |= list_parameters(loss)
     return types
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,13 +141,11 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
 
 
-def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
+def sft(scores: Scores, *, average: Literal["sum", "mean"] = "sum", **_: Any) -> Losses:
+    """The negated log-probability of the target; other options, which a ported config may have, do nothing."""
+    if average == "mean":
+        return Losses(-scores.chosen / scores.chosen_lengths)
     return Losses(-scores.chosen)
-
-
-def mean_sft(scores: Scores, **_: Any) -> Losses:
-    """The loss `sft` per token of each target."""
-    return Losses(-scores.chosen / scores.chosen_lengths)
 
 
 def dpo(

@@ -20,9 +20,9 @@ from dpo import __version__
 from dpo.errors import InputError, one_sentence, suggest
 from dpo.plugins import ADDED_LOSSES
 from dpo.redaction import is_secret, redact
-from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, dotted, find_added_loss, load_plugins
+from dpo.settings.keys import CONFIG_DIR, KEYS, OPEN_MAPPINGS, describe_added_loss, dotted, load_plugins
 from dpo.settings.places import HUB_ID, find_local
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.plan import UNCOUNTED, Plan, make_plan, resolve
 from dpo.settings.validation import find_alias, find_problems, find_value_problem
 from dpo.system.host import is_launched_as_rank_0
 
@@ -36,24 +36,22 @@ WITH_VALUE = (
 ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[./](launcher|sweeper).*")
 # where Hydra records how it composed a config
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
-OUR_CODE_KEYS = (
-    "model.trust_remote_code",
-    "online.function",
-    "plugins",
-)  # keys of this project by which a config can run code
-
+# keys of this project by which a config can run code
+OUR_CODE_KEYS = ("model.trust_remote_code", "online.function", "plugins")
+# NAME = VALUE, with NUL between arguments
+SPACES_AROUND_EQUALS = re.compile(r"(?:^|\0)([\w./@]+)(?:\0=\0|\0=|=\0)([^\0=]+)(?=\0|$)")
 QUOTES = "'\""
 PARSER = OverridesParser.create()
 
 
 class CommandLine(NamedTuple):
-    options: list[str]  # of Hydra, with their values, without --config-dir
+    options: list[str]  # Hydra's, with their values, without --config-dir
     overrides: list[str]  # as Hydra wants them, with `++` before keys
     config_dir: str | None  # the value of --config-dir
 
     @property
     def is_sweep(self) -> bool:
-        return not {*MULTIRUN}.isdisjoint(self.options)
+        return bool(set(MULTIRUN) & set(self.options))
 
     @property
     def search_path(self) -> list[str]:
@@ -65,9 +63,14 @@ class CommandLine(NamedTuple):
 
     def list_options(self, group: str) -> list[str]:
         """List the options of a group, with the user's; none if it is no group."""
-        folders = filter(None, (CONFIG_DIR, self.config_dir))
-        options = [file.stem for folder in folders for file in Path(folder, group).glob("*.yaml") if group]
-        return sorted([*options, *(ADDED_LOSSES if group == "loss" else ())])
+        if not group:
+            return []
+        options = {file.stem for file in Path(CONFIG_DIR, group).glob("*.yaml")}
+        if self.config_dir:
+            options |= {file.stem for file in Path(self.config_dir, group).glob("*.yaml")}
+        if group == "loss":
+            options |= ADDED_LOSSES.keys()
+        return sorted(options)
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
@@ -90,7 +93,8 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 def exit_with(problems: list[str]) -> NoReturn:
     if is_launched_as_rank_0():
-        print("bad configuration:", *(f"  - {redact(problem)}" for problem in problems), sep="\n", file=sys.stderr)
+        lines = [f"  - {redact(problem)}" for problem in problems]
+        print("bad configuration:", *lines, sep="\n", file=sys.stderr)
     sys.exit(2)
 
 
@@ -99,8 +103,10 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 def parse(arguments: list[str]) -> CommandLine:
     """Parse a command line; InputError for an option that is unknown, abbreviated or refused."""
-    options, overrides, config_dir = [], [], None
-    if spaced := re.search(r"(?:^|\0)([\w./@]+)(?:\0=\0|\0=|=\0)([^\0=]+)(?=\0|$)", "\0".join(arguments)):
+    options = []
+    overrides = []
+    config_dir = None
+    if spaced := SPACES_AROUND_EQUALS.search("\0".join(arguments)):
         raise InputError(f"{spaced[1]} = {spaced[2]} has spaces around =: write {spaced[1]}={spaced[2]}")
     remaining = iter(arguments)
     for argument in remaining:
@@ -109,43 +115,46 @@ def parse(arguments: list[str]) -> CommandLine:
             overrides.append(argument)
         elif name in FLAGS:
             options.append(name)
-        elif name in WITH_VALUE:
-            value = value if equals else next(remaining, "")
+        else:
+            if not equals:
+                value = next(remaining, "")
+            if name not in WITH_VALUE:
+                advice = _find_setting(name.lstrip("-").replace("-", "_"), value)
+                raise InputError(f"{name} is not an option here: {advice}")
             if name not in CONFIG_DIR_OPTIONS:
                 options += [name, value]
-            elif Path(value).is_dir() and value:
+            elif value and Path(value).is_dir():
                 config_dir = value
             else:
                 raise InputError(f"{name}={value} is not a directory")
-        else:
-            value = value or next(remaining, "")
-            raise InputError(f"{name} is not an option here{_find_setting(name.lstrip('-').replace('-', '_'), value)}")
     _load_plugins(overrides)
-    line = CommandLine(options, overrides, config_dir)
-    placed = itertools.chain.from_iterable(_place_model(override, line) for override in overrides)
-    return line._replace(overrides=[_sign(override, line) for override in placed])
+    line = CommandLine(options, [], config_dir)
+    for override in overrides:
+        line.overrides.extend(_place_model(override, line))
+    return line._replace(overrides=[_mark_for_hydra(override, line) for override in line.overrides])
 
 
 def _find_setting(name: str, value: str) -> str:
-    """How to write a setting that was given as an option."""
+    """Say how to write a setting that was given as an option."""
     known = name if name in KEYS else find_alias(name)
     if known is None:
-        return f": settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
-    return f": write {known}={value or 'VALUE'}" if known in KEYS else f": here it is {known}"
+        return f"settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
+    return f"write {known}={value or 'VALUE'}" if known in KEYS else f"here it is {known}"
 
 
 def _place_model(override: str, line: CommandLine) -> list[str]:
     """Let `model` also name a directory or a model of the Hub; the configs of `model` go first."""
-    values = override.removeprefix("model=").split(",")
-    are_configs = {*values} <= {*line.list_options("model")}
-    are_places = all(find_local(value) is not None or HUB_ID.fullmatch(value) for value in values)
+    names = override.removeprefix("model=").split(",")
+    are_places = all(find_local(name) is not None or HUB_ID.fullmatch(name) for name in names)
     if not override.startswith("model=") or not are_places:
         return [override]
-    placed = f"model.name_or_path={','.join(map(_quote, values))}"
+    meaning = placed = f"model.name_or_path={','.join(map(_quote, names))}"
+    is_config = {*names} <= {*line.list_options("model")}
+    if is_config:
+        meaning = f"its config; the directory is model=./{names[0]}"
     if is_launched_as_rank_0():
-        taken = f"its config; the directory is model=./{values[0]}" if are_configs else placed
-        print(f"{override} is taken for {taken}", file=sys.stderr)
-    return [override] if are_configs else ["model=blank_model_bfloat16", placed]
+        print(f"{override} is taken for {meaning}", file=sys.stderr)
+    return [override] if is_config else ["model=blank_model_bfloat16", placed]
 
 
 def _quote(value: str) -> str:
@@ -160,7 +169,7 @@ def _load_plugins(overrides: Sequence[str]) -> None:
             with suppress(HydraException):  # `_explain_override` says so
                 load_plugins(PARSER.parse_override(override).value())
     for name in ADDED_LOSSES:
-        ConfigStore.instance().store(f"{name}.yaml", find_added_loss(name), group="loss")
+        ConfigStore.instance().store(f"{name}.yaml", describe_added_loss(name), group="loss")
 
 
 def parse_key(override: str) -> str:
@@ -175,8 +184,8 @@ def split_sweep(override: str) -> list[str]:
     return [f"{override.split('=', 1)[0]}={value}" for value in parsed.sweep_string_iterator()]
 
 
-def _sign(override: str, line: CommandLine) -> str:
-    """Put the sign before an override with which Hydra takes any key; `find_problems` refuses those that it should."""
+def _mark_for_hydra(override: str, line: CommandLine) -> str:
+    """Put `++` before an override, with which Hydra takes any key; `find_problems` refuses those that it should."""
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
@@ -197,31 +206,34 @@ def _is_hydra_key(key: str) -> bool:
 
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
     """Find the plan that `check_command_line` returns, and the problems of all jobs."""
-    found = {override: _explain_override(override, line) for override in line.overrides}
-    problems = [*found.values()]
-    for file in Path(line.config_dir).rglob("*.yaml") if line.config_dir else ():
-        if (CONFIG_DIR / (name := file.relative_to(line.config_dir))).exists():
-            problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
-    chosen = dict(override.lstrip("+").split("=", 1) for override in line.overrides if "=" in override)
-    if chosen.get("experiment") == "modern" and chosen.get("lora", "none") != "none" and "lr" not in chosen:
-        problems.append("experiment=modern has a learning rate for all weights: give experiment=modern_lora, or lr")
-    # what depends on a refused override is not known
-    unknown = tuple(f"{parse_key(override)}." for override, sentence in found.items() if sentence)
-    accepted = [o for o in line.overrides if not f"{parse_key(o)}.".startswith(unknown)]
+    problems = []
+    refused = []
+    for override in line.overrides:
+        if sentence := _explain_override(override, line):
+            problems.append(sentence)
+            refused.append(f"{parse_key(override)}.")
+    unknown = tuple(refused)  # what depends on a refused override is not known
+    accepted = [override for override in line.overrides if not f"{parse_key(override)}.".startswith(unknown)]
+    problems += _find_taken_names(line) + _find_full_rate(line)
     plan = None
     for job in itertools.product(*map(split_sweep, accepted)):
         try:
             config = _compose([*line.search_path, *job])
         except Exception as error:  # a user's files may contain anything
             problems.append(f"the config cannot be composed: {one_sentence(error)}")
-            values = {parse_key(o): PARSER.parse_override(o).value() for o in job if "${" not in o}
-            problems += [find_value_problem(key, value) for key, value in values.items() if key in KEYS]
             break
         problems += _find_code_in_files(config, line)
         if {*line.options} <= {*MULTIRUN}:  # else Hydra shows something in place of running
-            plan = resolve(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-            problems += [p.sentence for p in find_problems(plan) if not f"{p.key}.".startswith(unknown)]
-    return None if line.is_sweep else plan, [*filter(None, dict.fromkeys(problems))]
+            own_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            plan = resolve(own_config, gpus=UNCOUNTED, typed=map(parse_key, line.overrides))
+            found = find_problems(plan)
+            if not found and not problems:
+                plan = make_plan(plan.values, has_new_run_dir=plan.has_new_run_dir)
+                found = find_problems(plan)
+            problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(unknown)]
+    if line.is_sweep:
+        plan = None
+    return plan, list(dict.fromkeys(problems))
 
 
 def _compose(overrides: list[str]) -> DictConfig:
@@ -229,37 +241,60 @@ def _compose(overrides: list[str]) -> DictConfig:
         return hydra.compose("config", overrides, return_hydra_config=True)
 
 
+def _find_taken_names(line: CommandLine) -> list[str]:
+    """Refuse the user's config files that have the name of one of ours."""
+    if not line.config_dir:
+        return []
+    names = [file.relative_to(line.config_dir) for file in Path(line.config_dir).rglob("*.yaml")]
+    taken = [name for name in names if (CONFIG_DIR / name).exists()]
+    return [f"--config-dir: {name} has the name of one of ours: rename it" for name in taken]
+
+
+def _find_full_rate(line: CommandLine) -> list[str]:
+    """Refuse an adapter with the learning rate of an experiment that has another one for adapters."""
+    typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
+    name = typed.get("experiment")
+    has_rates = "lr" in typed or f"{name}_lora" not in line.list_options("experiment")
+    if has_rates or typed.get("lora", "none") == "none":
+        return []
+    return [f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr"]
+
+
 def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
     """Refuse keys that the user's config files set and that can name code."""
-
-    def find_code(config: DictConfig) -> dict:
-        return {
-            key: value
-            for key, value in dotted(OmegaConf.to_container(config))
-            if (key in OUR_CODE_KEYS and value) or (_is_hydra_key(key) and not key.startswith(COMPOSITION_RECORDS))
-        }
-
     if line.config_dir is None:
         return []
-    keys = [parse_key(override) for override in line.overrides]
+    typed = [parse_key(override) for override in line.overrides]
     # comparing what Hydra makes with and without the files covers all that they contain, however they are chosen
-    without_files = find_code(_compose([o for o in line.overrides if _is_hydra_key(parse_key(o))]))
-    return [
-        f"--config-dir: {key} may not be set in a config file, as it can name code to run; give it on the command line"
-        for key, value in find_code(config).items()
-        if (key, value) not in without_files.items() and key not in keys
-    ]
+    without_files = _list_code(
+        _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
+    )
+    problems = []
+    for key, value in _list_code(config):
+        if (key, value) not in without_files and key not in typed:
+            problems.append(f"--config-dir: {key} can name code to run, so no config file may set it: type it instead")
+    return problems
+
+
+def _list_code(config: DictConfig) -> list[tuple[str, Any]]:
+    """List the keys that can name code, with their values."""
+    found = []
+    for key, value in dotted(OmegaConf.to_container(config)):  # type: ignore[arg-type]
+        is_ours = key in OUR_CODE_KEYS and value
+        if is_ours or (_is_hydra_key(key) and not key.startswith(COMPOSITION_RECORDS)):
+            found.append((key, value))
+    return found
 
 
 def _explain_override(override: str, line: CommandLine) -> str | None:
+    """Say what is wrong with an override alone."""
     key, equals, value = override.lstrip("+").partition("=")
     if key.startswith("~") or not equals or not key:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
-    is_hydra_key = _is_hydra_key(key)
-    if is_hydra_key and (not ALLOWED_HYDRA_KEYS.fullmatch(key) or "_target_" in override):
-        return f"{key} may not be set, as Hydra's own keys can name code to run, except for directories and launchers"
+    if _is_hydra_key(key) and (not ALLOWED_HYDRA_KEYS.fullmatch(key) or "_target_" in override):
+        return f"{key} may not be set: of Hydra's own keys, those of directories and launchers may"
     if line.is_sweep and redact(override) != override:
-        return f"{key} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
+        return f"{key} holds a secret, and a sweep writes its command line to disk: set it to '${{oc.env:NAME}}'"
     try:
         parsed = PARSER.parse_override(override)
     except HydraException:
@@ -267,22 +302,32 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
             value = "VALUE"
         return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={_quote(value.strip(QUOTES))}')}"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
-        number = re.sub(r"(\d),(\d+)", r"\1.\2", value) if re.fullmatch(r"-?\d+,\d+", value) else "ONE"
+        number = value.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", value) else "ONE"
         return (
             f"{key}={value} has several values: write {key}={number}, [A,B] for a list, or -m A,B to run each in turn"
         )
     group = key.partition("@")[0]
     if options := line.list_options(group):
-        for option in [str(PARSER.parse_override(job).value()) for job in split_sweep(override)]:
-            if name := find_alias(option) if option not in options else None:
-                return f"{group}={option}: here it is {name}"
+        for job in split_sweep(override):
+            option = str(PARSER.parse_override(job).value())
             if option not in options:
-                other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
-                return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
+                return _explain_option(group, option, options)
         return None
-    # a key or a section
-    is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS) or key.split(".")[0] in OPEN_MAPPINGS
-    return None if is_hydra_key or is_known else find_value_problem(key, value)
+    if key in KEYS:
+        is_fixed = not parsed.is_sweep_override() and "${" not in override
+        # of two losses, an option of the same name may have different types
+        return find_value_problem(key, parsed.value()) if is_fixed and group.split(".")[0] != "loss" else None
+    is_section = any(known.startswith(f"{key}.") for known in KEYS)
+    if is_section or key.split(".")[0] in OPEN_MAPPINGS or _is_hydra_key(key):
+        return None
+    return find_value_problem(key, value)
+
+
+def _explain_option(group: str, option: str, options: Sequence[str]) -> str:
+    if name := find_alias(option):
+        return f"{group}={option}: here it is {name}"
+    other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
+    return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
 
 
 # --- the jobs of a sweep, and help ------------------------------------------------------------------------------------
@@ -290,24 +335,28 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
 
 def place_job(plan: Plan, hydra_config: Any) -> Plan:
     """Give a sweep's job a directory with its number, inside `local_run_dir` if that is given, and a W&B group."""
-    sweep, number = plan.run.local_run_dir, hydra_config.job.num
-    job_dir = f"{sweep}/{number}"
+    sweep = plan.run.local_run_dir
+    job_dir = f"{sweep}/{hydra_config.job.num}"
     if plan.has_new_run_dir:
-        sweep, job_dir = hydra_config.sweep.dir, f"{sweep}_{number}"
+        sweep = hydra_config.sweep.dir
+        job_dir = f"{plan.run.local_run_dir}_{hydra_config.job.num}"
     return plan.change("local_run_dir", job_dir).change("wandb.group", plan.wandb.group or Path(sweep).name)
 
 
 def help_text() -> str:
-    groups = sorted(CONFIG_DIR.glob("*/"))
-    lists = [f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" for group in groups]
-    lists = [fill(text, 118, subsequent_indent="  ", break_on_hyphens=False) for text in lists]
-    names = ("config.yaml", "model/blank_model.yaml", "lora/lora.yaml", "online/online.yaml", "loss/**/*.yaml")
-    files = [file for name in names for file in sorted(CONFIG_DIR.glob(name))]
-    keys = [f"# {file.relative_to(CONFIG_DIR.parent)}\n{file.read_text(encoding='utf-8')}" for file in files]
-    return "\n\n".join([USAGE, *lists, *(text.split("\ndefaults:")[0] for text in keys), END])
+    parts = [USAGE]
+    for group in sorted(CONFIG_DIR.glob("*/")):
+        options = sorted(file.stem for file in group.glob("*.yaml"))
+        text = f"{group.name}: {', '.join(options)}"
+        parts.append(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False))
+    for pattern in ("config.yaml", "model/blank_model.yaml", "lora/lora.yaml", "online/online.yaml", "loss/**/*.yaml"):
+        for file in sorted(CONFIG_DIR.glob(pattern)):
+            keys = file.read_text(encoding="utf-8").split("\ndefaults:")[0]
+            parts.append(f"# {file.relative_to(CONFIG_DIR.parent)}\n{keys}")
+    return "\n\n".join([*parts, END])
 
 
-USAGE = """Preference training: SFT, DPO and its relatives, of all weights or of LoRA adapters.
+USAGE = """Preference training of all weights or of adapters.
 
 dpo train loss=dpo loss.beta=0.1 model=pythia28 exp_name=dpo ...
 

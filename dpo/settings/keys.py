@@ -13,11 +13,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dpo import plugins
 from dpo.errors import InputError
-from dpo.losses import LOSSES, list_options
+from dpo.losses import LOSSES, list_options, list_parameters
 from dpo.losses.formulas import Fraction, Positive, Weight
 from dpo.system.run_directory import get_local_dir, get_local_run_dir
 
@@ -196,7 +196,6 @@ class TrainingPlan(NamedTuple):
     schedule: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Fraction
     max_grad_norm: Annotated[float, "(0, inf]"]
-    sft_loss: Literal["sum", "mean"]
     cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
     activation_checkpointing: Switch
     compile: Switch
@@ -277,22 +276,31 @@ TYPES = {
 def read_key(annotation: Any) -> Key:
     """Read a type such as `Annotated[int, ">= 1", CHANGE] | None`."""
     may_be_null = NoneType in get_args(annotation)
-    if may_be_null:
-        annotation = get_args(annotation)[0]
-    plain, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    plain = get_args(annotation)[0] if may_be_null else annotation
+    marks = []
+    if get_origin(plain) is Annotated:
+        plain, *marks = get_args(plain)
     bounds = "".join(mark for mark in marks if isinstance(mark, str))
     resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
-    choices = get_args(plain) if get_origin(plain) is Literal else ()
-    has_type, wanted = TYPES.get(plain, (lambda v: v in choices, f"one of {', '.join(choices)}"))
-    if bounds:
-        wanted += f" in {bounds}" if "," in bounds else f" {bounds}".replace(" > ", " above ")
+    choices = ()
+    if get_origin(plain) is Literal:
+        choices = get_args(plain)
+        has_type, wanted = choices.__contains__, f"one of {', '.join(choices)}"
+    else:
+        has_type, wanted = TYPES[plain]
+    if "," in bounds:
+        wanted += f" in {bounds}"
+    elif bounds:
+        wanted += f" {bounds}".replace(" > ", " above ")
+    if may_be_null:
+        wanted += ", or null"
 
     def holds(value: Any) -> bool:
         if value is None:
             return may_be_null
         return bool(has_type(value)) and (plain not in (int, float) or is_within(value, bounds))
 
-    return Key(holds, f"{wanted}, or null" if may_be_null else wanted, resume, choices)
+    return Key(holds, wanted, resume, choices)
 
 
 def is_within(value: float, bounds: str) -> bool:
@@ -305,24 +313,37 @@ def is_within(value: float, bounds: str) -> bool:
 
 
 def _list_keys() -> dict[str, Key]:
-    """All keys, those of plugins too."""
-    annotations: dict = {
+    """List all keys, those of plugins too."""
+    types: dict = {
         "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
-        "tensorboard.enabled": Annotated[bool, CHANGE],
+        "tensorboard.enabled": Switch,
         "loss.name": Literal[tuple(LOSSES)],
-        **{f"loss.{name}": annotation for name, annotation in list_options().items()},
-        **{f"loss.weights.{name}": Weight for name, loss in LOSSES.items() if loss.can_be_mixed},
     }
+    for name, option_type in list_options().items():
+        types[f"loss.{name}"] = option_type
+    for name, loss in LOSSES.items():
+        if loss.can_be_mixed:
+            types[f"loss.weights.{name}"] = Weight
     for section, prefix in SECTIONS.values():
-        types = get_type_hints(section, include_extras=True)
-        annotations |= {f"{prefix}{name}": annotation for name, annotation in types.items()}
-    del annotations["dataset_sources"]  # `places.py` reads it
-    annotations["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGE]
-    annotations["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
-    return {key: read_key(annotation) for key, annotation in annotations.items()}
+        for name, key_type in get_type_hints(section, include_extras=True).items():
+            types[f"{prefix}{name}"] = key_type
+    del types["dataset_sources"]  # `places.py` checks it
+    types["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGE]
+    types["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
+    return {key: read_key(key_type) for key, key_type in types.items()}
 
 
 KEYS = _list_keys()
+
+
+def find_key(key: str, loss_name: Any) -> Key:
+    """Find a key; options of two losses may have the same name and different types."""
+    group, _, option = key.partition(".")
+    if group == "loss" and KEYS["loss.name"].holds(loss_name):
+        types = list_parameters(LOSSES[loss_name])
+        if option in types:
+            return read_key(types[option])
+    return KEYS[key]
 
 
 def load_plugins(files: Any) -> None:
@@ -332,24 +353,40 @@ def load_plugins(files: Any) -> None:
         if taken := {*get_args(Optimizer)} & plugins.OPTIMIZERS.keys():
             raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of ours: choose others")
         KEYS.update(_list_keys())
+        compose_config.cache_clear()
 
 
-BEFORE = {"holdout": 0.1}  # what holds for runs that were made before there was such a key, and that give none
-REMOVED = {  # patterns of keys and values that went: the last commit that had them, and what to use
+# --- configs of earlier versions --------------------------------------------------------------------------------------
+
+FORMER_DEFAULTS = {"holdout": 0.1}  # what keys stand for in runs that were made before there were such keys
+REMOVED = {  # patterns of keys and values -> the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
     ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",
+    ("sft_loss", "*"): "6151c369; use loss.average=VALUE, an option of loss=sft",
 }
 
 
 def find_removed(key: str, value: Any) -> str | None:
     """Say what to use instead of a removed key or value."""
-    for (removed, values), use in REMOVED.items():
-        if fnmatchcase(key, removed) and fnmatchcase(str(value), values):
-            return f"{key}={value} was removed after {use}"
+    for (keys, values), instead in REMOVED.items():
+        if fnmatchcase(key, keys) and fnmatchcase(str(value), values):
+            return f"{key}={value} was removed after {instead.replace('VALUE', str(value))}"
     return None
 
 
-# --- defaults, from `config/` without Hydra ---------------------------------------------------------------------------
+def update_recorded(config: Mapping) -> dict:
+    """Translate the config of an earlier run, nested or by dotted key."""
+    updated = dict(config)
+    average = updated.pop("sft_loss", "sum")
+    loss = updated.get("loss")
+    if isinstance(loss, Mapping) and loss.get("name") == "sft":
+        updated["loss"] = {"average": average, **loss}
+    elif updated.get("loss.name") == "sft":
+        updated.setdefault("loss.average", average)
+    return updated
+
+
+# --- composing without Hydra ------------------------------------------------------------------------------------------
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 CONFIG_DIR = PACKAGE_DIR / "config"
@@ -361,6 +398,69 @@ OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cach
 OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace=True)
 
 
+@cache  # the files do not change while a process runs
+def compose_config(**options: str) -> dict:
+    """Compose the files of `config/` as Hydra does, with options of its groups, such as `loss="dpo"`.
+
+    An unknown option counts as `none`, and an unknown loss as MISSING.
+    """
+    chosen = dict(options)
+
+    def load(content: DictConfig, folder: Path) -> DictConfig:
+        names = []
+        for entry in content.pop("defaults", []):
+            if isinstance(entry, str):
+                names.append(entry.partition("@")[0])
+            else:  # the file that builds on another one is read first, so that its choice counts
+                for group, option in entry.items():
+                    chosen.setdefault(group.removeprefix("override /"), option)
+        if "_self_" not in names:
+            names.append("_self_")
+        parts = [content if name == "_self_" else load_file(folder / f"{name}.yaml") for name in names]
+        return OmegaConf.merge(*parts)  # type: ignore[return-value]
+
+    def load_file(file: Path) -> DictConfig:
+        return load(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
+
+    def load_option(group: str) -> DictConfig | None:
+        folder = CONFIG_DIR / group
+        if group == "loss" and chosen["loss"] in plugins.ADDED_LOSSES:
+            return load(describe_added_loss(chosen["loss"]), folder)
+        for name in (chosen.get(group), "none"):
+            file = folder / f"{name}.yaml"
+            if os.path.isfile(file) and "/" not in str(name):  # a recorded name may be anything
+                return load_file(file)
+        return None
+
+    experiment = load_option("experiment") or {}
+    config = load_file(CONFIG_DIR / "config.yaml")
+    del config["hydra"]
+    for group in ("model", *GROUPS):
+        config[group] = load_option(group) or {"name": MISSING}
+    return OmegaConf.to_container(OmegaConf.merge(config, experiment))  # type: ignore[return-value]
+
+
+def describe_added_loss(name: str) -> DictConfig:
+    """Return what a file of `config/loss` would have for a plugin's loss."""
+    loss = LOSSES[name]
+    defaults = ["_self_"]
+    if loss.trains_on == "pairs" and not loss.scalar_head:
+        defaults.append("options/with_reference@_here_" if loss.reference else "options/of_pairs@_here_")
+    if loss.takes_offset:
+        defaults.append("options/with_margin@_here_")
+    return OmegaConf.create({"defaults": defaults, "name": name, **plugins.ADDED_LOSSES[name]})
+
+
+def choose_defaults(values: Mapping) -> dict:
+    """Compose the defaults, with the options of GROUPS that these values, by dotted key, choose."""
+    return compose_config(**{group: str(values.get(f"{group}.name", MISSING)) for group in GROUPS})
+
+
+def find_defaults(values: Mapping) -> dict:
+    """Find such defaults by dotted key."""
+    return dict(dotted(choose_defaults(values)))
+
+
 def dotted(node: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; a mapping that is empty or one of OPEN_MAPPINGS is a value."""
     for key, value in node.items():
@@ -368,44 +468,3 @@ def dotted(node: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def find_defaults(values: Mapping) -> dict:
-    """Find the defaults by dotted key, with the options of GROUPS that these values choose."""
-    return dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
-
-
-def load_defaults(**options: Any) -> dict:
-    """Load the defaults; an option of GROUPS that is None or unknown counts as `none`, an unknown loss as MISSING."""
-    defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
-    for group in GROUPS:
-        files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
-        file = files.get(str(options.get(group)), files.get("none"))
-        defaults[group] = load_file(file) if file else {"name": MISSING}
-    if str(options.get("loss")) in plugins.ADDED_LOSSES:
-        defaults["loss"] = find_added_loss(options["loss"])
-    return defaults
-
-
-def find_added_loss(name: str) -> dict:
-    """The options of a plugin's loss, with those that it shares with ours."""
-    loss, folder = LOSSES[name], CONFIG_DIR / "loss" / "options"
-    of_pairs = loss.trains_on == "pairs" and not loss.scalar_head
-    shared = {"of_pairs": of_pairs, "with_reference": of_pairs and loss.reference, "with_margin": loss.takes_offset}
-    options = {"name": name, **plugins.ADDED_LOSSES[name]}
-    return options | {
-        k: v for file, has in shared.items() if has for k, v in load_file(folder / f"{file}.yaml").items()
-    }
-
-
-@cache  # the files do not change while a process runs
-def load_file(file: Path) -> dict:
-    """Load the keys that a file and its defaults list set; later entries of the list override earlier ones."""
-    content = OmegaConf.to_container(OmegaConf.load(file))
-    own_keys = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
-    values = {}
-    for entry in content.get("defaults", ["_self_"]):
-        if isinstance(entry, str):  # {loss: sft} and the like choose options, which `load_defaults` loads
-            name = entry.partition("@")[0]
-            values |= own_keys if name == "_self_" else load_file(file.parent / f"{name}.yaml")
-    return values

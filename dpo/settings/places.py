@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpo.errors import InputError, explaining_library, one_sentence, suggest
 from dpo.plugins import DATASETS, READERS
 from dpo.redaction import shorten
-from dpo.settings.keys import are_names, find_removed, is_text, load_defaults
+from dpo.settings.keys import are_names, compose_config, find_removed, is_text
 from dpo.system.plain_files import write_file
 from dpo.system.run_directory import FACTS, get_local_dir
 
@@ -206,7 +206,7 @@ def store_rows(config: DictConfig | Mapping) -> DictConfig | Mapping:
     sources = dict(given) if isinstance(given, Mapping) else {}
     if _are_rows(values.get("datasets")):
         sources["rows"], changed["datasets"] = values["datasets"], ["rows"]
-    local_dir = get_local_dir(values.get("local_dirs") or load_defaults()["local_dirs"])
+    local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
     stored = {name: _store(rows, name, local_dir) for name, rows in sources.items() if _are_rows(rows) or rows == []}
     return {**values, **changed, "dataset_sources": sources | stored} if stored else config
 

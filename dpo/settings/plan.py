@@ -1,22 +1,23 @@
 """The plan of a run: its config as typed values, under the names of its keys. Imports no torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.losses.formulas import mean_sft
 from dpo.redaction import redact
 from dpo.settings import keys
-from dpo.settings.keys import GROUPS, KEYS, dotted, find_defaults, load_defaults, load_plugins
+from dpo.settings.keys import KEYS, choose_defaults, dotted, find_defaults, find_key, load_plugins
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
+
+UNCOUNTED = -1  # a plan's number of GPUs before they are counted, for which torch may have to be imported
 
 
 class ParallelDims(NamedTuple):
@@ -48,7 +49,7 @@ class Plan:
     loss: Loss
     # source of the reference's log-probabilities, a choice of `lora.reference`; None: the loss has no reference
     reference: str | None
-    gpus: int  # number of this machine's GPUs
+    gpus: int  # number of this machine's GPUs, or UNCOUNTED
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
     values: Mapping  # of all keys, by dotted key
@@ -123,102 +124,128 @@ class Plan:
 
     def change(self, key: str, value: Any) -> "Plan":
         """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
-        given = {**self.values, key: value}
-        return _derive(given, self.gpus, self.dims.world_size, self.has_new_run_dir)
+        return make_plan(
+            {**self.values, key: value},
+            world_size=self.dims.world_size,
+            gpus=self.gpus,
+            has_new_run_dir=self.has_new_run_dir,
+        )
 
 
-def resolve(config: DictConfig | Mapping, *, world_size: int | None = None, with_plugins: bool = False) -> Plan:
+def resolve(
+    config: DictConfig | Mapping,
+    *,
+    world_size: int | None = None,
+    gpus: int | None = None,
+    with_plugins: bool = False,
+    typed: Iterable[str] | None = None,
+) -> Plan:
     """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
-    `world_size` follows from config and machine, unless it is given. `with_plugins` runs the plugins that the config
-    names: never do so with that of an earlier run, which may be someone else's.
+    `world_size` and `gpus` follow from config and machine, unless they are given. `with_plugins` runs the plugins that
+    the config names: never do so with that of an earlier run, which may be someone else's. `typed` are the keys that a
+    command line sets; others are of config files, where an option that the chosen loss lacks has no effect.
     """
     nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     if with_plugins:
         load_plugins(nested.get("plugins"))
-    options = {group: nested[group].get("name") for group in GROUPS if isinstance(nested.get(group), Mapping)}
-    filled = OmegaConf.merge(load_defaults(**options), nested)
-    values = place_datasets(flatten(filled))
+    composed = OmegaConf.merge(choose_defaults(dict(dotted(nested))), nested)
+    values = place_datasets(flatten(composed))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
-    has_new_run_dir = "get_local_run_dir" in str(filled)
-    return make_plan(values, world_size=world_size, has_new_run_dir=has_new_run_dir)
+    if typed is not None:
+        kept = {*find_defaults(values), *typed}
+        for key in KEYS:
+            if key.startswith("loss.") and key not in kept:
+                values.pop(key, None)
+    has_new_run_dir = "get_local_run_dir" in str(composed)
+    return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
 
 
 def flatten(config: DictConfig) -> dict:
     """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
-    nested: Any = OmegaConf.to_container(config)
-    known = {*KEYS, "dataset_sources"}  # an empty section is no key
-    values = {key: value for key, value in dotted(nested) if value != {} or key in known}
-    for key, value in values.items():
+    values = {}
+    for key, value in dotted(OmegaConf.to_container(config)):  # type: ignore[arg-type]
         if "${" in str(value):
             with suppress(OmegaConfBaseException):
                 value = OmegaConf.select(config, key)
-                values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+        if value != {} or key in KEYS or key == "dataset_sources":  # an empty section is no key
+            values[key] = value
     return values
 
 
-def make_plan(given: Mapping, *, world_size: int | None = None, has_new_run_dir: bool = False) -> Plan:
+def make_plan(
+    given: Mapping, *, world_size: int | None = None, gpus: int | None = None, has_new_run_dir: bool = False
+) -> Plan:
     """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
-    rank_env = find_rank_env()
-    world_size = world_size or (rank_env and rank_env.world_size)
-    return _derive(given, count_gpus(), world_size, has_new_run_dir)
-
-
-def _derive(given: Mapping, gpus: int, world_size: int | None, has_new_run_dir: bool) -> Plan:
-    right = {key: value for key, value in given.items() if key not in KEYS or KEYS[key].holds(value)}
-    values = find_defaults(given) | right
+    values = find_defaults(given)
+    for key, value in given.items():
+        if key not in KEYS or find_key(key, given.get("loss.name")).holds(value):
+            values[key] = value
+    if gpus is None:
+        gpus = count_gpus()
+    launched = find_rank_env()
+    if world_size is None and launched:
+        world_size = launched.world_size
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
     if world_size is None:
-        world_size = int(values["world_size"] or max(1, gpus)) if trainer.multi_process else 1
-    tensor_size = (values["tensor_parallel_size"] or world_size) if trainer == keys.TENSOR_PARALLEL else 1
+        world_size = 1
+        if trainer.multi_process:
+            world_size = int(values["world_size"] or max(1, gpus))
+    tensor_size = 1
+    if trainer == keys.TENSOR_PARALLEL:
+        tensor_size = values["tensor_parallel_size"] or world_size
     shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
     loss = LOSSES["dpo"]  # stands for a wrong name
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
-        if values["loss.name"] == "sft" and values["sft_loss"] == "mean":
-            loss = replace(loss, fn=mean_sft)
-    sections = {
-        name: section(**{field: values[prefix + field] for field in section._fields})
-        for name, (section, prefix) in keys.SECTIONS.items()
-        if values.get(f"{name}.name") != "none"  # the option of `lora` or `online`
-    }
+    sections: dict = {"lora": None, "online": None}
+    for name, (section, prefix) in keys.SECTIONS.items():
+        if values.get(f"{name}.name") != "none":  # the option of `lora` or `online`
+            sections[name] = section(**{field: values[prefix + field] for field in section._fields})
     fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values["model.policy_dtype"]
     reference = None
     if loss.reference:
-        reference = values["lora.reference"] if "lora" in sections else "model"
-    # without a model of its own, the reference computes in the policy's dtype
-    reference_dtype = values["model.reference_dtype"] if reference == "model" else None
+        reference = values["lora.reference"] if sections["lora"] else "model"
+    reference_dtype = compute_dtype  # without a model of its own, the reference computes in the policy's dtype
+    if reference == "model" and values["model.reference_dtype"]:
+        reference_dtype = values["model.reference_dtype"]
     return Plan(
         trainer=trainer,
         dims=ParallelDims(world_size, shard_size, tensor_size),
         compute_dtype=compute_dtype,
-        reference_dtype=reference_dtype or compute_dtype,
+        reference_dtype=reference_dtype,
         loss=loss,
         reference=reference,
         gpus=gpus,
         tensorboard=values["tensorboard.enabled"],
         has_new_run_dir=has_new_run_dir,
         values=given,
-        **{"lora": None, "online": None, **sections},
+        **sections,
     )
 
 
 def _nest(values: Mapping) -> dict:
     nested = {}
-    for dotted_key, value in values.items():
-        *groups, name = dotted_key.split(".")
-        mapping = nested
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        section = nested
         for group in groups:
-            mapping = mapping.setdefault(group, {})
-        mapping[name] = value
+            section = section.setdefault(group, {})
+        section[name] = value
     return nested
 
 
 def describe(plan: Plan) -> str:
-    values, defaults = redact(dict(plan.values)), find_defaults(plan.values)
-    shown = [key for key in values if key.endswith(".name") or values[key] != defaults.get(key)]
-    return "\n".join(["settings that differ from the defaults:", *(f"  {key}={values[key]!r}" for key in shown)])
+    values = redact(dict(plan.values))
+    defaults = find_defaults(plan.values)
+    lines = ["settings that differ from the defaults:"]
+    for key, value in values.items():
+        if key.endswith(".name") or value != defaults.get(key):
+            lines.append(f"  {key}={value!r}")
+    return "\n".join(lines)

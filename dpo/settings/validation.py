@@ -12,100 +12,106 @@ from dpo.errors import InputError, one_sentence, suggest
 from dpo.losses import LOSSES
 from dpo.numbers import count
 from dpo.settings import keys
-from dpo.settings.keys import KEYS, MISSING, find_defaults
-from dpo.settings.places import Problem, find_dataset_problems
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.keys import KEYS, MISSING, dotted, find_defaults
+from dpo.settings.places import Problem, find_dataset_problems, place_datasets
+from dpo.settings.plan import UNCOUNTED, Plan, make_plan
 from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
 
-def list_conflicts(p: Plan) -> list[tuple]:
-    """The conditions under which a plan is refused, and what is then said."""
-    run, data, training, loss, several = p.run, p.data, p.training, p.loss, p.trainer.multi_process
-    processes, data_processes, accumulation = p.dims.world_size, p.dims.data_size, data.gradient_accumulation_steps
+def list_conflicts(p: Plan) -> list[tuple[str, Any, str]]:
+    """List the keys that each check reads, the condition under which a plan is refused, and what is then said."""
+    run, data, training, loss, dims = p.run, p.data, p.training, p.loss, p.dims
+    several = p.trainer.multi_process
+    processes = dims.world_size
+    here = count_processes_here(processes)
+    accumulation = data.gradient_accumulation_steps
     computed = {loss.name, *(part.name for _, part in loss.parts)}  # names of losses
     # fmt: off
     conflicts = [
         # --- processes
-        ((processes > 1 or run.world_size not in (None, 1)) and not several,
+        ("world_size trainer", (processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
-        (several and run.world_size not in (None, processes),
+        ("world_size", several and run.world_size not in (None, processes),
          f"world_size={run.world_size}, but {processes} processes were launched: leave it out"),
-        (several and p.dims.replicate_size * p.dims.shard_size * p.dims.tensor_size != processes,
-         f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does "
-         f"not divide the {processes} processes"),
-        (0 < p.gpus < count_processes_here(processes) and not run.dry_run,
-         f"{count(count_processes_here(processes), 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set "
-         f"world_size={p.gpus}, or start as many on each machine"),
-        (data.batch_size % max(1, accumulation * data_processes),
+        ("fsdp_shard_size tensor_parallel_size",
+         several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes,
+         f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not "
+         f"divide the {processes} processes"),
+        ("world_size", 0 < p.gpus < here and not run.dry_run,
+         f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
+         "start as many on each machine"),
+        ("batch_size gradient_accumulation_steps", data.batch_size % max(1, accumulation * dims.data_size),
          f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
-         f"{accumulation} * {data_processes}"),
+         f"{accumulation} * {dims.data_size}"),
         # --- trainers
-        (several and training.optimizer in keys.NEED_WHOLE_TENSORS,
+        ("optimizer trainer", several and training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        (p.trains_half_precision and p.model.policy_dtype == "float16" and "eps" not in training.optimizer_args
-         and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
+        ("optimizer model.policy_dtype", p.trains_half_precision and p.model.policy_dtype == "float16"
+         and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
          f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
          f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
-        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora
-                                   or p.model.autocast not in (None, "auto")
-                                   or loss.scalar_head or training.optimizer == "Adafactor"),
+        ("tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",
+         p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or loss.scalar_head
+                                        or p.model.autocast not in (None, "auto")
+                                        or training.optimizer == "Adafactor"),
          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
-         "adapter, reward model or Adafactor: leave them out, or set tensor_parallel.backend=dtensor"),
-        (p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
-         f"lora=qlora does not work with trainer={run.trainer} on {p.gpus} GPUs: choose trainer=FSDPTrainer"),
-        (p.fsdp.fsdp_frozen_weights == "whole" and not p.can_hold_frozen_whole,
-         "fsdp_frozen_weights=whole rounds the base, from which a second model as reference would then differ: set "
-         "lora.reference=base, or leave it out"),
+         "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"),
+        ("lora.name trainer", p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
+         f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"),
+        ("fsdp_frozen_weights lora.reference",
+         p.fsdp.fsdp_frozen_weights == "whole" and not p.can_hold_frozen_whole,
+         "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"),
         # --- lengths and intervals
-        ((data.holdout or 0) > 1 and data.holdout % 1,
+        ("holdout", (data.holdout or 0) > 1 and data.holdout % 1,
          f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
-        (data.max_prompt_length >= data.max_length,
-         f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}, or no token is left "
-         "for a response"),
-        (data.n_epochs is None and data.n_examples is None,
-         "n_epochs and n_examples are both null, so training would never end: give one of them"),
-        ((run.save_every or 0) % data.batch_size,
+        ("max_prompt_length max_length", data.max_prompt_length >= data.max_length,
+         f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}"),
+        ("n_epochs n_examples", data.n_epochs is None and data.n_examples is None,
+         "n_epochs and n_examples are both null: set one of them"),
+        ("save_every batch_size", (run.save_every or 0) % data.batch_size,
          f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
-        (os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
-         f"exp_name={run.exp_name} must be a name for the run, relative and without '..'"),
-        (run.resume == "auto" and p.has_new_run_dir,
-         "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: give "
-         "local_run_dir=DIR"),
+        ("exp_name", os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
+         f"exp_name={run.exp_name} must be relative and without '..'"),
+        ("resume local_run_dir", run.resume == "auto" and p.has_new_run_dir,
+         "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"),
         # --- losses and references
-        (p.lora and p.lora.reference == "adapter" and p.model.archive is None,
-         "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
-        (loss.trains_on == "labels" and not any(loss.options.get(f"{name}desirable_weight", 1) for name in ("", "un")),
+        ("lora.reference model.archive", p.lora and p.lora.reference == "adapter" and p.model.archive is None,
+         "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"),
+        ("loss.desirable_weight loss.undesirable_weight", loss.options.get("desirable_weight", 1) == 0
+         and loss.options.get("undesirable_weight", 1) == 0,
          "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
-        (computed - {"sft"} == {"mix"},
-         "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
-        (loss.options.get("reference_free") and loss.shared.get("f_divergence") != "reverse_kl",
+        ("loss.name", computed - {"sft"} == {"mix"},
+         "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"),
+        ("loss.reference_free loss.f_divergence",
+         loss.options.get("reference_free") and loss.shared.get("f_divergence") != "reverse_kl",
          f"loss.f_divergence={loss.shared.get('f_divergence')} is a divergence from the reference: set "
          "loss.reference_free=false"),
-        ("exo" in computed and not loss.options.get("label_smoothing"),
+        ("loss.label_smoothing", "exo" in computed and not loss.options.get("label_smoothing"),
          "loss=exo divides by loss.label_smoothing=0: set it above 0"),
-        (loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
+        ("loss.name sample_during_eval online.name",
+         loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
          f"loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
          "online=online"),
     ]
     if (online := p.online) is not None:
         scorer, longest = online.scorer, online.max_new_tokens
         conflicts += [
-            (not loss.scalar_head and loss.trains_on != "pairs",
+            ("loss.name", not loss.scalar_head and loss.trains_on != "pairs",
              f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-            (loss.needs_margins,
-             "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one out"),
-            (training.cache_reference_logps == "all",
-             "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
-            (online.mix_offline and not 0 < p.n_offline < data.batch_size,
+            ("loss.offset_by_margin", loss.needs_margins,
+             "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"),
+            ("cache_reference_logps", training.cache_reference_logps == "all",
+             "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"),
+            ("online.mix_offline batch_size", online.mix_offline and not 0 < p.n_offline < data.batch_size,
              f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
-             "data, or only these: give another fraction, or 0"),
-            (scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
-             f"online.scorer={scorer} needs online.{scorer}: give online.{scorer}=VALUE"),
-            (data.max_prompt_length + longest > data.max_length,
+             "data, or only these: set another fraction"),
+            (f"online.scorer online.{scorer}", scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
+             f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"),
+            ("max_prompt_length online.max_new_tokens max_length", data.max_prompt_length + longest > data.max_length,
              f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={longest} add up to more than "
-             f"max_length={data.max_length}: lower one of them, or raise max_length"),
+             f"max_length={data.max_length}: lower one of them"),
         ]
     # fmt: on
     return conflicts
@@ -116,49 +122,44 @@ def list_conflicts(p: Plan) -> list[tuple]:
 
 def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
-    wrong = find_value_problems(values)
-    found = [Problem("", sentence) for conflict, sentence in list_conflicts(plan) if conflict]
-    found += [*_find_unmet(plan, refused=True), *_find_missing_packages(plan)]
-    wrong_keys = {problem.key for problem in wrong}
-    return [
-        *wrong,  # a sentence on several keys says nothing if one of them has a wrong value
-        *(p for p in found if not any(re.search(rf"\b{key}=", p.sentence) for key in wrong_keys)),
-        *find_dataset_problems([] if "datasets" in wrong_keys else values["datasets"], values["dataset_sources"]),
+    problems = find_value_problems(values)
+    wrong_keys = {problem.key for problem in problems}
+    problems += [problem for problem in _find_unmet(plan, refused=True) if problem.key not in wrong_keys]
+    for keys_read, is_wrong, sentence in list_conflicts(plan):
+        if is_wrong and wrong_keys.isdisjoint(keys_read.split()):  # what a check says of a wrong value is wrong too
+            problems.append(Problem("", sentence))
+    packages = [
+        ("lora=qlora", plan.quantized, "bitsandbytes"),
+        ("tensorboard.enabled=true", plan.tensorboard, "tensorboard"),
+        ("tensor_parallel.backend=tensor_parallel", plan.trainer == keys.PACKAGE, "tensor-parallel"),
+        ("report=true", plan.run.report, "matplotlib"),
+        ("datasets=[se]", "se" in plan.data.datasets, "beautifulsoup4"),
+        (f"trainer=BasicTrainer on {plan.gpus} GPUs", plan.trainer == keys.BASIC and plan.gpus > 1, "accelerate"),
     ]
-
-
-def _find_missing_packages(p: Plan) -> Iterator[Problem]:
-    # fmt: off
-    needs = [
-        ("lora=qlora", p.quantized, "bitsandbytes"),
-        ("tensorboard.enabled=true", p.tensorboard, "tensorboard"),
-        ("tensor_parallel.backend=tensor_parallel", p.trainer == keys.PACKAGE, "tensor-parallel"),
-        ("report=true", p.run.report, "matplotlib"),
-        ("datasets=[se]", "se" in p.data.datasets, "beautifulsoup4"),
-        (f"trainer=BasicTrainer on {p.gpus} GPUs", p.trainer == keys.BASIC and p.gpus > 1, "accelerate"),
-    ]
-    # fmt: on
-    for what, needed, package in needs:
-        if needed and not is_installed(package):
-            yield Problem("", f"{what} needs {package}: pip install {package}")
+    for name, is_needed, package in packages:
+        if is_needed and not is_installed(package):
+            problems.append(Problem("", f"{name} needs {package}: pip install {package}"))
+    datasets = [] if "datasets" in wrong_keys else values["datasets"]
+    return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
 
 
 def find_warnings(p: Plan) -> list[str]:
     """List doubts about a plan without problems."""
     lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
-    decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
-    decays_by_lr = optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay")
-    lost_decay = lr * decay if decays_by_lr and isinstance(decay, (int, float)) else 0
-    names, sources = p.data.datasets, p.data.dataset_sources
-    unused = [name for name, source in sources.items() if source is not None and name not in names]
+    lost_decay = 0
+    if optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay"):
+        decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
+        if isinstance(decay, (int, float)):
+            lost_decay = lr * decay
+    datasets = p.data.datasets
+    unused = [name for name, source in p.data.dataset_sources.items() if source is not None and name not in datasets]
     # fmt: off
     doubts = [
         (p.trainer == keys.BASIC and p.gpus > 1,
          f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
-         "trainer=FSDPTrainer uses them all at once"),
+         "set trainer=FSDPTrainer"),
         (p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR,
-         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
-         "2e-4"),
+         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much"),
         (p.trains_half_precision and 0 < lost_decay < keys.LOST_CHANGE[p.model.policy_dtype],
          f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
          f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
@@ -169,11 +170,11 @@ def find_warnings(p: Plan) -> list[str]:
          f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: set "
          f"model.autocast=null model.fsdp_policy_mp={p.model.autocast}"),
         (p.wandb.enabled and not is_installed("wandb"), "W&B gets nothing, as wandb is not installed"),
-        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={names} does not name"),
+        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={datasets} does not name"),
     ]
     # fmt: on
-    unmet = [problem.sentence for problem in _find_unmet(p, refused=False)]
-    return [sentence for is_met, sentence in doubts if is_met] + unmet
+    warnings = [sentence for is_doubtful, sentence in doubts if is_doubtful]
+    return warnings + [problem.sentence for problem in _find_unmet(p, refused=False)]
 
 
 def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
@@ -181,7 +182,8 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
 
     Those are `refused` without which the run would compute something else than was asked for.
     """
-    loss, scorer, several = p.loss, p.online.scorer if p.online else None, p.trainer.multi_process
+    loss, several = p.loss, p.trainer.multi_process
+    scorer = p.values.get("online.scorer")
     # fmt: off
     if refused:
         needs = [
@@ -203,14 +205,15 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
             ("list_pairs", loss.trains_on == "pairs", "a loss of pairs, such as loss=dpo"),
             ("cache_reference_logps lora.reference", loss.reference, "a loss with a reference, such as loss=dpo"),
             ("online.reward_model online.reward_format", scorer == "reward_model", "online.scorer=reward_model"),
-            *((f"online.{name}", scorer == name, f"online.scorer={name}") for name in ("function", "keyword")),
+            ("online.function", scorer == "function", "online.scorer=function"),
+            ("online.keyword", scorer == "keyword", "online.scorer=keyword"),
         ]
     # fmt: on
     defaults = find_defaults(p.values)
     for names, is_met, need in needs:
-        for key in [] if is_met else names.split():
-            if p.values.get(key) not in (None, defaults.get(key)):
-                yield Problem(key, f"{key}={_as_typed(p.values[key])} needs {need}")
+        for key in names.split():
+            if not is_met and p.values.get(key) not in (None, defaults.get(key)):
+                yield Problem(key, f"{key}={_write_value(p.values[key])} needs {need}")
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
@@ -223,26 +226,28 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 def find_value_problems(values: Mapping) -> list[Problem]:
     """List unknown keys, and missing or wrong values; interpolations come last, those of the loss before them."""
-    own_keys, problems = find_defaults(values), []
+    own_keys = find_defaults(values)
+    problems = []
     for key in sorted(values, key=lambda key: ("${" in str(values[key]), key.startswith("loss."))):
-        group = key.partition(".")[0]
         if key == "dataset_sources":
             continue
-        sentence = find_value_problem(key, values[key])
-        if not sentence and key not in own_keys and KEYS[f"{group}.name"].holds(option := values.get(f"{group}.name")):
+        group = key.partition(".")[0]
+        option = values.get(f"{group}.name")
+        sentence = find_value_problem(key, values[key], values.get("loss.name"))
+        if not sentence and key not in own_keys and KEYS[f"{group}.name"].holds(option):
             sentence = f"{key} does not exist with {group}={option}"
         # an interpolation of a key that is named already has the same cause
-        if sentence and not any(f"${{{root.key}}}" in str(values[key]) for root in problems):
+        if sentence and not any(f"${{{problem.key}}}" in str(values[key]) for problem in problems):
             problems.append(Problem(key, sentence))
     return problems
 
 
 def find_alias(name: str) -> str | None:
-    """What a name of another library is here."""
-    return keys.load_file(keys.CONFIG_DIR / "aliases.yaml").get(name)
+    """Find what a name of another library is here."""
+    return read_yaml(keys.CONFIG_DIR / "aliases.yaml").get(name)
 
 
-def find_value_problem(key: str, value: Any) -> str | None:
+def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | None:
     if removed := keys.find_removed(key, value):
         return removed
     if key not in KEYS:
@@ -250,10 +255,10 @@ def find_value_problem(key: str, value: Any) -> str | None:
             return f"unknown key {key}: here it is {name}"
         similar = suggest(key, [*KEYS, "dataset_sources", *keys.GROUPS, "model", "experiment"])
         return f"unknown key {key}{similar or ': dpo train --help shows all keys'}"
-    allowed = KEYS[key]
-    how_to_set = f"give {key}=VALUE, {allowed.wanted}"
+    allowed = keys.find_key(key, loss_name)
+    how_to_set = f"set {key}=VALUE, {allowed.wanted}"
     if key == "model.name_or_path":
-        how_to_set = "give model=DIR_OR_HUB_ID, or choose model=pythia28 or another of config/model"
+        how_to_set = "set model=DIR_OR_HUB_ID, or model=pythia28 or another of config/model"
     if value == MISSING:
         return f"{key} is not set: {how_to_set}"
     if "${" in str(value):
@@ -261,10 +266,10 @@ def find_value_problem(key: str, value: Any) -> str | None:
     if allowed.holds(value):
         return None
     hint = suggest(str(value), allowed.choices)
-    return f"{key}={_as_typed(value)}{hint and f'{hint} It'} must be {allowed.wanted}"
+    return f"{key}={_write_value(value)}{hint and f'{hint} It'} must be {allowed.wanted}"
 
 
-def _as_typed(value: Any) -> Any:
+def _write_value(value: Any) -> Any:
     """Write a value as on the command line, such as null."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
@@ -282,14 +287,17 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     try:
         if interpolation := re.search(r"\$\{[^}]*\}?", str(config)):
             raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
-        _leave_removed_out(config, path)
-        if config.get("plugins") and config["loss"]["name"] not in LOSSES:
-            del config["loss"]  # a plugin's, which decides nothing for those who read an earlier run's config
-        plan = resolve({**keys.BEFORE, **config})
+        recorded = keys.update_recorded(dict(dotted(config)))
+        _leave_removed_out(recorded, path)
+        if recorded.get("plugins") and recorded["loss.name"] not in LOSSES:
+            # a plugin's loss decides nothing for those who read an earlier run's config
+            recorded = {key: value for key, value in recorded.items() if not key.startswith("loss.")}
+        values = find_defaults(recorded) | keys.FORMER_DEFAULTS | recorded
+        plan = make_plan(place_datasets(values))
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
-    recorded = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
-    problems = find_value_problems({"model.name_or_path": MISSING, **recorded})
+    set_values = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}
+    problems = find_value_problems({"model.name_or_path": MISSING, **set_values})
     problems += find_dataset_problems([], plan.values["dataset_sources"])
     if sentences := [problem.sentence for problem in problems if problem.key.startswith(prefixes)]:
         raise InputError(f"{path}: {'; '.join(sentences)}")

@@ -171,7 +171,7 @@ def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monk
 def test_no_override_names_code_to_run(tmp_path):
     overrides = f"+hydra.callbacks.c._target_=os.mkdir +hydra.callbacks.c.path={tmp_path}/proof"
     said = " ".join(find_refusals(f"{RUNS} loss=dpo loss.beta=0.1 {overrides}"))
-    assert "hydra.callbacks.c._target_ may not be set, as Hydra's own keys can name code to run" in said
+    assert "hydra.callbacks.c._target_ may not be set: of Hydra's own keys" in said
     assert not (tmp_path / "proof").exists()
 
 

@@ -14,7 +14,7 @@ from support.pytests import refused, succeeded
 from support.runs import ROOT, TINY, read_code, read_metrics, run_script
 
 import train
-from dpo.settings.keys import KEYS, load_defaults
+from dpo.settings.keys import KEYS, compose_config
 from dpo.settings.plan import flatten
 from dpo.system.launching import get_open_port
 from preference_datasets import get_batch_iterator
@@ -81,7 +81,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     trainer.train()
     assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
     assert trainer.config.local_run_dir == str(run_dir)
-    composed = set(flatten(OmegaConf.create(load_defaults(loss="dpo"))))
+    composed = set(flatten(OmegaConf.create(compose_config(loss="dpo"))))
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}
 
 
@@ -105,9 +105,9 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos():
     ("key", "value", "message"),
     [
         ("loss", {"name": "foo"}, "loss.name=foo must be one of sft, dpo"),
-        ("loss", {"name": "dpo"}, "loss.beta is not set: give loss.beta=VALUE"),
+        ("loss", {"name": "dpo"}, "loss.beta is not set: set loss.beta=VALUE"),
         ("lr", -1, "lr=-1 must be a number above 0"),
-        ("model", None, "model.name_or_path is not set: give model="),
+        ("model", None, "model.name_or_path is not set: set model="),
     ],
 )
 def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama, tmp_path):

@@ -67,7 +67,7 @@ def test_own_config_files_cannot_name_code(content, key, tmp_path):
     for choice in ("experiment=mine", "-m +experiment@_global_=x,mine")[: 2 if "online" in key else 1]:  # slow
         found = "\n".join(find_refusals(f"{NEEDED} {own} {choice}"))
         assert f"--config-dir: {key}" in found
-        assert "may not be set in a config file, as it can name code to run" in found
+        assert "can name code to run, so no config file may set it" in found
     assert find_refusals(f"{NEEDED} {own}") == []  # it is not chosen
 
 
@@ -78,15 +78,16 @@ def test_code_that_the_command_line_names_is_run_beside_own_config_files(tmp_pat
 
 
 @pytest.mark.parametrize("way", ["command line", "reference's constructor"])
-def test_a_process_makes_its_plan_once_and_hands_it_on(way, command, tiny_llama, tmp_path, monkeypatch):
-    made, config, make_plan = [], compose_run(tmp_path, "run", "n_examples=4", "loss=sft"), plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *args, **options: made.append(args) or make_plan(*args, **options))
+def test_a_process_counts_gpus_for_its_plan_once_and_hands_it_on(way, command, tiny_llama, tmp_path, monkeypatch):
+    counted = []
+    config = compose_run(tmp_path, "run", "n_examples=4", "loss=sft")
+    monkeypatch.setattr(plan, "count_gpus", lambda: counted.append(1) or 0)
     if way == "command line":
         train_script.run(check_command_line(command("run", "n_examples=4", "loss=sft"))[1])
         train_script.RUN_LOG.close()
     else:
         BasicTrainer(tiny_llama, config, config.seed, config.local_run_dir).train()
-    assert len(made) == 1
+    assert len(counted) == 1
 
 
 def test_what_follows_from_a_changed_value_agrees_with_it():

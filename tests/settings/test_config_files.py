@@ -8,15 +8,17 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
-from support.runs import ROOT
+from support.pytests import succeeded
+from support.runs import ROOT, run_script
 
 from dpo.losses import LOSSES
-from dpo.settings.keys import KEYS, REMOVED, dotted, load_defaults, load_file
+from dpo.settings.keys import KEYS, REMOVED, compose_config, dotted
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, flatten, resolve
 from dpo.settings.validation import find_problems, find_warnings, read_plan
 
 CONFIG = ROOT / "config"
+GROUPS = ("experiment", "model", "loss", "lora", "online")
 EXPERIMENTS = sorted(file.stem for file in CONFIG.glob("experiment/*.yaml"))
 PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
@@ -31,7 +33,7 @@ def test_every_key_is_declared_in_python_and_in_yaml():
     options = set()
     for group in ("loss", "lora", "online"):
         for file in CONFIG.glob(f"{group}/*.yaml"):
-            options |= {key for key, _ in dotted({group: load_defaults(**{group: file.stem})[group]})}
+            options |= {key for key, _ in dotted({group: compose_config(**{group: file.stem})[group]})}
     assert {key for key, _ in dotted(main)} - {"dataset_sources"} | model | options == KEYS.keys()
     for file in CONFIG.glob("model/*.yaml"):
         assert {f"model.{key}" for key in read(f"model/{file.name}")} <= model | {"model.defaults"}
@@ -79,21 +81,55 @@ def test_a_loss_repeats_no_option_of_the_files_that_its_file_names():
     for file in (CONFIG / "loss").glob("*.yaml"):
         own = yaml.safe_load(file.read_text())
         for entry in own.pop("defaults", []):
-            named = {} if entry == "_self_" else load_file(file.parent / f"{entry.partition('@')[0]}.yaml")
+            named = {} if entry == "_self_" else read(f"loss/{entry.partition('@')[0]}.yaml")
             assert own.keys().isdisjoint(named), file.name
 
 
-def test_files_are_read_as_hydra_reads_them():
-    for group, name in (("loss", "dpo"), ("loss", "mix"), ("lora", "qlora"), ("online", "online")):
-        assert OmegaConf.to_container(compose(f"{group}={name}")[group]) == load_defaults(**{group: name})[group]
-    model = OmegaConf.to_container(compose("model=pythia28").model)
-    differing = {"name_or_path": "EleutherAI/pythia-2.8b", "block_name": "GPTNeoXLayer"}
-    assert model == read("model/blank_model.yaml") | differing
+@pytest.mark.parametrize("group", GROUPS)
+def test_files_are_composed_as_hydra_composes_them(group):
+    for name in [file.stem for file in CONFIG.glob(f"{group}/*.yaml")]:
+        assert compose_config(**{group: name}) == OmegaConf.to_container(compose(f"{group}={name}")), name
+    combined = {"experiment": "chat7b_lora_1gpu", "loss": "ipo", "lora": "qlora", "model": "demo"}
+    typed = " ".join(f"{group}={name}" for group, name in combined.items())
+    assert compose_config(**combined) == OmegaConf.to_container(compose(typed))
+
+
+IN_A_USERS_APPLICATION = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+
+from dpo.settings.plan import resolve
+
+
+@hydra.main(version_base="1.3", config_path=sys.argv.pop(1), config_name="config")
+def main(config):
+    hydra_of_the_user = GlobalHydra.instance()
+    losses = ["dpo", "ipo"] * 10
+    with ThreadPoolExecutor(2) as pool:
+        plans = list(pool.map(lambda name: resolve({"loss": {"name": name, "beta": config.beta}}), losses))
+    assert [plan.loss.name for plan in plans] == losses
+    assert {plan.loss.options["beta"] for plan in plans} == {0.3}
+    assert GlobalHydra.instance() is hydra_of_the_user and hydra_of_the_user.is_initialized()
+    print("resolved")
+
+
+main()
+"""
+
+
+def test_a_config_is_composed_inside_a_users_hydra_application_and_in_two_threads(tmp_path):
+    (tmp_path / "config.yaml").write_text("beta: 0.1\nhydra: {run: {dir: .}, output_subdir: null}\n")
+    (tmp_path / "app.py").write_text(IN_A_USERS_APPLICATION)
+    result = run_script(str(tmp_path / "app.py"), str(tmp_path), "beta=0.3", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert "resolved" in succeeded(result).stdout
 
 
 def test_a_mix_has_a_weight_for_each_loss_that_can_be_in_it_and_all_options_of_these():
-    mix = copy.deepcopy(load_defaults(loss="mix")["loss"])
-    parts = [copy.deepcopy(load_defaults(loss=name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
+    mix = copy.deepcopy(compose_config(loss="mix")["loss"])
+    parts = [copy.deepcopy(compose_config(loss=name)["loss"]) for name, loss in LOSSES.items() if loss.can_be_mixed]
     assert mix.pop("weights") == {part.pop("name"): 0 for part in parts}
     # without updates before, there is no running average; and not all parts take an offset
     assert mix.keys() == set().union(*parts) - {"momentum", "offset_by_margin"} | {"name"}
@@ -131,7 +167,7 @@ def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, 
 
 
 def test_aliases_lead_to_keys_and_are_no_keys():
-    for name, ours in load_file(CONFIG / "aliases.yaml").items():
+    for name, ours in read("aliases.yaml").items():
         assert name not in KEYS
         ours = re.split("[=,; ]", ours)[0]
         assert ours in {*KEYS, "loss", "lora", "online"} or ours.startswith("optimizer_args.")
@@ -175,7 +211,7 @@ def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss, 
 
 def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     [problem] = find_refusals("experiment=hh_pythia28_dpo")
-    assert problem.startswith("model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: give model.archive=")
+    assert problem.startswith("model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: set model.archive=")
     assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
 
 

@@ -8,10 +8,9 @@ from support.pytests import slow
 import trainers
 from dpo.checkpoint.resume import decide_autocast
 from dpo.data import loading
-from dpo.losses.formulas import mean_sft, sft
 from dpo.models.pretrained import DTYPES
 from dpo.settings import keys
-from dpo.settings.keys import KEYS, Resume, load_defaults
+from dpo.settings.keys import KEYS, Resume, compose_config
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
@@ -94,7 +93,8 @@ def test_modern_computes_in_bfloat16_where_gpus_have_it_and_records_that(
     plan = decide_autocast(given, recorded).change("seed", 1)
     assert tuple(plan.values[key] for key in keys.PRECISION) == precision
     assert plan.reference_dtype == plan.compute_dtype == (precision[1] or "float32")
-    assert (plan_of("experiment=modern").loss.fn, plan_of("lr=1").loss.fn) == (mean_sft, sft)
+    averages = [plan_of(name).loss.options["average"] for name in ("experiment=modern", "lr=1")]
+    assert averages == ["mean", "sum"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert decide_autocast(plan_of("experiment=modern_lora")).model.autocast is None
 
@@ -105,7 +105,7 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     for key, table in {"schedule": SCHEDULES, "lr_scaling": LR_SCALINGS, "trainer": keys.TRAINERS}.items():
         assert KEYS[key].wanted == f"one of {', '.join(table)}"
-    assert (*load_defaults()["dataset_sources"], "demo") == (*loading.LOADERS,) == (*BUILT_IN,)
+    assert (*compose_config()["dataset_sources"], "demo") == (*loading.LOADERS,) == (*BUILT_IN,)
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():

@@ -37,6 +37,10 @@ REFUSED = [
     ("los=dpo", "unknown key los: did you mean loss?"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+    ("sft_loss=mean", "sft_loss=mean was removed after 6151c369; use loss.average=mean"),
+    ("loss=sft loss.average=true", "loss.average=true must be one of sum, mean"),
+    ("loss=ipo loss.beta=1 loss.average=mean", "loss.average=mean must be true or false"),
+    ("experiment=modern loss=kto loss.average=mean", "loss.average does not exist with loss=kto"),
     ("lora=x", "lora=x is unknown (there are lora, none, qlora)"),
     # whether there is a beta is not known
     (
@@ -56,15 +60,15 @@ REFUSED = [
     ("loss=dpo loss.beta=0,1", "loss.beta=0,1 has several values: write loss.beta=0.1, [A,B]"),
     (
         "experiment=modern lora=lora",
-        "experiment=modern has a learning rate for all weights: give experiment=modern_lora",
+        "experiment=modern has a learning rate for all weights: set experiment=modern_lora",
     ),
     ("holdout=2.5", "holdout=2.5 must be a share below 1, or a whole number of prompts"),
     ("loss=sft loss.beta=1", "loss.beta does not exist with loss=sft"),
     # --- values
     # and nothing of local_run_dir, which is made from it
-    ("exp_name=???", "exp_name is not set: give exp_name=VALUE, a text"),
-    ("model.name_or_path=???", "model.name_or_path is not set: give model=DIR_OR_HUB_ID, or choose"),
-    ("loss=dpo", "loss.beta is not set: give loss.beta=VALUE, a number above 0"),
+    ("exp_name=???", "exp_name is not set: set exp_name=VALUE, a text"),
+    ("model.name_or_path=???", "model.name_or_path is not set: set model=DIR_OR_HUB_ID, or model=pythia28"),
+    ("loss=dpo", "loss.beta is not set: set loss.beta=VALUE, a number above 0"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
     ("lr='${lr}'", "lr=${lr} cannot be resolved"),
     ("lr='${seed}' seed='${lr}'", "seed=${lr} cannot be resolved"),
@@ -90,7 +94,7 @@ REFUSED = [
     ("n_epochs=null", "n_epochs and n_examples are both null"),
     ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),
     ("min_lr_ratio=0.1", "min_lr_ratio=0.1 needs schedule=linear or schedule=cosine"),
-    ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by"),
+    ("resume=auto", "resume=auto looks for checkpoints in local_run_dir, by default a new"),
     # --- processes
     ("world_size=2", "trainer=BasicTrainer is one process: several need trainer=FSDPTrainer"),
     (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave it out"),
@@ -110,14 +114,17 @@ REFUSED = [
     ("loss=exo loss.label_smoothing=0", "loss=exo divides by loss.label_smoothing=0"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
-    ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another"),
+    ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"),
     ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_"),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
     # --- adapters
-    (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
-    (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer on 0 G"),
+    (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST"),
+    (
+        f"lora=qlora lr=1e-4 {CUT} world_size=2",
+        "lora=qlora does not work with trainer=TensorParallelTrainer on sev",
+    ),
     # --- online pairs
-    (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: give online.reward"),
+    (f"{DRAWN} online.scorer=reward_model", "online.scorer=reward_model needs online.reward_model: set online.reward"),
     ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),

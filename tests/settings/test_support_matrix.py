@@ -8,7 +8,7 @@ from support.commands import find_refusals
 from support.pytests import succeeded
 from support.runs import ask, run_python, small_run, train, write_splits
 
-from dpo.settings.keys import MISSING, load_defaults
+from dpo.settings.keys import MISSING, compose_config
 from dpo.system.host import is_installed
 from scripts.site import AXES, LOSSES, draw_matrix, find_refusal
 
@@ -89,7 +89,7 @@ def test_what_is_possible_in_pairs_trains_two_updates(part, rows, tmp_path):
         data = command.pop("data").replace(" ", "_")
         given = dict(override.split("=") for choice in command.values() for override in choice.split())
         given["dataset_sources.mine"] = tmp_path / data
-        if load_defaults(loss=given["loss"])["loss"].get("beta") == MISSING:
+        if compose_config(loss=given["loss"])["loss"].get("beta") == MISSING:
             given["loss.beta"] = 0.1
         if given["online"] == "online":
             given |= {"online.scorer": "shorter", "online.max_new_tokens": 8, "online.n_samples": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from dpo.reporting.events import RunContext
-from dpo.settings.keys import dotted, load_defaults
+from dpo.settings.keys import compose_config, dotted
 from dpo.settings.plan import Plan, make_plan
 from support.runs import write_rows
 
@@ -108,4 +108,4 @@ def plan_of_data(folder: Path, sources: Mapping[str, str], *, loss: str = "dpo",
     """The plan of a run on these datasets, whose table is in `folder`."""
     own = {"datasets": list(sources), "dataset_sources": sources, "local_dirs": [str(folder)]}
     limits = {"max_length": 64, "max_prompt_length": 32, "batch_size": 1, "n_epochs": 2}
-    return make_plan({**dict(dotted(load_defaults(loss=loss))), **limits, **own, **values})
+    return make_plan({**dict(dotted(compose_config(loss=loss))), **limits, **own, **values})
