@@ -83,7 +83,8 @@ def read_adapter(directory: Path) -> tuple[dict, dict[str, Tensor]]:
                 continue
             unsupported.append(f"{key}={value}")
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-    unsupported += sorted(name for name in weights.keys() - {HEAD_WEIGHT} if not FACTOR_NAME.fullmatch(name))[:3]
+    others = [name for name in weights if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
+    unsupported += sorted(others)[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
@@ -118,7 +119,15 @@ class AdaptedLayer(nn.Module):
         self.scaling: dict[str, float] = {}  # alpha / r by adapter
         self.in_use: str | None = None
 
-    def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
+    def add(
+        self,
+        name: str,
+        r: int,
+        alpha: float,
+        *,
+        dropout: float,
+        generator: torch.Generator,
+    ) -> None:
         """Add an adapter, whose A is drawn as PEFT does, and whose B is 0."""
         a = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -157,7 +166,8 @@ class FactorB(FactorA):
 
     def forward(self, x: Tensor, base: Tensor, scale: float) -> Tensor:
         weight = self.weight.to(x.dtype)
-        return torch.addmm(base.flatten(0, -2), x.flatten(0, -2), weight.T, alpha=scale).view_as(base)
+        out = torch.addmm(base.flatten(0, -2), x.flatten(0, -2), weight.T, alpha=scale)
+        return out.view_as(base)
 
 
 # --- adapters in a model ---------------------------------------------------------------------------------------------
@@ -232,7 +242,9 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
 
 def _is_linear(layer: Any) -> bool:
     """Return whether a layer computes what torch's does, unlike Llama 4's routers."""
-    return isinstance(layer, (Conv1D, Linear4bit)) or getattr(type(layer), "forward", None) is nn.Linear.forward
+    if isinstance(layer, (Conv1D, Linear4bit)):
+        return True
+    return getattr(type(layer), "forward", None) is nn.Linear.forward
 
 
 def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
@@ -252,7 +264,9 @@ def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
     differing = parameters.keys() ^ weights.keys()
-    differing |= {key for key in parameters.keys() & weights if parameters[key].shape != weights[key].shape}
+    for key in parameters.keys() & weights.keys():
+        if parameters[key].shape != weights[key].shape:
+            differing.add(key)
     if differing:
         raise InputError(
             f"{directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "

@@ -65,7 +65,13 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own,
 
 
 def choose_sampling(
-    model: Any, tokenizer: Any, wanted: Mapping, *, chat: bool = False, max_new_tokens: int = 0, **more: Any
+    model: Any,
+    tokenizer: Any,
+    wanted: Mapping,
+    *,
+    chat: bool = False,
+    max_new_tokens: int = 0,
+    **more: Any,
 ) -> Sampling:
     """Choose each value: the one in `wanted`, else the generation config's, else a default.
 
@@ -80,7 +86,12 @@ def choose_sampling(
             chosen[name] = wanted[name]
         elif published is not None and KEYS[f"sample_{name}"].holds(published):
             chosen[name] = published
-    return Sampling(max_new_tokens, **chosen, end_tokens=list_end_tokens(config, tokenizer), **more)
+    return Sampling(
+        max_new_tokens,
+        **chosen,
+        end_tokens=list_end_tokens(config, tokenizer),
+        **more,
+    )
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:

@@ -116,7 +116,16 @@ def attend_in_bfloat16(
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
     is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
     if not (is_cpu_bfloat16 and has_fixed_mask and is_plain):
-        return _sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return _sdpa(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     out = masked_attention(query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, scaling)
@@ -124,7 +133,13 @@ def attend_in_bfloat16(
 
 
 @torch.compiler.disable(reason="it would be compiled anew for every row length")
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+) -> Tensor:
     """Compute softmax(scale * query @ key.T + mask) @ value; the mask is (R or 1, 1, L, L), the output (R, H, L, D).
 
     Like torch's kernel, it saves nothing of the mask's size for the backward pass.
@@ -132,19 +147,27 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     n_sharing = query.shape[1] // key.shape[1]  # consecutive query heads that share a key head
     key = key.repeat_interleave(n_sharing, dim=1)
     value = value.repeat_interleave(n_sharing, dim=1)
-    out = _MaskedAttention.apply(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask, scale)
-    return out.unflatten(0, query.shape[:2])
+    by_head = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+    return _MaskedAttention.apply(*by_head, mask, scale).unflatten(0, query.shape[:2])
 
 
 class _MaskedAttention(torch.autograd.Function):
     """Attention of (R * H, L, D) tensors."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Any, value: Any, mask: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        mask: Tensor,
+        scale: float,
+    ) -> Tensor:
         out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
         with torch.autocast("cpu", enabled=False):
             for queries, keys in _list_blocks(mask):
-                probs = _softmax(query[:, queries], key[:, keys], mask[:, :, queries, keys], scale)
+                mask_block = mask[:, :, queries, keys]
+                probs = _softmax(query[:, queries], key[:, keys], mask_block, scale)
                 out[:, queries] = probs.to(value.dtype) @ value[:, keys]
         ctx.save_for_backward(query, key, value, mask, out)
         ctx.scale = scale
@@ -161,16 +184,24 @@ class _MaskedAttention(torch.autograd.Function):
         delta = (grad.float() * out).sum(-1, keepdim=True)
         with torch.autocast("cpu", enabled=False):
             for queries, keys in _list_blocks(mask):
-                probs = _softmax(query[:, queries], key[:, keys], mask[:, :, queries, keys], ctx.scale)
-                grad_scores = (grad[:, queries] @ value[:, keys].mT).float().sub_(delta[:, queries])
-                grad_scores = grad_scores.mul_(probs).to(query.dtype)
-                grad_query[:, queries] = (grad_scores @ key[:, keys]).float().mul_(ctx.scale)
-                grad_key[:, keys] += (grad_scores.mT @ query[:, queries]).float().mul_(ctx.scale)
-                grad_value[:, keys] += probs.to(grad.dtype).mT @ grad[:, queries]
+                q = query[:, queries]
+                k = key[:, keys]
+                grad_out = grad[:, queries]
+                probs = _softmax(q, k, mask[:, :, queries, keys], ctx.scale)
+                grad_probs = (grad_out @ value[:, keys].mT).float()
+                grad_scores = grad_probs.sub_(delta[:, queries]).mul_(probs).to(query.dtype)
+                grad_query[:, queries] = (grad_scores @ k).float().mul_(ctx.scale)
+                grad_key[:, keys] += (grad_scores.mT @ q).float().mul_(ctx.scale)
+                grad_value[:, keys] += probs.to(grad.dtype).mT @ grad_out
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor,
+    scale: float,
+) -> Tensor:
     """Compute probabilities, (R * H, queries, keys) in float32."""
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)

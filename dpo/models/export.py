@@ -167,7 +167,13 @@ def export_last(plan: Plan, rank: int) -> None:
             return
         try:
             is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
-            out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
+            out = export(
+                latest,
+                latest.resolve() / EXPORTED,
+                trust_remote_code=is_trusted,
+                verify=False,
+                plan=plan,
+            )
             print(describe_export(out), flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
             command = f"dpo export {plan.run.local_run_dir} DIR"
@@ -285,12 +291,24 @@ def _round(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype | None) -
     """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
     if dtype is None:
         return state
-    rounded = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype).state_dict()
+    rounded = (
+        type(model)
+        .from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(state),
+            dtype=dtype,
+        )
+        .state_dict()
+    )
     return {name: rounded[name] for name in state}
 
 
 def _complete(
-    model: Any, state: Mapping[str, Tensor], stored: dict[str, Tensor], dtype: torch.dtype | None
+    model: Any,
+    state: Mapping[str, Tensor],
+    stored: dict[str, Tensor],
+    dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
     """Put trained tensors in their places among a base's; none if these are unclear.
 
@@ -422,7 +440,13 @@ def _list_data(names: Iterable[str], sources: Mapping) -> dict[str, Any]:
     return places
 
 
-def _write_card(folder: Path, source: ModelPath, model: Any, *, dtype: str | None = None) -> None:
+def _write_card(
+    folder: Path,
+    source: ModelPath,
+    model: Any,
+    *,
+    dtype: str | None = None,
+) -> None:
     """Write `README.md`, without the weights' `dtype` for an adapter alone."""
     plan = source.plan
     is_adapter = dtype is None

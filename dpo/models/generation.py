@@ -53,7 +53,11 @@ class LoadedModel(NamedTuple):
 
 
 def load_for_generation(
-    path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any
+    path: str | Path,
+    *,
+    reference: str | None = None,
+    form: str | None = None,
+    **options: Any,
 ) -> list[LoadedModel]:
     """Load a policy, and its reference if there is one; `options` are those of `find_model`.
 
@@ -100,7 +104,12 @@ def _find_start(policy: ModelPath) -> ModelPath | None:
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
     # the digest is of the policy's base in the policy's dtype
-    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).resolve()
+    return policy._replace(
+        plan=plan,
+        archive=archive,
+        adapter=adapter,
+        base_digest=None,
+    ).resolve()
 
 
 def _load_base(name: str, source: ModelPath, bases: dict[Hashable, Any]) -> Any:

@@ -103,7 +103,14 @@ class Padded:
 
     masked: bool = True
 
-    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+    def split(
+        self,
+        examples: Sequence[Example],
+        parts: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+    ) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches for each of `size` processes; return those of `rank`."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         indices_of_all = np.array_split(np.arange(len(examples)), parts * size)  # the last arrays may be empty
@@ -126,7 +133,8 @@ class Padded:
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
     """Lay out examples in rows of `length`, padded with token 0; first responses come first."""
     rows = []  # (prompt, response, cuts)
-    row_index = np.zeros((max(len(example.responses) for example in examples), len(examples)), dtype=np.int64)
+    n_sides = max(len(example.responses) for example in examples)
+    row_index = np.zeros((n_sides, len(examples)), dtype=np.int64)
     for side, i in np.ndindex(row_index.shape):
         if side < len(examples[i].responses):
             row_index[side, i] = len(rows)
@@ -157,7 +165,14 @@ class SharedPrefix:
     by_segments: bool = False  # one row, for `attend_by_segments`
     gives_rewards: bool = False
 
-    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
+    def split(
+        self,
+        examples: Sequence[Example],
+        parts: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+    ) -> list[Microbatch]:
         """Split as `Padded.split`, with about equally many tokens."""
         # Consecutive parts have examples of about equal length. All processes compute `size` consecutive parts at the
         # same time, so none waits long for another.
@@ -277,7 +292,13 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 
 @torch.no_grad()
-def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, tolerance: float) -> str | None:
+def _find_difference(
+    model: Any,
+    layout: SharedPrefix,
+    longest: int,
+    row: int,
+    tolerance: float,
+) -> str | None:
     """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows."""
     window = max(window or 0 for window in layout.windows.values())
     n = max(longest, 12)
@@ -299,7 +320,9 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: int, row: int, t
     try:
         with without_tf32():
             for lengths, row_length in cases:
-                pairs = [Example(draw_tokens(p), (draw_tokens(a), draw_tokens(b))) for p, a, b in lengths]
+                pairs = []
+                for prompt, chosen, rejected in lengths:
+                    pairs.append(Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected))))
                 padded = Padded().split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
                 if row_length is None or layout.gives_rewards:
@@ -325,6 +348,7 @@ def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
     """Sum log-probabilities by row, (rows,), in chunks, as all logits of long rows might not fit into memory."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # each token that predicts a label
-    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], rows.labels[row, column + 1])
+    hidden = hidden[row.to(hidden.device), column.to(hidden.device)]
+    logps, _ = token_logps(model, hidden, rows.labels[row, column + 1])
     sums = logps.new_zeros(len(rows.labels)).index_add_(0, row.to(logps.device), logps)
     return sums.to(rows.labels.device)

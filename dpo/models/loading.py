@@ -139,7 +139,13 @@ def model_loaders(
     return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
 
 
-def load_base(source: ModelPath, dtype: torch.dtype | None, *, attention: str | None = None, **options: Any) -> Any:
+def load_base(
+    source: ModelPath,
+    dtype: torch.dtype | None,
+    *,
+    attention: str | None = None,
+    **options: Any,
+) -> Any:
     """Load the model without its adapter and compare its digest, if that is known.
 
     The default dtype is the config's, the default attention the plan's; `options` are those of `load_model`.
@@ -161,7 +167,13 @@ def load_base(source: ModelPath, dtype: torch.dtype | None, *, attention: str | 
     return base
 
 
-def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
+def load_policy(
+    policy: Any,
+    plan: Plan,
+    *,
+    rank: int,
+    resume_from: Path | None,
+) -> tuple[Any, str | None]:
     """Load the policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
 
     `policy` is a model or a function that loads it.
@@ -188,7 +200,12 @@ def load_reference(reference: Any, plan: Plan, *, rank: int) -> tuple[Any, str |
 
 
 def _load_on_all_ranks(
-    load: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int, is_reference: bool
+    load: Any,
+    plan: Plan,
+    adapters: dict[str, Path | None],
+    *,
+    rank: int,
+    is_reference: bool,
 ) -> tuple[Any, str | None]:
     """Load on rank 0, then the structure on others, and add adapters; a model that is given is not loaded.
 
@@ -215,7 +232,12 @@ def _load_on_all_ranks(
 
 
 def _prepare(
-    model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: int = 0, compile_blocks: bool = False
+    model: Any,
+    plan: Plan,
+    adapters: dict[str, Path | None],
+    *,
+    rank: int = 0,
+    compile_blocks: bool = False,
 ) -> Any:
     """Quantize, adapt and compile a model.
 
@@ -228,7 +250,15 @@ def _prepare(
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0
-        add_adapter(model, lora.r, lora.alpha, lora.target_modules, name=name, dropout=dropout, seed=plan.run.seed)
+        add_adapter(
+            model,
+            lora.r,
+            lora.alpha,
+            lora.target_modules,
+            name=name,
+            dropout=dropout,
+            seed=plan.run.seed,
+        )
         if directory is not None and rank == 0:
             load_adapter(model, directory, name)
     if plan.model.block_name or plan.training.compile:

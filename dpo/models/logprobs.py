@@ -45,7 +45,8 @@ def sequence_logps(
     logps = _log_softmax(logits)
     targets = labels[:, 1:].to(logits.device)  # (B, T-1)
     is_scored = targets != IGNORE_INDEX
-    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
+    vocab_index = targets.where(is_scored, 0).unsqueeze(2)  # gather does not take -100
+    by_column = [logps.gather(2, vocab_index).squeeze(2)]
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move the scored tokens of each row to its beginning, in their order
@@ -66,7 +67,13 @@ def _one_text_per_row() -> Iterator:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-def packed_logps(model: Any, packed: Packed, windows: Windows, *, with_squares: bool) -> TokenLogps:
+def packed_logps(
+    model: Any,
+    packed: Packed,
+    windows: Windows,
+    *,
+    with_squares: bool,
+) -> TokenLogps:
     """Compute `sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
@@ -89,13 +96,19 @@ def packed_logps(model: Any, packed: Packed, windows: Windows, *, with_squares: 
     n_responses, longest = packed.shape
 
     def by_response(values: Tensor) -> Tensor:
-        table = values.new_zeros(n_responses * longest).index_put((packed.slots.to(values.device),), values)
+        table = values.new_zeros(n_responses * longest)
+        table = table.index_put((packed.slots.to(values.device),), values)
         return table.view(n_responses, longest).clone()  # FSDP warns of a view, even if nobody writes to it
 
     return map_tensors(by_response, by_token)
 
 
-def sequence_rewards(model: Any, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
+def sequence_rewards(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+) -> Tensor:
     """Compute rewards at the last labelled token of (B, T) inputs, (B,)."""
     with _one_text_per_row():
         hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -155,7 +168,8 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     n_rows = len(logits)
     if is_cpu(logits.device):
         n_rows = IN_CACHE // logits.shape[1]
-    return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
+    splits = [tensor.split(max(1, n_rows)) for tensor in (logits, *others)]
+    return zip(*splits, strict=True)
 
 
 # logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
@@ -164,7 +178,13 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
 IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
-def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool = False) -> TokenLogps:
+def token_logps(
+    model: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    with_squares: bool = False,
+) -> TokenLogps:
     """Score `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()

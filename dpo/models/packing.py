@@ -59,8 +59,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value):
-        parts = {f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value) if f.init}
-        return replace(value, **parts)
+        changed = {}
+        for part in fields(value):
+            if part.init:
+                changed[part.name] = map_tensors(change, getattr(value, part.name))
+        return replace(value, **changed)
     if hasattr(value, "_fields"):
         return type(value)(*(map_tensors(change, part) for part in value))
     return value
@@ -101,7 +104,8 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         nearest = int(np.searchsorted(middles, ends[-1] * part / n_filled))
         latest = len(order) - (n_filled - part)  # leaves one example for this part and for each later one
         starts.append(min(max(nearest, starts[-1] + 1), latest))
-    filled = [sorted(order[start:stop]) for start, stop in pairwise([*starts, len(order)])]
+    limits = pairwise([*starts, len(order)])
+    filled = [sorted(order[start:stop]) for start, stop in limits]
     return filled + [[]] * (parts - n_filled)
 
 
@@ -155,8 +159,12 @@ def pack(
     # longer rows waste less space but cost more attention
     lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
-    # a token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention
-    cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
+
+    def find_cost(n: int) -> float:
+        """A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention."""
+        return len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH)
+
+    cheapest = min(lengths, key=find_cost)
     longest = 1  # a reward
     if not for_rewards:
         longest = max(len(response) for example in examples for response in example.responses)
@@ -175,7 +183,8 @@ def _fed_part(response: tuple[int, ...], for_rewards: bool) -> tuple[int, ...]:
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
     """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
-    return torch.tensor(list(zip_longest(*rows, fillvalue=fill)), dtype=torch.int64).reshape(-1, len(rows))
+    columns = list(zip_longest(*rows, fillvalue=fill))
+    return torch.tensor(columns, dtype=torch.int64).reshape(-1, len(rows))
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -193,7 +202,12 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 
 
 def _write(
-    rows: list[list[_Tree]], length: int, response_index: Tensor, shape: tuple[int, int], *, for_rewards: bool
+    rows: list[list[_Tree]],
+    length: int,
+    response_index: Tensor,
+    shape: tuple[int, int],
+    *,
+    for_rewards: bool,
 ) -> Packed:
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
@@ -242,12 +256,17 @@ def _write(
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
-    is_first = (np.diff(tree, prepend=tree[0]) != 0) | (np.diff(branch, prepend=branch[0]) != 0)
+    is_first = np.diff(tree, prepend=tree[0]) != 0
+    is_first |= np.diff(branch, prepend=branch[0]) != 0
     queries = np.split(np.arange(len(tree)), np.flatnonzero(is_first))
     keys = []
     for columns in queries:
-        prompt = (tree == tree[columns[0]]) & (branch == NONE) & (branch[columns[0]] != NONE)
-        keys.append(np.concatenate((np.flatnonzero(prompt), columns)))
+        first = columns[0]
+        if branch[first] == NONE:
+            keys.append(columns)
+        else:
+            prompt = np.flatnonzero((tree == tree[first]) & (branch == NONE))
+            keys.append(np.concatenate((prompt, columns)))
     return Segments(
         queries=_find_starts(queries),
         keys=_find_starts(keys),
@@ -273,7 +292,8 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
     mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)
     # `&=` works in place, without memory for a second (R, L, L) mask
     mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
-    mask &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
+    length = tree.shape[1]
+    mask &= torch.ones(length, length, dtype=torch.bool, device=tree.device).tril()
     if window is not None:
         mask &= position[:, :, None] - position[:, None, :] < window
     return mask[:, None]

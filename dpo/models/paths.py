@@ -141,7 +141,9 @@ def find_model(
     folder = found.adapter or found.archive.parent
     run_dir = None
     if found.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
-        run_dir = next((parent for parent in (folder, folder.parent) if (parent / RUN_CONFIG).is_file()), None)
+        for parent in (folder.parent, folder):
+            if (parent / RUN_CONFIG).is_file():
+                run_dir = parent
     if run_plan is None and run_dir is not None:
         # the keys that decide anything here; others may be wrong
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
@@ -166,7 +168,12 @@ def find_model(
     )
 
 
-def _choose_template(plan: Plan, given: str | Path | None, manifest: Mapping, path: Path) -> Plan:
+def _choose_template(
+    plan: Plan,
+    given: str | Path | None,
+    manifest: Mapping,
+    path: Path,
+) -> Plan:
     """Change a plan to a file's chat template, or to the text that a checkpoint keeps.
 
     A path in a run's config is not read: the file may have changed, or the run be a stranger's that names any file.

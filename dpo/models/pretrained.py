@@ -84,10 +84,18 @@ def load_structure(source: ModelPath, *, dtype: torch.dtype, attn_implementation
         return _complete(_make(source, config, dtype, choose_attention(attn_implementation)), source, config)
 
 
-def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+def _make(
+    source: ModelPath,
+    config: Any,
+    dtype: torch.dtype,
+    attention: str | None,
+) -> Any:
     """Make a model with weights that its class draws."""
     return source.auto_class.from_config(
-        config, dtype=dtype, attn_implementation=attention, trust_remote_code=source.trust_remote_code
+        config,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=source.trust_remote_code,
     )
 
 
@@ -101,7 +109,11 @@ def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> 
         if isinstance(device_map, dict):
             model = model.to(device_map[""])
         return model, loading
-    model, loading = load(**options, device_map=device_map, output_loading_info=True)
+    model, loading = load(
+        **options,
+        device_map=device_map,
+        output_loading_info=True,
+    )
     if not (isinstance(device_map, dict) and "" in device_map):  # "" stands for the whole model, on one device
         refuse_offloading(model)
     return model, loading
@@ -109,7 +121,8 @@ def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> 
 
 def refuse_offloading(model: Any) -> None:
     """Raise InputError for layers that accelerate has put elsewhere than on GPUs: they would not be trained."""
-    if {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()}:
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if not places.isdisjoint(("cpu", "disk")):
         raise InputError(
             "the model does not fit into the free memory of the GPUs: use more GPUs, trainer=FSDPTrainer, "
             "model.policy_dtype=bfloat16 or a smaller model"

@@ -76,14 +76,18 @@ def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str,
 
 
 def match_names(
-    model: Any, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: Set[str]
+    model: Any,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Set[str],
 ) -> dict[str, str]:
     """Find the names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
 
     The base model's weights share a prefix, those of its head perhaps another. The `optional` may be missing.
     """
     embeddings = model.get_input_embeddings()
-    base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
+    [path] = [name for name, module in model.named_modules() if module is embeddings]
+    base = path.partition(".")[0] + "."
     of_base = {}
     of_head = {}
     for name in weights:

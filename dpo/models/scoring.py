@@ -108,7 +108,14 @@ class RewardModel:
     longer than `limit` the end is scored, which has the answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        rows: int,
+        form: str | None,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()

@@ -28,7 +28,7 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch
     path = find_archive(archive)
     with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
         state = read_state(path)
-    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+    if not isinstance(state, Mapping) or not all(map(torch.is_tensor, state.values())):
         raise InputError(f"{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
     named = {}

@@ -117,7 +117,12 @@ def describe_structure(model: nn.Module) -> dict[str, str]:
 
 
 @torch.compiler.disable
-def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _cast_inputs(
+    dtype: torch.dtype,
+    unit: nn.Module,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does."""
 
     def cast(value: Any) -> Any:
@@ -154,7 +159,11 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
 
 
 def _receive_tensors(
-    modules: Mapping[str, nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
+    modules: Mapping[str, nn.Module],
+    specs: Mapping[str, tuple],
+    mesh: Mesh,
+    *,
+    frozen_dtype: torch.dtype | None,
 ) -> None:
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
@@ -172,7 +181,12 @@ def _receive_tensors(
             setattr(module, name.rpartition(".")[2], replacements[tensor])
 
 
-def broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+def broadcast(
+    tensor: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    mesh: Mesh,
+) -> Tensor:
     """Send rank 0's `tensor` to every process's device; other ranks may pass None."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
@@ -400,7 +414,9 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     optimizer.load_state_dict(received)
     # on a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them
     for values in optimizer.state.values():
-        values.update({key: value.clone() for key, value in values.items() if torch.is_tensor(value)})
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                values[key] = value.clone()
 
 
 # --- one process with several GPUs ---------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
 def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
     """Take this process's heads of (..., 3 * heads * head size): GPT-2 has queries, keys and values side by side."""
     whole = _Copy.apply(_Join.apply(x, mesh, width), mesh, width)
-    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
+    by_rank = whole.unflatten(-1, (3, mesh.size(), -1))
+    return by_rank[..., mesh.get_local_rank(), :].flatten(-2)
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -258,9 +259,16 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     module.forward = local_forward
 
 
-def _drop_own_features(dropout: Any, x: Tensor, *, width: int, mesh: DeviceMesh) -> Tensor:
+def _drop_own_features(
+    dropout: Any,
+    x: Tensor,
+    *,
+    width: int,
+    mesh: DeviceMesh,
+) -> Tensor:
     """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
-    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
+    ones = x.new_ones(*x.shape[:-1], width)
+    kept = nn.functional.dropout(ones, dropout.p, dropout.training)
     return x * kept[..., _own_slice(width, mesh)]
 
 
@@ -282,12 +290,30 @@ def _slice(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-def join_parts(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:
+def join_parts(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    like: Tensor,
+) -> DTensor:
     """Make a DTensor with the shape and strides of another tensor from the processes' parts."""
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
-def _local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
+def _local(
+    parameter: Any,
+    name: str,
+    style: Style,
+    rank: int,
+) -> Tensor:
     """Return a DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
