@@ -78,7 +78,7 @@ class Microbatch(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens fed, including padding."""
+        """The number of tokens in the rows, including padding."""
         return self.inputs.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Microbatch:

@@ -70,7 +70,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def count_tokens(example: Example) -> int:
-    """Tokens fed for an example alone."""
+    """Count the tokens in a row with one example."""
     return len(example.prompt) + sum(len(response) - 1 for response in set(example.responses))
 
 

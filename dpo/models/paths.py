@@ -1,4 +1,4 @@
-"""Models by the paths or names of their files: found, but not loaded."""
+"""Models found by a path or a name, and not loaded."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class ModelPath(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """For `from_pretrained` of configs, models and tokenizers."""
+        """Keyword arguments for `from_pretrained` of configs, models and tokenizers."""
         return {"cache_dir": self.cache_dir, "trust_remote_code": self.trust_remote_code}
 
     @property
@@ -67,7 +67,7 @@ class ModelPath(NamedTuple):
 
 
 def find_base(plan: Plan) -> ModelPath:
-    """The model that a plan names, without the archive."""
+    """Find the model that a plan names, without the archive."""
     return ModelPath(
         plan.model.name_or_path,
         cache_dir=plan.run.cache_dir,

@@ -30,7 +30,7 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # aro
 
 
 def unwrap(model: Any) -> Any:
-    """The model in wrappers of torch, which have neither its config nor its methods."""
+    """Take a model out of torch's wrappers, which have neither its config nor its methods."""
     while type(model).__name__ in WRAPPERS:
         [model] = model.children()
     return model

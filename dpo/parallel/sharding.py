@@ -423,7 +423,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
 
 
 def choose_device_map() -> str | dict[str, int] | None:
-    """A map for `dpo.models.pretrained.load_onto`."""
+    """Choose the `device_map` for `dpo.models.pretrained.load_onto`."""
     gpus = count_gpus()
     if gpus > 1:
         return "balanced"

@@ -53,7 +53,7 @@ def test_output_and_gradients_are_as_close_to_float64_as_those_of_torch(name, ke
         assert (mine - wanted).norm() < max(3 * (its - wanted).norm(), 2**-8 * wanted.norm())
 
 
-def test_shared_prefixes_in_bfloat16_use_it_under_sdpa_and_nothing_else_does(monkeypatch):
+def test_only_shared_prefixes_in_bfloat16_under_sdpa_use_it(monkeypatch):
     calls = []
     monkeypatch.setattr(our_attention, "masked_attention", lambda *args: calls.append(1) or masked_attention(*args))
 

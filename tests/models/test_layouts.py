@@ -136,7 +136,7 @@ def test_log_probabilities_loss_and_gradients_in_float32_agree_to_1e5_with_the_a
 
 
 @pytest.mark.parametrize("family", PADDED)
-def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
+def test_a_model_that_cannot_share_prefixes_is_padded_and_says_why(family):
     config, reason = PADDED[family]
     model = build(config, dtype=torch.float64)
     layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float64)

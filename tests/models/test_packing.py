@@ -76,7 +76,7 @@ def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
         (Example((), ((9,),)), [0], []),  # one column, for a model wants one
     ],
 )
-def test_the_shortest_examples(example, fed, targets):
+def test_the_first_token_of_a_row_is_never_scored_and_a_row_has_a_column(example, fed, targets):
     packed = pack([example], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [fed]
     assert packed.targets.tolist() == targets
@@ -90,7 +90,7 @@ batches = st.lists(st.builds(lambda p, a, b: Example(p, (a, b)), prompt, respons
 
 @settings(max_examples=40, deadline=None)
 @given(batches, st.data())
-def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, data):
+def test_parts_hold_every_example_once_and_about_equally_many_tokens(examples, data):
     parts = data.draw(st.integers(1, len(examples) + 3))
     cuts = split_evenly(examples, parts)
     assert sorted(i for cut in cuts for i in cut) == list(range(len(examples)))

@@ -134,7 +134,7 @@ def test_a_rope_that_a_long_row_changes_for_all_rows_is_refused(tokenizer, tmp_p
 
 
 @pytest.mark.parametrize("padding", [None, 0, 7])  # none at all; what also ends turns; another
-def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
+def test_with_a_template_prompt_and_answer_are_messages(padding, tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, pad_token_id=padding)
     prompts = (*PROMPTS, CHAT)
     scores = scorer_of(folder)(prompts, (*ANSWERS, Answer(" Hi!\n", (), True)))
@@ -190,7 +190,7 @@ def test_a_model_of_ours_reads_the_end_token_with_which_a_chat_ends(tokenizer, t
 
 
 @pytest.mark.parametrize("family", ["gpt2", "roberta"])
-def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
+def test_the_end_of_a_text_that_is_too_long_is_scored(family, words, tmp_path):
     before = {"gpt2": 0, "roberta": 1}[family]  # its positions begin after that of padding
     folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=40 + before)
     scorer = scorer_of(folder, most=36)
@@ -203,7 +203,7 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     ]  # fmt: skip
 
 
-def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
+def test_a_model_that_is_no_reward_model_is_refused(tokenizer, tmp_path):
     """By the check before a run too, which reads no weights."""
     two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
     headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
