@@ -193,23 +193,22 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
 
 def list_settings(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
     """Return settings that differ: between runs, or one run's from the defaults."""
-    columns = [_list_texts(run.config) for run in runs]
-    compared = columns
+    configs = [dict(dotted(run.config)) for run in runs]
+    compared = configs
     if len(runs) == 1:
-        compared = [*columns, _list_texts(compose_config(loss=runs[0].objective.name))]
+        compared = [*configs, dict(dotted(compose_config(loss=runs[0].objective.name)))]
     settings = []
-    for name in dict.fromkeys(chain(*columns)):
-        if len({column.get(name) for column in compared}) > 1:
-            settings.append((name, [column.get(name, ABSENT) for column in columns]))
+    for name in dict.fromkeys(chain(*configs)):
+        texts = [_as_text(config[name]) if name in config else ABSENT for config in compared]
+        if len(set(texts)) > 1:
+            settings.append((name, texts[: len(runs)]))
     return settings
 
 
-def _list_texts(config: dict) -> dict[str, str]:
-    return {name: _as_text(value) for name, value in dotted(config)}
-
-
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -80,18 +80,19 @@ class LoggedRun:
     state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """`key` is dotted."""
+        """Look a setting up by its dotted key."""
         return look_up(self.config, key, default)
 
     def count(self, key: str) -> float:
-        """A number of preflight.json by its dotted key; NaN if missing."""
+        """Look a number of preflight.json up by its dotted key; NaN if missing."""
         return number(look_up(self.preflight, key))
 
     @property
     def objective(self) -> Loss:
         config = self.setting("loss")
-        is_known = isinstance(config, Mapping) and config.get("name") in LOSSES
-        return find_loss(config) if is_known else UNKNOWN_LOSS
+        if isinstance(config, Mapping) and config.get("name") in LOSSES:
+            return find_loss(config)
+        return UNKNOWN_LOSS
 
     @property
     def online(self) -> bool:
@@ -103,9 +104,11 @@ class LoggedRun:
 
     @property
     def progress(self) -> str:
-        """`6 of 8 updates`."""
+        """How far the run has come, such as `6 of 8 updates`."""
         total = self.count("updates")
-        return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
+        if total > 0:
+            return f"{self.updates:,} of {count(total, 'update')}"
+        return count(self.updates, "update")
 
     def ends(self, name: str) -> tuple[float, float]:
         """Return means over the first and last tenth of the updates, at least ten; NaN without any."""

@@ -16,6 +16,7 @@ COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
 FEWEST = 10  # fewer are too few whatever they say
+TOO_FEW = ": {}, too few to judge; about {} would do"
 RESPONSES = {  # names of the two sides, by kind of example
     "targets": {"chosen": "targets"},
     "labels": {"chosen": "desirable", "rejected": "undesirable"},
@@ -149,7 +150,7 @@ def _describe_loss(run: LoggedRun) -> str:
         if run.setting("loss.average") != "mean":
             losses = losses / n_tokens
         if n_effective(run) < FEWEST:
-            few = _say_too_few(count(n_evaluated(run), "target"), ENOUGH)
+            few = TOO_FEW.format(count(n_evaluated(run), "target"), ENOUGH)
     if losses[-1] == losses[0]:
         return f"The held-out {name} is {figure(losses[-1])}{few}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
@@ -190,7 +191,7 @@ def _describe_labels(run: LoggedRun) -> str:
 def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, enough: object = ENOUGH) -> str:
     """Return a share's interval, and what it proves against chance."""
     if n < FEWEST:
-        return _say_too_few(counted, enough)
+        return TOO_FEW.format(counted, enough)
     low, high = interval
     text = f" (95 % interval {percent(low)} to {percent(high)})"
     if low > 0.5:
@@ -199,11 +200,6 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
         return f"{text}: worse than by chance, as far as {counted} tell"
     text += f": no better than by chance, as far as {counted} tell"
     return f"{text}; about {enough} would tell more" if n < ENOUGH else text
-
-
-def _say_too_few(counted: str, enough: object) -> str:
-    verb = "is" if counted.startswith("1 ") else "are"
-    return f": {counted} {verb} too few to judge; about {enough} would do"
 
 
 def print_result(run_dir: Path) -> None:

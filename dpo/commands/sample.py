@@ -51,9 +51,9 @@ def converse(models: Sequence[LoadedModel], sampling: Sampling) -> None:
         for model, prompt, history in zip(models, prompts, histories, strict=True):
             text = model.answer(prompt, index, sampling).strip()
             history.append({"role": "assistant", "content": text})
-            # without the control characters that could steer a terminal
-            shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-            print(f"--- {model.name} ---\n{shown}\n", flush=True)
+            # control characters could steer a terminal
+            printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+            print(f"--- {model.name} ---\n{printable}\n", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     prompt: str
     policy: str
     reference: str | None  # None without a reference, or if it was freed
-    policy_ended: bool | None = None  # by an end token, not cut off; None if unknown
+    policy_ended: bool | None = None  # with an end token, not cut off; None if unknown
     reference_ended: bool | None = None
     turns: str = ""  # the prompt for readers, without control tokens
 

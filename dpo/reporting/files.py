@@ -24,8 +24,9 @@ class Appender(Callback):
 
     def append(self, name: str, lines: Iterable[str]) -> None:
         if self.context.rank == 0:
+            content = "".join(f"{line}\n" for line in lines)
             with (self.run_dir / name).open("ab") as file:
-                file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+                file.write(content.encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
         """Find where the last complete record, a line, in the first `size` bytes ends."""
@@ -63,10 +64,11 @@ class Appender(Callback):
         """Return the sizes of files, which are synced first."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
-            if (self.run_dir / name).exists():
-                with (self.run_dir / name).open("rb") as file:
+            path = self.run_dir / name
+            if path.exists():
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
-                    sizes[name] = file.seek(0, os.SEEK_END)
+                sizes[name] = path.stat().st_size
         return {"log_bytes": sizes}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -91,21 +93,21 @@ class FileLogger(Appender):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
-        self._append_records("samples.jsonl", self._drawn)
         heading = f"after {count(evaluation.n_examples, 'example')}, drawn by the last update"
         for record in self._drawn:
+            self._append_record("samples.jsonl", record)
             answers = [(label, text) for _, label, text in describe_answers(record)]
             self._append_text(heading, record["prompt"], answers)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        self._append_records("samples.jsonl", [{"examples": n_examples, **sample._asdict()} for sample in samples])
         for sample in samples:
+            self._append_record("samples.jsonl", {"examples": n_examples, **sample._asdict()})
             answers = [("policy", sample.policy), ("reference", sample.reference)]
             self._append_text(f"after {count(n_examples, 'example')}", sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         for prompt, answer in answers.items():
-            self._append_records("answers.jsonl", [{"examples": n_examples, "prompt": prompt, "answer": answer}])
+            self._append_record("answers.jsonl", {"examples": n_examples, "prompt": prompt, "answer": answer})
 
     def state_dict(self) -> dict:
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
@@ -118,11 +120,13 @@ class FileLogger(Appender):
         add_run_facts(self.run_dir, ended=now())
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._append_records("metrics.jsonl", [{"split": split, "examples": examples, "updates": updates, **finite}])
+        record = {"split": split, "examples": examples, "updates": updates}
+        for name, value in metrics.items():
+            record[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self._append_record("metrics.jsonl", record)
 
-    def _append_records(self, name: str, records: Sequence[Mapping]) -> None:
-        self.append(name, (json.dumps(record, ensure_ascii=False) for record in records))
+    def _append_record(self, name: str, record: Mapping) -> None:
+        self.append(name, [json.dumps(record, ensure_ascii=False)])
 
     def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
         bar = "=" * 30

@@ -32,7 +32,7 @@ from dpo.system.host import (
 )
 from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
 
-START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
+START_METHOD = "spawn"  # CUDA does not work in a forked process
 GRACE_SECS = 5  # a rank that lost contact waits, so that the rank that caused the loss exits first and is named
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, besides those of signals

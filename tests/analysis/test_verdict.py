@@ -28,8 +28,8 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
 @pytest.mark.parametrize(
     ("n", "prompts", "accuracy", "says"),
     [
-        (9, 9, 1.0, "chosen response gained on the rejected one: 9 pairs are too few to judge; about 100 would do"),
-        (1, 1, 1.0, "1 pair is too few"),
+        (9, 9, 1.0, "chosen response gained on the rejected one: 9 pairs, too few to judge; about 100 would do"),
+        (1, 1, 1.0, ": 1 pair, too few"),
         (256, 256, 2 / 3, "In 171 of 256 held-out pairs the chosen response gained"),
         (
             20,
@@ -92,16 +92,16 @@ def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
     ("loss", "last", "counts", "says"),
     [
         ("kto", {"rewards_eval/auc": 1.0}, {"examples": 6, "prompts": 6, "desirable": 3, "undesirable": 3},
-         "an undesirable one 100 % of the time: 3 desirable and 3 undesirable responses are too few"),
+         "an undesirable one 100 % of the time: 3 desirable and 3 undesirable responses, too few"),
         ("kto", {"rewards_eval/auc": 0.75}, {"desirable": 128, "undesirable": 128},
          "75 % of the time (95 % interval 67 % to 82 %): better"),
-        ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 252, "undesirable": 4}, "4 undesirable responses are too"),
+        ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 252, "undesirable": 4}, "4 undesirable responses, too"),
         ("kto", {}, {"desirable": 256, "undesirable": 0}, "The held-out loss fell from 40 to 30."),  # labels are alike
         ("plackett_luce", {"rewards_eval/accuracies": 0.65}, {"examples": 40, "prompts": 40},
          "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 50 % to 78 %)"),
         ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
         ("sft", {}, {"examples": 6, "prompts": 6},
-         "The held-out loss per token fell from 2 to 1.5: 6 targets are too few"),
+         "The held-out loss per token fell from 2 to 1.5: 6 targets, too few"),
         ("simpo", {"rewards_eval/accuracies": 0.75}, {},
          "rated above the rejected one (95 % interval 69 % to 80 %)"),
     ],
