@@ -61,7 +61,7 @@ def read_overrides(typed: str) -> dict:
 
 
 def find_refusal(*choices: str) -> str:
-    """The first sentence with which choices of AXES are refused together; "" if they are accepted."""
+    """Return the first sentence with which choices of AXES are refused together; "" if they are accepted."""
     kind = next((choice for choice in choices if choice in ROWS), "pairs")
     typed = [choice for choice in choices if choice not in ROWS]
     if "online=online" not in typed:  # else it is a run of prompts
@@ -83,23 +83,29 @@ def find_refusal(*choices: str) -> str:
 
 
 def draw_matrix() -> str:
-    """Losses against all other choices, and these against each other."""
+    """Draw tables of losses against all other choices, and of these against each other."""
     sentences: dict[str, int] = {}
     axes = {choice: axis for axis, choices in AXES.items() for choice in choices}
     others = [choice for choice in axes if axes[choice] != "loss"]
 
-    def cell(first: str, second: str) -> str:
+    def draw_cell(first: str, second: str) -> str:
         if axes[first] == axes[second]:
             return ""
         sentence = find_refusal(first, second)
-        return f"[{sentences.setdefault(sentence, len(sentences) + 1)}](#refusals)" if sentence else "yes"
+        if not sentence:
+            return "yes"
+        number = sentences.setdefault(sentence, len(sentences) + 1)
+        return f"[{number}](#refusals)"
 
-    def table(rows: Sequence[str]) -> list[str]:
-        lines = [" | ".join([row, *(cell(row, other) for other in others)]) for row in rows]
-        return [f"| | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|", *(f"| {line} |" for line in lines)]
+    def draw_table(rows: Sequence[str]) -> list[str]:
+        lines = [f"| | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|"]
+        for row in rows:
+            cells = [row, *(draw_cell(row, other) for other in others)]
+            lines.append(f"| {' | '.join(cells)} |")
+        return lines
 
-    losses = table(AXES["loss"])
-    rest = table(others)
+    losses = draw_table(AXES["loss"])
+    rest = draw_table(others)
     refusals = [f"{number}. {escape(sentence)}" for sentence, number in sentences.items()]
     intro = (__doc__ or "").partition("\n\n")[2].replace("\n", " ")
     head = f"---\nhide: [navigation, toc]\n---\n\n# What goes with what\n\n{intro}\n"
@@ -118,7 +124,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as the site has them: a file that is no page becomes its name."""
+    """Rewrite links as the site has them: a file that is no page becomes its name."""
     if page.file.src_uri in PAGES.values():
         markdown = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", markdown)
 

@@ -21,7 +21,8 @@ from dpo.analysis.verdict import (
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 
-WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
+WARNING = "warning"
+NOTE = "note"  # worth knowing, and often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
 FEWEST_UPDATES = 20  # fewer say too little
 

@@ -19,7 +19,7 @@ from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, LOG_FILE, is_locked
 
-WARNING = "warning: "  # the level at the beginning of a line of log.txt
+WARNING_LEVEL = "warning: "  # how a line of log.txt that is a warning begins
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
@@ -167,8 +167,8 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
     run.drawn = [line for line in samples if "completions" in line]
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    logged = [line for line in _read_lines(run, LOG_FILE) if line.startswith(WARNING)]
-    run.warnings = Counter(line.removeprefix(WARNING) for line in logged)
+    logged = [line for line in _read_lines(run, LOG_FILE) if line.startswith(WARNING_LEVEL)]
+    run.warnings = Counter(line.removeprefix(WARNING_LEVEL) for line in logged)
     updates = []
     for entry in run.path.iterdir():
         if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(work: Callable, *, when_interrupted: str = "") -> int:
-    """Do the work of a command; its exit status, after one sentence about a failure that is no bug."""
+    """Do the work of a command; return its exit status, after one sentence about a failure that is no bug."""
     try:
         with explaining_full_disk():
             work()
@@ -73,20 +72,14 @@ def run_command(work: Callable, *, when_interrupted: str = "") -> int:
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A command's, whose help begins with its module's docstring."""
+    """Make a command's parser, whose help begins with its module's docstring."""
     return argparse.ArgumentParser(
         prog=f"dpo {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
-def parse_count(text: str) -> int:
-    if not (re.fullmatch("[0-9]{1,9}", text) and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} must be an integer from 1 to 999,999,999")
-    return int(text)
-
-
 def parse_as(key: str) -> Callable[[str], Any]:
-    """A parser of numbers that a key of the config may have."""
+    """Make a parser of the numbers that a key of the config may have."""
 
     def parse(text: str) -> Any:
         for kind in (int, float):
@@ -96,6 +89,20 @@ def parse_as(key: str) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text} must be {KEYS[key].wanted.removesuffix(', or null')}")
 
     return parse
+
+
+parse_count = parse_as("batch_size")  # an integer from 1
+
+
+def set_up_models() -> None:
+    """Set up torch, and let transformers print nothing but errors."""
+    import transformers
+
+    from dpo.system.arithmetic import set_up_torch
+
+    set_up_torch(deterministic=False, compiles=False)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

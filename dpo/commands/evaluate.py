@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 
 from dpo import __version__
 from dpo.checkpoint.files import EXPORTED
-from dpo.commands import add_model_options, add_sampling_options, make_parser, parse_as, parse_count, run_command
+from dpo.commands import (
+    add_model_options,
+    add_sampling_options,
+    make_parser,
+    parse_as,
+    parse_count,
+    run_command,
+    set_up_models,
+)
 from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
@@ -41,7 +48,6 @@ from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.models.paths import ModelPath, find_model
 from dpo.numbers import count, percent
 from dpo.redaction import redact
-from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import is_installed, python_command
 from dpo.system.plain_files import write_file
 from dpo.system.run_directory import now
@@ -84,9 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     options.next_command = shlex.join(["dpo", "evaluate", *words])
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
-    set_up_torch(deterministic=False, compiles=False)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    set_up_models()
     return run_command(lambda: evaluate(options), when_interrupted="what is done is kept: the same command goes on")
 
 

@@ -13,15 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
-
-from dpo.commands import add_model_options, add_sampling_options, make_parser, run_command
+from dpo.commands import add_model_options, add_sampling_options, make_parser, run_command, set_up_models
 from dpo.data.asking import CHAT, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling, choose_sampling
 from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.redaction import redact
-from dpo.system.arithmetic import set_up_torch
 
 RESET = "/reset"
 
@@ -66,9 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
-    set_up_torch(deterministic=False, compiles=False)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    set_up_models()
     return run_command(lambda: load_and_converse(options))
 
 
