@@ -25,7 +25,7 @@ from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, read_run_facts
-from dpo.system.signals import ABORTED, Stopped, end_process, ending_on_stop_signals
+from dpo.system.signals import INTERRUPT_STATUS, Stopped, end_process, ending_on_stop_signals
 
 RUN_LOG = RunLog()
 
@@ -39,7 +39,7 @@ def start(arguments: list[str]) -> None:
         else:
             run_or_exit(plan)
     except KeyboardInterrupt:
-        end_process("aborted: nothing more is saved\n", ABORTED)
+        end_process("aborted: nothing more is saved\n", INTERRUPT_STATUS)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")

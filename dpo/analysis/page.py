@@ -180,7 +180,7 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
             texts.append(("reference", label, other))
         samples.append((sample.get("turns") or sample["prompt"], texts))
     examples = []
-    for example in run.shown:
+    for example in run.first_examples:
         texts = [(role, role, str(text)) for role, text in example.items() if role != "prompt"]
         examples.append((example["prompt"], texts))
     return {

@@ -93,7 +93,7 @@ def find_chance(run: LoggedRun) -> str:
 
 def find_overfitting(run: LoggedRun) -> str:
     examples, losses = run.eval.points("loss/eval")
-    before, now = run.ends("loss/train")
+    before, now = run.means_at_ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
         return ""
     best = losses.argmin()
@@ -207,8 +207,8 @@ def find_worse_answers(run: LoggedRun) -> str:
 
 
 def find_growth_of_length(run: LoggedRun) -> str:
-    length, length_now = run.ends("online/length")
-    score, score_now = run.ends("online/score")
+    length, length_now = run.means_at_ends("online/length")
+    score, score_now = run.means_at_ends("online/score")
     if not (length_now >= 1.5 * length and score_now > score):
         return ""
     before = f"{figure(length)} tokens, score {figure(score)} at first"
@@ -216,7 +216,7 @@ def find_growth_of_length(run: LoggedRun) -> str:
 
 
 def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
-    value = run.now(name)
+    _, value = run.means_at_ends(name)
     return f"{name} {figure(value)}" if value < low or value > high else ""
 
 

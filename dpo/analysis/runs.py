@@ -69,7 +69,7 @@ class LoggedRun:
     preflight: dict = field(default_factory=dict)
     train: Log = field(default_factory=Log)
     eval: Log = field(default_factory=Log)
-    shown: Sequence[dict] = ()  # the first examples of the data
+    first_examples: Sequence[dict] = ()
     samples: Sequence[dict] = ()
     drawn: Sequence[dict] = ()  # prompts with scored answers, by the last updates
     answers: Sequence[dict] = ()  # the policy's most probable, before and after training
@@ -110,16 +110,13 @@ class LoggedRun:
             return f"{self.updates:,} of {count(total, 'update')}"
         return count(self.updates, "update")
 
-    def ends(self, name: str) -> tuple[float, float]:
+    def means_at_ends(self, name: str) -> tuple[float, float]:
         """Return means over the first and last tenth of the updates, at least ten; NaN without any."""
         _, values = self.train.points(name)
         if not len(values):
             return math.nan, math.nan
         tenth = max(10, len(values) // 10)
         return values[:tenth].mean(), values[-tenth:].mean()
-
-    def now(self, name: str) -> float:
-        return self.ends(name)[1]
 
     def compared_samples(self) -> list[tuple]:
         """Return (sample, label, text) of the newest samples; the text is the reference's, or the policy's first."""
@@ -162,7 +159,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     metrics = _read_objects(run, "metrics.jsonl", {"split", "examples", "updates"})
     run.train = Log([line for line in metrics if line["split"] == "train"])
     run.eval = Log([line for line in metrics if line["split"] == "eval"])
-    run.shown = _read_objects(run, FIRST_EXAMPLES, {"prompt"})
+    run.first_examples = _read_objects(run, FIRST_EXAMPLES, {"prompt"})
     samples = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
     run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
     run.drawn = [line for line in samples if "completions" in line]

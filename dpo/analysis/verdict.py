@@ -124,9 +124,10 @@ def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
 
 
 def _describe_scores(run: LoggedRun) -> str:
-    before, now = run.ends("online/score")
+    before, now = run.means_at_ends("online/score")
+    _, kl = run.means_at_ends("online/kl")
     text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(now)} now"
-    text += f", at online/kl {figure(run.now('online/kl'))}."
+    text += f", at online/kl {figure(kl)}."
     score = run.eval.last("online_eval/score")
     win_rate = run.eval.last("online_eval/win_rate")
     if not math.isfinite(score):

@@ -50,7 +50,7 @@ from dpo.numbers import count, percent
 from dpo.redaction import redact
 from dpo.system.host import is_installed, python_command
 from dpo.system.plain_files import write_file
-from dpo.system.run_directory import now
+from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
 # options that decide which answers there are
@@ -130,7 +130,7 @@ def judge_answers(options: Any) -> None:
         "prompts": options.prompts or f"held out by {options.model}",
         "answers": str(sampling),
         "longest answer": f"{options.max_new_tokens} tokens",
-        "made": f"{now()} by dpo {__version__}",
+        "made": f"{timestamp()} by dpo {__version__}",
     }
     facts = {
         "policy": models[0].name,

@@ -20,12 +20,12 @@ from dpo.system.plain_files import read_json
 
 TEMPLATES = Path(__file__).parent / "templates"
 # the end of a line with a verdict: the letter alone, as "a" is also an article, and perhaps a reason
-CHOSEN = (
+VERDICT_END = (
     r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))"
     r"[^\w\n]*(?:\([^)\n]*\)|(?:because|as|since) .*)?[^\w\n]*$"
 )
-LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
-LABELLED = re.compile(rf"{LABELS}[\w ]*[^\w\n]*:{CHOSEN}", re.MULTILINE)
+VERDICT_LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
+LABELLED_VERDICT = re.compile(rf"{VERDICT_LABELS}[\w ]*[^\w\n]*:{VERDICT_END}", re.MULTILINE)
 SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # for the answer that is shown as A
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # what people choose, as the score of the answer on the left
@@ -99,7 +99,7 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
 
 def read_verdict(reply: str) -> float | None:
     """Return the score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
-    chosen = LABELLED.findall(reply) or re.findall(f"^{CHOSEN}", reply.strip().rpartition("\n")[2])
+    chosen = LABELLED_VERDICT.findall(reply) or re.findall(f"^{VERDICT_END}", reply.strip().rpartition("\n")[2])
     return SCORES[chosen[-1].lower()] if chosen else None
 
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dpo.settings.plan import ParallelDims
 from dpo.system.host import GPU, count_gpus
-from dpo.system.waiting import is_shared
+from dpo.system.waiting import has_other_ranks
 
 
 class Mesh:
@@ -70,7 +70,7 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(value: Any) -> Any:
-    if not is_shared():
+    if not has_other_ranks():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0)

@@ -11,7 +11,7 @@ from dpo.models.answers import OnlinePair
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, Sample, Update
 from dpo.system.plain_files import move_aside
-from dpo.system.run_directory import add_run_facts, now
+from dpo.system.run_directory import add_run_facts, timestamp
 
 
 class Appender(Callback):
@@ -117,7 +117,7 @@ class FileLogger(Appender):
         self._drawn = state.get("drawn", ())
 
     def on_end(self) -> None:
-        add_run_facts(self.run_dir, ended=now())
+        add_run_facts(self.run_dir, ended=timestamp())
 
     def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         record = {"split": split, "examples": examples, "updates": updates}

@@ -30,7 +30,7 @@ from dpo.system.host import (
     return_freed_memory,
     spawning,
 )
-from dpo.system.signals import ASKED, Stopped, end_process, handling_signals, on_stop_signals
+from dpo.system.signals import STOP_STATUS, Stopped, end_process, handling_signals, on_stop_signals
 
 START_METHOD = "spawn"  # CUDA does not work in a forked process
 GRACE_SECS = 5  # a rank that lost contact waits, so that the rank that caused the loss exits first and is named
@@ -39,7 +39,7 @@ DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, b
 # Seconds for other workers to exit after one with this status; the first status in this order that a worker has is the
 # run's. After a failure another may report bad input, which says more. Ranks that lost contact, or are asked to stop,
 # end one after the other; after one that is done, others may be in a last collective.
-PATIENCE = {BAD_INPUT: 1, FAILED: 1, ASKED: 60, LOST_CONTACT: 60, DONE: math.inf}
+PATIENCE = {BAD_INPUT: 1, FAILED: 1, STOP_STATUS: 60, LOST_CONTACT: 60, DONE: math.inf}
 
 
 def launch(
@@ -301,7 +301,7 @@ def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: f
         raise InputError(messages[0])
     if status == FAILED:
         raise RunError(messages[0])
-    if status == ASKED:
+    if status == STOP_STATUS:
         raise Stopped(*stop_signals[:1])
     if running:  # at least one of these hangs: make all print their stacks
         for rank in running.values():
@@ -320,8 +320,8 @@ def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tu
         with suppress(EOFError):
             return pipe.recv()
     status = process.exitcode
-    if status == ASKED or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
-        return ASKED, ""
+    if status == STOP_STATUS or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
+        return STOP_STATUS, ""
     if status >= 0:
         return FAILED, f"rank {rank} exited with status {status} before it was done"
     message = f"rank {rank} was killed by {signal.Signals(-status).name}"

@@ -149,7 +149,7 @@ def write_run_facts(
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
         "processes": processes,
-        "started": now(),
+        "started": timestamp(),
         "seconds_before": seconds_before,
         "git_commit": commit,
         "git_uncommitted_changes": any(not line.startswith("#") for line in git) if commit else None,
@@ -181,7 +181,7 @@ def _write_facts(run_dir: Path, facts: dict) -> None:
         write_json(temporary, facts)
 
 
-def now() -> str:
+def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

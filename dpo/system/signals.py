@@ -18,8 +18,8 @@ from dpo.system.host import is_launched_as_rank_0
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as in a background job, or by nohup; then they stay ignored
-ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
-ASKED = 128 + signal.SIGTERM  # exit status after any other stop signal
+INTERRUPT_STATUS = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
+STOP_STATUS = 128 + signal.SIGTERM  # exit status after any other stop signal
 SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: terminal and launcher may both send one
 
 
@@ -30,7 +30,7 @@ class Stopped(BaseException):
         super().__init__(number)
         self.number = number
         self.run_dir = run_dir
-        self.status = ABORTED if number == signal.SIGINT else ASKED  # exit status of the process
+        self.status = INTERRUPT_STATUS if number == signal.SIGINT else STOP_STATUS  # exit status of the process
 
     def __str__(self) -> str:
         advice = "nothing to save"

@@ -22,7 +22,7 @@ LONGEST_WORK = 10  # collective timeouts for which a rank may work alone: 5 hour
 FAILURE_KEY = "a rank has failed"  # a key in the store, which the rank sets before it exits
 
 
-def is_shared() -> bool:
+def has_other_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -69,7 +69,7 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    if not is_shared():
+    if not has_other_ranks():
         return act()
     key = f"rank 0 at {_count_call(place)}"
     if dist.get_rank() > 0:
@@ -88,7 +88,7 @@ def _count_call(place: str) -> str:
 
 def once_per_machine(make: Callable[[], str]) -> str:
     """Call `make()` in one process of each machine; all get its result, once all machines are done."""
-    if not is_shared():
+    if not has_other_ranks():
         return make()
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
@@ -110,7 +110,7 @@ def identify_machine() -> str:
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
     """Say that this rank has arrived, and return whether each other does in time; without patience it does not wait."""
-    if not is_shared():
+    if not has_other_ranks():
         return True
     place = _count_call(place)
     default_store().set(f"rank {dist.get_rank()} at {place}", "")
@@ -128,7 +128,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
 
     A collective that depends on such a fact would hang, or compute something else, so it must come after this call.
     """
-    if not is_shared():
+    if not has_other_ranks():
         return
     box = [(socket.gethostname(), dict(facts))]
     dist.broadcast_object_list(box)
@@ -146,5 +146,5 @@ def check_alike(facts: Mapping[str, str]) -> None:
 
 def barrier_before_exit() -> None:
     """Wait for all ranks: rank 0 hosts the store, so nobody may still use it when rank 0 exits."""
-    if is_shared():
+    if has_other_ranks():
         dist.barrier()
