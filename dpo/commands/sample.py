@@ -40,7 +40,7 @@ def converse(models: Sequence[LoadedModel], sampling: Sampling) -> None:
         try:  # before the first answer, as a prompt that does not fit changes no history
             prompts = []
             for model, messages in zip(models, asked, strict=True):
-                prompts.append(model.encode(messages, n_new=sampling.max_new_tokens))
+                prompts.append(model.encode(model.write(messages), n_new=sampling.max_new_tokens))
         except InputError as error:
             print(f"error: {redact(str(error))}; {RESET} starts a new conversation", file=sys.stderr)
             continue

@@ -95,7 +95,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
         with naming(f"the prompt {prompt.written[:80]!r}"):
             text = model.write(prompt.messages or as_messages(prompt, "")[:-1])
     with suppress(InputError):
-        return model.encode_text(text, n_new=n_new)
+        return model.encode(text, n_new=n_new)
     return None
 
 

@@ -291,16 +291,8 @@ def _round(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype | None) -
     """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
     if dtype is None:
         return state
-    rounded = (
-        type(model)
-        .from_pretrained(
-            None,
-            config=model.config,
-            state_dict=dict(state),
-            dtype=dtype,
-        )
-        .state_dict()
-    )
+    model = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype)
+    rounded = model.state_dict()
     return {name: rounded[name] for name in state}
 
 

@@ -29,11 +29,8 @@ class LoadedModel(NamedTuple):
     adapter: str | None = None  # the name of its adapter in `model`
     path: ModelPath | None = None
 
-    def encode(self, messages: Messages, *, n_new: int) -> Tokens:
-        """Encode messages as in training; InputError if the model has no positions for them and `n_new` tokens more."""
-        return self.encode_text(self.write(messages), n_new=n_new)
-
-    def encode_text(self, text: str, *, n_new: int) -> Tokens:
+    def encode(self, text: str, *, n_new: int) -> Tokens:
+        """Encode a prompt as in training; InputError if the model has no positions for it and `n_new` tokens more."""
         tokens = tuple(TextEncoder(self.tokenizer)([text])[text])
         with explaining(InputError, lambda why: InputError(f"prompt and answer may be too long: {why}")):
             check_positions(self.model, len(tokens) + n_new)

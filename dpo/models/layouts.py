@@ -59,7 +59,7 @@ class Microbatch(NamedTuple):
         cls,
         examples: Sequence[Example],
         indices: Sequence[int],
-        lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
+        lay_out: Callable,
     ) -> Microbatch:
         n = len(indices)
         fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
@@ -208,7 +208,7 @@ def choose_layout(
     reference: Any = None,
     longest: int | None = None,
     n_responses: int | None = None,
-    on_any_process: Callable[[bool], bool] = bool,
+    on_any_process: Callable = bool,
 ) -> tuple[Layout, str | None]:
     """Choose the layout `name`, or `Padded` and say why, by running the model on pairs in both.
 
@@ -311,7 +311,7 @@ def _find_difference(
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
 
-    def draw_tokens(n: int) -> tuple[int, ...]:
+    def draw_tokens(n: int) -> tuple:
         return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
     device = next(model.parameters()).device

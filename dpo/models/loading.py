@@ -39,19 +39,20 @@ def find_model_config(plan: Plan) -> Any:
     return config.get_text_config() if is_text_part(config) else config
 
 
-def find_structure(plan: Plan, dtype: str) -> Any:
-    """Make the model on the meta device, without adapters."""
+def find_structure(plan: Plan, dtype: str | None = None) -> Any:
+    """Make the model on the meta device, without adapters, by default in the policy's dtype."""
+    dtype = dtype or plan.model.policy_dtype
     return load_structure(find_base(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
 
 
-def find_policy_structure(plan: Plan, dtype: str) -> Any:
+def find_policy_structure(plan: Plan) -> Any:
     """Make the policy on the meta device, quantized and with its adapters."""
     adapters = {}
     if plan.lora:
         adapters[POLICY] = None
     if plan.reference == "adapter":
         adapters[REFERENCE] = None
-    return _prepare(find_structure(plan, dtype), plan, adapters)
+    return _prepare(find_structure(plan), plan, adapters)
 
 
 def find_start(plan: Plan) -> ModelPath:
@@ -91,7 +92,7 @@ def check_model(plan: Plan) -> ModelPath:
     start = find_start(plan)
     base = find_base(plan)
     if is_text_part(load_config(base)) and not plan.model.random_init and not plan.loss.scalar_head:
-        check_names(find_structure(plan, plan.model.policy_dtype), base)
+        check_names(find_structure(plan), base)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return start
 
@@ -99,13 +100,13 @@ def check_model(plan: Plan) -> ModelPath:
 def check_blocks(plan: Plan, given: Any = None) -> None:
     """Raise InputError if the model, by default the plan's, lacks the blocks that are sharded or compiled."""
     if plan.trainer.multi_process or plan.model.block_name or plan.training.compile:
-        find_blocks(given or find_structure(plan, plan.model.policy_dtype), plan.model.block_name)
+        find_blocks(given or find_structure(plan), plan.model.block_name)
 
 
 def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
     start = check_model(plan)
-    structure = find_structure(plan, plan.model.policy_dtype)
+    structure = find_structure(plan)
     check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
     if start.archive is not None:
@@ -113,9 +114,7 @@ def check_parts(plan: Plan) -> None:
     _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})
 
 
-def model_loaders(
-    plan: Plan, *, rank: int = 0, resume_from: Path | None = None
-) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+def model_loaders(plan: Plan, *, rank: int = 0, resume_from: Path | None = None) -> tuple[Callable, Callable | None]:
     """Make functions that load policy and separate reference (else None), on ranks but 0 without weights."""
     start = check_model(plan).archive
     policy_archive = start

@@ -111,8 +111,8 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 
 @dataclass
 class _Tree:
-    prompt: tuple[int, ...]
-    branches: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # (index among the U responses, token ids, cuts)
+    prompt: tuple
+    branches: list[tuple]  # (index among the U responses, token ids, cuts)
     n_fed: int
 
 
@@ -177,7 +177,7 @@ def pack(
     return packed
 
 
-def _fed_part(response: tuple[int, ...], for_rewards: bool) -> tuple[int, ...]:
+def _fed_part(response: tuple, for_rewards: bool) -> tuple:
     return response if for_rewards else response[:-1]
 
 

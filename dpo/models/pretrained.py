@@ -41,8 +41,8 @@ def take_model(given: Any) -> Any:
     model = unwrap(given)
     if not isinstance(model, transformers.PreTrainedModel) or isinstance(model, FSDPModule):
         raise InputError(
-            f"the model given is a {type(model).__name__}: pass the model of transformers itself, as `from_pretrained` "
-            f"loads it; trainer=FSDPTrainer shards it, and lora=lora adds an adapter"
+            f"the model given is a {type(model).__name__}: pass the model of transformers itself; "
+            f"trainer=FSDPTrainer shards it, and lora=lora adds an adapter"
         )
     return model
 

@@ -82,7 +82,7 @@ def seeded_generators(*numbers: int) -> Iterator:
             np.random.set_state(numpy_state)
 
 
-def load_function(function: str, path: Path) -> Callable[[Sequence[Prompt], Sequence[Answer]], Any]:
+def load_function(function: str, path: Path) -> Callable:
     """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
     name = function.rpartition(":")[2]
     module = load_module(path, f"{function}: {path} cannot be run")

@@ -44,7 +44,7 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     """A process's memory at the peak of its updates, and notes on it; too high under tensor parallelism."""
-    policy = find_policy_structure(plan, plan.model.policy_dtype)
+    policy = find_policy_structure(plan)
     memory = count_held(plan, policy, decide_frozen_weights(plan))
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw a model on the meta device
@@ -236,7 +236,7 @@ def decide_frozen_weights(plan: Plan) -> str | None:
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
-    held = count_held(plan, find_policy_structure(plan, plan.model.policy_dtype), "whole").total()
+    held = count_held(plan, find_policy_structure(plan), "whole").total()
     return "whole" if held <= MAX_HELD_SHARE * _find_available(plan) else "sharded"
 
 

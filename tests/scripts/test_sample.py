@@ -62,7 +62,8 @@ def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[st
     """The answers of each model to some prompts."""
     answers = {}
     for model in models:
-        prompts = [model.encode([{"role": "user", "content": text}], n_new=12) for text in ASKED]
+        texts = [model.write([{"role": "user", "content": text}]) for text in ASKED]
+        prompts = [model.encode(text, n_new=12) for text in texts]
         answers[model.name] = [model.answer(prompt, number, sampling) for number, prompt in enumerate(prompts)]
     return answers
 
@@ -74,7 +75,8 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
     """In a chat a control token in a message is refused."""
 
     def ask(form: str, messages: list[dict[str, str]]) -> str:
-        return chatty.decode(models[0]._replace(tokenizer=chatty, form=form).encode(messages, n_new=8))
+        model = models[0]._replace(tokenizer=chatty, form=form)
+        return chatty.decode(model.encode(model.write(messages), n_new=8))
 
     assert ask("hh", TALK) == (
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
@@ -99,7 +101,7 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(rope, tokenizer)
     model = transformers.AutoModelForCausalLM.from_config(own)
     policy = LoadedModel("policy", model, tokenizer, "raw")
     with refused(r"prompt and answer may be too long: .*set 16 or less"):
-        policy.encode(TALK, n_new=12)
+        policy.encode(policy.write(TALK), n_new=12)
 
 
 def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):

@@ -196,7 +196,7 @@ def test_an_online_run_has_the_longest_answers_and_a_reward_model(predict_for, t
 def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monkeypatch):
     monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 2)
     plan = plan_of(FSDP, 2)
-    held = memory.count_held(plan, memory.find_policy_structure(plan, "float32"), "whole").total()
+    held = memory.count_held(plan, memory.find_policy_structure(plan), "whole").total()
     for available, expected in ((2.01 * held, "whole"), (1.99 * held, "sharded")):
         monkeypatch.setattr(memory, "find_device_memory", lambda *_, size=available, **__: size)
         assert decide_frozen_weights(plan) == expected
