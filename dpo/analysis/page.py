@@ -46,7 +46,7 @@ ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_pa
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
     """Write the page, and the pictures of some charts, to a directory.
 
-    Raises InputError for what is no run, and if `out` cannot be written or has another file of the page's name.
+    Raises InputError for what is not a run, and if `out` cannot be written or has another file of the page's name.
     """
     html, pictures = render_page(runs, ended=ended)
     try:

@@ -148,10 +148,10 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     """Read a run; `ended` means that it has ended, although its process holds the lock.
 
-    Raises InputError for what is no run.
+    Raises InputError for what is not a run.
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
-        raise InputError(f"{path} is no run: give the directory of a run, which has config.yaml and metrics.jsonl")
+        raise InputError(f"{path} is not a run: pass the directory of a run, which has config.yaml and metrics.jsonl")
     run = LoggedRun(path.resolve(), path.resolve().name)
     run.config = redact(update_recorded(_read_mapping(run, "config.yaml", read_yaml)))
     run.env = redact(_read_mapping(run, "env.json", read_json))

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = ": settings go to dpo train"
     elif os.path.isdir(name):
         hint = f": a run goes to a command, such as dpo report {name}"
-    print(f"dpo {name} is no command{hint}\n{usage}", file=sys.stderr)
+    print(f"dpo {name} is not a command{hint}\n{usage}", file=sys.stderr)
     return 2
 
 

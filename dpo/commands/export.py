@@ -122,7 +122,7 @@ def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
         try:
             result = read_json(file)
             if not has_form(result, {"settings": dict, "sentences": list}):
-                raise InputError(f"{file} is no result of dpo evaluate")
+                raise InputError(f"{file} is not a result of dpo evaluate")
         except InputError as error:
             print(f"left out of the card: {error}")
             continue

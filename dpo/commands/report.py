@@ -62,7 +62,7 @@ def list_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
-    """Show the runs to browsers of this machine until Ctrl-C; InputError for what is no run."""
+    """Show the runs to browsers of this machine until Ctrl-C; InputError for what is not a run."""
     render_live_page(list_runs(paths))
     drawing = threading.Lock()  # matplotlib's styles are global
 

@@ -57,7 +57,7 @@ def load_prompts(model: ModelPath, file: str | None, tokenizer: Any, *, limit: i
         data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
         prompts: Sequence[Prompt] = list(number_prompts([("prompts", data)], keep_all=True))
     elif model.run_dir is None:
-        raise InputError(f"{model.name} is no run, so it held out no prompts: pass --prompts FILE")
+        raise InputError(f"{model.name} is not a run, so it held out no prompts: pass --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code
         plan = model.plan.change("dry_run", True).change("model.trust_remote_code", False)
         with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or pass --prompts")):

@@ -144,7 +144,7 @@ def make_file_judge(file: str) -> Judge:
                 raise ValueError
         except (ValueError, LookupError, TypeError, RecursionError):
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
-            raise InputError(f"line {number} of {file} is no verdict: write {wanted}") from None
+            raise InputError(f"line {number} of {file} is not a verdict: write {wanted}") from None
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
         if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:

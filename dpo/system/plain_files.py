@@ -34,7 +34,7 @@ def check_own(path: Path, mark: str) -> None:
             beginning = file.read(LONGEST_MARK).decode(errors="replace")
         if not beginning or re.match(mark, beginning, re.DOTALL):
             return
-    raise InputError(f"{path} is none of the files that this command writes: move it away, or give another directory")
+    raise InputError(f"{path} is none of the files that this command writes: move it away, or choose another directory")
 
 
 def read_json(path: Path, parse: Callable = json.loads) -> Any:
@@ -109,7 +109,7 @@ def write_file(path: Path, content: bytes) -> None:
 def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
     """Yield the objects of JSON lines, if there is such a file; remove a last line that was cut off, as by a kill.
 
-    Raises InputError for a file that does not begin as `mark` says, or a line that is no object with values of the
+    Raises InputError for a file that does not begin as `mark` says, or a line that is not an object with values of the
     types in `form`.
     """
     check_own(path, mark)

@@ -69,7 +69,7 @@ def test_another_path_is_refused_in_one_sentence(tmp_path, where):
     folder = write_run(tmp_path / "run", LINES)
     (folder / "step-8").mkdir()
     (tmp_path / "file").touch()
-    with refused(f"{where} is no run: give the directory of a run"):
+    with refused(f"{where} is not a run: pass the directory of a run"):
         read_run(tmp_path / where)
 
 

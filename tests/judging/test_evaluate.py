@@ -74,7 +74,7 @@ def test_a_file_of_the_user_is_neither_replaced_nor_cut(judge, name, run_dir, ca
 def test_files_of_an_evaluation_are_known_by_their_beginning(name, tmp_path):
     for content in ('{"prompt": "Hi", "chosen": "Hello."}\n', "<!doctype html><title>Mine</title>"):
         (tmp_path / name).write_text(content)
-        with refused("move it away, or give another directory"):
+        with refused("move it away, or choose another directory"):
             check_files(tmp_path, "server")
     (tmp_path / name).write_text("")  # nothing would be lost
     check_files(tmp_path, "server")

@@ -118,7 +118,7 @@ def test_verdicts_of_people_are_by_side_and_what_they_skipped_does_not_count(tmp
     judge = make_file_judge(str(tmp_path / "verdicts.jsonl"))
     assert [verdict.score for verdict in judge(pairs)] == [1] * 17 + [0.5, None, None]
     (tmp_path / "verdicts.jsonl").write_text('{"pair": "x", "better": "A"}\n')
-    with refused(r"line 1 of .* is no verdict: write"):
+    with refused(r"line 1 of .* is not a verdict: write"):
         make_file_judge(str(tmp_path / "verdicts.jsonl"))
 
 
