@@ -122,7 +122,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(deadline=None, max_examples=50)
 @given(VALUES)
 def test_every_value_is_read_as_it_was_given(value):
     assert PARSER.parse_override(f"key={_write(value)}").value() == value
