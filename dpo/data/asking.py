@@ -21,7 +21,7 @@ SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": 
 MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 TURN = r"[A-Z]\w{0,15} ?:"  # a speaker, as in `USER: Hi ASSISTANT:`
-HEADER = re.compile(  # of an answer, at the end of a prompt
+HEADER = re.compile(  # the header of an answer, at the end of a prompt
     # a line below others: ### Response, Answer (short):, Output =>
     r"\n\s*(#{2,} ?\w.{0,40}|\W{0,3}\w[\w;./-]*(?: \w+| \(\w+\)){0,2} ?(?:[:：]|=>|->)\W{0,2})$"
     r"|(<[^<>\s][^<>\n]*>\w*|\[/INST\])$"  # a control token, perhaps with a role, as in <start_of_turn>model
@@ -49,7 +49,7 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
     try:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TypeError:  # of a template that appends arguments of calls to text, as DeepSeek-V3's does
+        except TypeError:  # a template may append the arguments of calls to text, as DeepSeek-V3's does
             written = copy.deepcopy(messages)
             calls = [call["function"] for message in written for call in message.get("tool_calls", ())]
             if not calls:

@@ -481,9 +481,10 @@ def _read_label(row: Mapping, column: str) -> bool:
 
 def _read_number(row: Mapping, column: str, *, above_zero: bool = False) -> float:
     """Read a finite number, which may be text as in CSV."""
-    value, number = row.get(column), math.nan
+    value = row.get(column)
+    number = math.nan
     with suppress(ValueError):
-        number = float(str(value))  # of the text, as Python takes True for 1
+        number = float(str(value))  # through text, as Python takes True for 1
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
         raise InputError(f"{column} is {shorten(value)}, and must be {wanted}: correct it")

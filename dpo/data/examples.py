@@ -12,7 +12,7 @@ import numpy as np
 
 from dpo.data.asking import TemplateRejects, is_prefilled, render_open
 from dpo.data.schema import Messages, Prompt, naming
-from dpo.data.tokenization import TextEncoder, list_ends, refuse_eos
+from dpo.data.tokenization import TextEncoder, Tokens, list_ends, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -136,7 +136,8 @@ def iterate_examples(
                 batch.append((prompt_index, example_index))
                 if len(batch) == batch_size:
                     yield batch
-                    batch, n_yielded = [], n_yielded + batch_size
+                    batch = []
+                    n_yielded += batch_size
                     if n_examples is not None and n_yielded >= n_examples:
                         return
         epoch += 1
@@ -160,62 +161,74 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS, and for a response that is left without a scored token.
     """
-    if (eos := encode.tokenizer.eos_token_id) is None:
+    if encode.tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    ends = tuple(list_ends(encode.tokenizer))
-    ids = encode(
-        text for prompt, index in examples if prompt.apart for text in (prompt.text, *prompt.texts(index).values())
-    )
+    texts = []
+    for prompt, index in examples:
+        if prompt.apart:
+            texts += [prompt.text, *prompt.texts(index).values()]
+    ids = encode(texts)
     # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
     whole = iter(encode.encode_whole((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart))
     encoded = []
     for prompt, index in examples:
-        texts = prompt.texts(index)
-        if not prompt.rendered:
-            with naming(f"dataset {prompt.dataset}"):
-                refuse_eos([*texts.values(), *[prompt.text] * prompt.apart], encode.tokenizer)
         if prompt.apart:
-            prompt_ids, crosses = ids[prompt.text], False
-            piece_ids = [[ids[text]] for text in texts.values()]
+            responses = [[ids[text]] for text in prompt.texts(index).values()]
+            tokens = Tokens(ids[prompt.text], responses, crosses=False)
         else:
-            prompt_ids, of_responses, crosses = next(whole)
-            piece_ids = [of_responses[i] for i in prompt.roles(index).values()]
-        responses = []
-        for text, of_one in zip(texts.values(), piece_ids, strict=True):
-            has_end = prompt.rendered and text.endswith(ends)  # another end token than EOS, which the template wrote
-            responses.append([*chain(*of_one)] if has_end else [*chain(*of_one), eos])
-        longest = max(map(len, responses), default=0)
-        kept_prompt = truncate_prompt(prompt, prompt_ids, encode, max_length - longest, max_prompt_length)
+            tokens = next(whole)
+            tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
+        encoded.append(_make_example(prompt, index, tokens, encode, max_length, max_prompt_length))
+    return encoded
+
+
+def _make_example(
+    prompt: Prompt, index: int, tokens: Tokens, encode: TextEncoder, max_length: int, max_prompt_length: int
+) -> Example:
+    texts = prompt.texts(index)
+    if not prompt.rendered:
+        with naming(f"dataset {prompt.dataset}"):
+            refuse_eos(texts.values(), encode.tokenizer)
+            if prompt.apart:
+                refuse_eos([prompt.text], encode.tokenizer)
+    ends = tuple(list_ends(encode.tokenizer))
+    responses = []
+    for text, pieces in zip(texts.values(), tokens.responses, strict=True):
+        response = list(chain(*pieces))
+        if not (prompt.rendered and text.endswith(ends)):  # the template may have written another end token than EOS
+            response.append(encode.tokenizer.eos_token_id)
+        responses.append(response)
+    longest = max(map(len, responses), default=0)
+    kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
+    kept = responses
+    if len(kept_prompt) + longest > max_length:
         # by the reference code's rule a response may not use the room that a short prompt leaves
         room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
-        is_long = len(kept_prompt) + longest > max_length
-        kept = [response[:room] for response in responses] if is_long else responses
-        cuts = []
-        for text, pieces, response in zip(texts.values(), piece_ids, kept, strict=True):
-            # the ends of pieces are alternately the start and the end of what is not scored
-            cuts.append(tuple(min(end, len(response)) for end in accumulate(map(len, pieces[:-1]))))
-            if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
-                raise InputError(
-                    f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
-                    f"max_length, or remove the record"
-                )
-        encoded.append(
-            Example(
-                prompt=tuple(kept_prompt),
-                responses=tuple(map(tuple, kept)),
-                id=(prompt.index_in_split, index),
-                dataset=prompt.dataset,
-                digest=text_digest(prompt.text, texts),
-                prompt_is_cut=kept_prompt != prompt_ids,
-                response_is_cut=kept != responses,
-                crosses=crosses,
-                roles=tuple(texts),
-                weight=prompt.weights[index] if prompt.weights and texts else 1.0,
-                margin=prompt.margins[index] if prompt.margins and texts else None,
-                cuts=tuple(cuts) if any(cuts) else (),
+        kept = [response[:room] for response in responses]
+    cuts = []
+    for text, pieces, response in zip(texts.values(), tokens.responses, kept, strict=True):
+        # the ends of pieces are alternately the start and the end of what is not scored
+        ends_of_pieces = accumulate(len(piece) for piece in pieces[:-1])
+        cuts.append(tuple(min(end, len(response)) for end in ends_of_pieces))
+        if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
+            raise InputError(
+                f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
+                f"max_length, or remove the record"
             )
-        )
-    return encoded
+    return Example(
+        prompt=tuple(kept_prompt),
+        responses=tuple(map(tuple, kept)),
+        id=(prompt.index_in_split, index),
+        dataset=prompt.dataset,
+        digest=text_digest(prompt.text, texts),
+        prompt_is_cut=kept_prompt != tokens.prompt,
+        response_is_cut=kept != responses,
+        crosses=tokens.crosses,
+        roles=tuple(texts),
+        weight=prompt.weights[index] if prompt.weights and texts else 1.0,
+        margin=prompt.margins[index] if prompt.margins and texts else None,
+        cuts=tuple(cuts) if any(cuts) else (),
+    )
 
 
 def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: int, limit: int) -> list[int]:

@@ -34,8 +34,8 @@ from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
 N_SHOWN = 3  # examples in a dry run and in the report
-# Fields of the data and chat sections that cannot change a table: how its examples are batched, and what the digests
-# of datasets and tokenizer tell.
+# Fields of the data and chat sections that cannot change a table. They say how its examples are batched, or are in the
+# digests of the datasets and the tokenizer.
 NOT_IN_A_TABLE = (
     *("batch_size", "eval_batch_size", "gradient_accumulation_steps", "n_epochs", "n_examples", "n_eval_examples"),
     *("num_workers", "layout", "dataset_sources", "chat_template", "chat_template_args", "chat_template_date"),
@@ -46,7 +46,7 @@ NOT_IN_A_TABLE = (
 class Preflight:
     train: SplitReport
     test: SplitReport
-    notes: list[str]  # of the loaders
+    notes: list[str]  # by those who loaded the data
     updates: int
     examples_per_epoch: int  # in an online run every prompt is one example
 

@@ -87,11 +87,12 @@ def get_hh(
     entries: Entries = {}
     for row, where in _read_rows(source, split, cache_dir, "HH", silent):
         with naming(where):
-            chosen, rejected = (get_field(row, key) for key in ("chosen", "rejected"))
+            chosen = get_field(row, "chosen")
+            rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        add_responses(entries, prompt, [chosen, rejected], (0, 1))
-        entries[prompt]["sft_target"] = chosen
+        responses = [chosen[len(prompt) :], rejected[len(prompt) :]]
+        add_responses(entries, prompt, responses, (0, 1))
+        entries[prompt]["sft_target"] = responses[0]
     return entries
 
 
@@ -105,7 +106,8 @@ def get_shp(
         with naming(where):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
             responses = [" " + get_field(row, f"human_ref_{side}") for side in "AB"]
-            score_a, score_b = (get_field(row, f"score_{side}", int, float) for side in "AB")
+            score_a = get_field(row, "score_A", int, float)
+            score_b = get_field(row, "score_B", int, float)
             label = get_field(row, "labels", int)
             if not (score_a and score_b):
                 raise InputError(f"neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
@@ -152,7 +154,7 @@ def get_se(
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = int(len(rows) * 0.01)
     row_indices = order[:n_test] if split == "test" else order[n_test:]
-    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)  # of the Hub
+    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)
     placed_rows = zip(selected, (f"record {i + 1} of {source.path}" for i in row_indices), strict=True)
     entries: Entries = {}
     for prompts in map_chunks(

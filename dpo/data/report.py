@@ -68,8 +68,8 @@ class SplitReport:
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
     problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
-    digest: str = ""  # of all that the examples are made of, in order
-    token_digest: str = ""  # of the vocabulary and of the examples' token ids
+    digest: str = ""  # tells all that the examples are made of, in order
+    token_digest: str = ""  # tells the vocabulary and the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
         """Count an example, and name its row among the problems."""

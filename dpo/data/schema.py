@@ -191,7 +191,9 @@ def get_field(row: Row, key: str, *types: type) -> Any:
     value = row.get(key)
     # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
-        shown = "missing" if key not in row else "null" if value is None else f"{shorten(value)}"
+        shown = shorten(value)
+        if value is None:
+            shown = "null" if key in row else "missing"
         wanted = " or ".join(dict.fromkeys(TYPE_NAMES[each] for each in types))
         raise InputError(f"{key} is {shown}, and must be {wanted}: correct it")
     if isinstance(value, str):
@@ -211,7 +213,8 @@ def is_message(value: Any) -> bool:
 
 def read_messages(value: Any) -> Messages:
     """Read a list of messages, or one."""
-    return [_read_message(message) for message in (value if isinstance(value, list) else [value])]
+    messages = value if isinstance(value, list) else [value]
+    return [_read_message(message) for message in messages]
 
 
 def _read_message(message: Any) -> dict:
@@ -224,7 +227,7 @@ def _read_message(message: Any) -> dict:
             raise InputError(f"a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
     role, content = get_field(given, "role"), given.get("content")
     given["role"] = role = ROLE_NAMES.get(role.lower(), role)  # others are the template's own
-    if isinstance(content, list):  # of parts, as OpenAI's may be
+    if isinstance(content, list):  # OpenAI's may be in parts
         if other := {get_field(part, "type") for part in content} - {"text"}:
             raise InputError(f"content has a part of type {other.pop()!r}, and must be text")
         given["content"] = "".join(get_field(part, "text") for part in content)

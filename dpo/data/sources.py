@@ -23,7 +23,7 @@ from dpo.system.plain_files import check_readable
 
 NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
-ROWS_PER_BATCH = 1000  # of a table of Arrow: so many are in memory twice
+ROWS_PER_BATCH = 1000  # so many rows of an Arrow table are in memory twice
 SUBSETS = re.compile(r"(?:available configs|Available): \[(.*?)\]")  # messages of `datasets` list them so
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 

@@ -47,7 +47,7 @@ def add_changes(changes: Changes, more: Changes) -> None:
 class Piece(NamedTuple):
     """A text of a message or a tool, which should be in the rendered text."""
 
-    index: int  # of the message; -1 for a tool
+    index: int  # the message's; -1 for a tool
     kind: str  # content, thought, call or tool
     text: str
     may_move: bool = False  # a template may write it elsewhere than it stands: a system turn, or a tool

@@ -25,8 +25,8 @@ from dpo.redaction import redact
 MARKERS = ("\n", "|", "x", "\ue000")
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 
-Parts = tuple[str, ...]  # of a text
-Ids = list[list[int]]  # of each part of a text
+Parts = tuple[str, ...]  # a text in parts
+Ids = list[list[int]]  # the token ids of each part
 
 
 def list_control(tokenizer: Any) -> list[str]:
@@ -102,21 +102,26 @@ class TextEncoder:
         The parts are tokenized apart if a token crosses a limit, or a prompt's responses do not continue the same
         tokens.
         """
-        texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
+        texts: list[list[Parts]] = []  # for each prompt, its text with each response
+        for prompt, responses in conversations:
+            texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
-        fitting = []
+        divided = []  # texts whose parts are tokenized apart
+        are_divided = []
         for of_prompt in texts:
             found = [whole[parts] for parts in of_prompt]
-            fits = None not in found and all(ids[0] == found[0][0] for ids in found)
-            fitting.append(found if fits else None)
-        divided = [of_prompt for of_prompt, found in zip(texts, fitting, strict=True) if found is None]
-        begins = self(of_prompt[0][0] for of_prompt in divided)
-        continues = self._encode_behind([part for of_prompt in divided for parts in of_prompt for part in parts[1:]])
+            is_divided = None in found or any(ids[0] != found[0][0] for ids in found)
+            are_divided.append(is_divided)
+            if is_divided:
+                divided += of_prompt
+        begins = self(parts[0] for parts in divided)
+        continues = self._encode_behind(list(chain.from_iterable(parts[1:] for parts in divided)))
+        apart = {parts: [begins[parts[0]], *(continues[piece] for piece in parts[1:])] for parts in divided}
         encoded = []
-        for of_prompt, found in zip(texts, fitting, strict=True):
-            ids = found or [[begins[prompt], *map(continues.__getitem__, pieces)] for prompt, *pieces in of_prompt]
+        for of_prompt, crosses in zip(texts, are_divided, strict=True):
+            ids = [(apart if crosses else whole)[parts] for parts in of_prompt]
             responses = [each[1:] for each in ids if len(each) > 1]
-            encoded.append(Tokens(ids[0][0], responses, crosses=found is None))
+            encoded.append(Tokens(ids[0][0], responses, crosses))
         return encoded
 
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
@@ -135,8 +140,8 @@ class TextEncoder:
                 encoded = self._backend.encode(distinct)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
-        found = (token for cut in encoded.values() for ids in cut or () for token in ids)
-        self.largest = max(self.largest, max(found, default=-1))
+        for ids_of_parts in encoded.values():
+            self.largest = max([self.largest, *chain.from_iterable(ids_of_parts or ())])
         self.check_vocabulary(self.n_embeddings)
         return encoded
 
@@ -150,9 +155,9 @@ class TextEncoder:
             )
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:
-        """Without offsets, one limit is found if the first part alone has the same tokens."""
-        text = "".join(parts)
-        first, ids = (self.tokenizer(each, add_special_tokens=False)["input_ids"] for each in (parts[0], text))
+        """Tokenize a text; without offsets, one limit is found if the first part alone has the same tokens."""
+        first = self.tokenizer(parts[0], add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer("".join(parts), add_special_tokens=False)["input_ids"]
         if len(parts) == 1:
             return [ids]
         return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None

@@ -96,7 +96,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             raise InputError(f"chat_template={chat.chat_template} is empty: write a template into it")
     tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
     texts = tokenizer.chat_template or ""
-    settings = []  # of arguments that the caller does not give
+    settings = []  # set the arguments that the caller does not give
     for name, value in sorted(chat.chat_template_args.items()):
         if not re.search(rf"\b{re.escape(name)}\b", str(texts)):
             raise InputError(

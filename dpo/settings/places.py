@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
-FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
+FIELDS = (*dict.fromkeys(chain(*chain(*FORMS.values()))), *OPTIONAL_FIELDS)
 
 
 class Problem(NamedTuple):
@@ -89,9 +90,9 @@ def check_exists(name: str | Path, *, is_local: bool = False) -> None:
 
 class Source(NamedTuple):
     path: str  # local, or a Hub id
-    revision: str | None = None  # of a Hub id: a branch, tag or commit
+    revision: str | None = None  # a branch, tag or commit on the Hub
     columns: Mapping[str, str | None] = {}  # by fields of FIELDS; None: it has no column
-    reader: str | None = None  # of a plugin: it makes rows of the source's
+    reader: str | None = None  # a plugin's, which makes rows of the source's
     subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
 
     @classmethod
@@ -143,17 +144,20 @@ class Source(NamedTuple):
 def place_datasets(values: Mapping) -> dict:
     """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
     placed = dict(values)
-    template, datasets, given = (values[key] for key in ("chat_template", "datasets", "dataset_sources"))
-    if is_text(template):  # a later command may run in another directory
-        placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
+    datasets = values["datasets"]
+    given = values["dataset_sources"]
+    if is_text(values["chat_template"]):  # a later command may run in another directory
+        placed["chat_template"] = os.path.abspath(os.path.expanduser(values["chat_template"]))
     if are_names(values["plugins"]):
         placed["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
     datasets = [datasets] if is_text(datasets) else datasets
     if not (are_names(datasets) and isinstance(given, Mapping)):
         return placed
-    names, sources = [], dict(given)
+    names = []
+    sources = dict(given)
     for name in datasets:
-        path, last_part = Source(name).local, os.path.basename(os.path.abspath(os.path.expanduser(name)))
+        path = Source(name).local
+        last_part = os.path.basename(os.path.abspath(os.path.expanduser(name)))
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
         is_there = os.path.exists(path) if path else HUB_ID.fullmatch(name)
         if is_there and not has_source(name, sources) and not has_source(new_name, sources):
