@@ -21,7 +21,7 @@ from dpo.settings.command_line import check_command_line, exit_with, place_job
 from dpo.settings.keys import CONFIG_DIR, load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
-from dpo.settings.validation import find_problems, find_warnings, raise_problems
+from dpo.settings.validation import find_plan_warnings, find_problems, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
 from dpo.system.run_directory import RunLog, exiting_on_failure, read_run_facts
@@ -67,7 +67,7 @@ def run_or_exit(plan: Plan) -> None:
 def run(plan: Plan) -> None:
     is_rank_0 = host.is_launched_as_rank_0()
     if is_rank_0:
-        for warning in find_warnings(plan):
+        for warning in find_plan_warnings(plan):
             print(f"warning: {warning}")
     if plan.run.dry_run:
         if is_rank_0:

@@ -66,7 +66,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_bad_input_is_refused_before_gpus_are_counted": "settings.command_line:check_line",
     f"{REFUSALS}::test_a_command_that_cannot_work_is_refused_with_one_sentence": "settings.validation:list_conflicts",
     f"{REFUSALS}::test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect": (
-        "settings.validation:find_warnings settings.validation:find_problems"
+        "settings.validation:find_plan_warnings settings.validation:find_problems"
     ),
     "tests/system/test_arithmetic.py::test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in_"
     "segments": "system.arithmetic:set_up_torch system.arithmetic:without_tf32",

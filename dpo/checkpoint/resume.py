@@ -26,7 +26,7 @@ from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError
 from dpo.plugins import find_digests
 from dpo.redaction import redact
-from dpo.settings.keys import FORMER_DEFAULTS, KEYS, PACKAGE, PRECISION, Resume, dotted, update_recorded
+from dpo.settings.keys import FORMER_DEFAULTS, KEYS, PACKAGE, PRECISION, ResumeRule, dotted, update_recorded
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
@@ -256,15 +256,17 @@ def check_config(manifest: Mapping, config: Mapping, *, where: Path) -> None:
     changed = defaultdict(list)
     for key, saved_value in manifest["config"].items():
         if config.get(key) != saved_value:
-            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
+            rule = (
+                KEYS[key].resume if key in KEYS else ResumeRule.FIXED
+            )  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
-    if changed[Resume.KEEP]:
+    if changed[ResumeRule.FIXED]:
         raise InputError(
-            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same, or start "
+            f"{where} is of a run with another config: {', '.join(changed[ResumeRule.FIXED])}; use the same, or start "
             f"a new run with model.archive={where}"
         )
-    if changed[Resume.CHANGE]:
-        print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
+    if changed[ResumeRule.CHANGEABLE]:
+        print(f"continuing with {', '.join(changed[ResumeRule.CHANGEABLE])}")
 
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict:

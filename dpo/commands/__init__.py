@@ -84,7 +84,7 @@ def parse_as(key: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         for kind in (int, float):
             with suppress(ValueError):
-                if KEYS[key].holds(value := kind(text)):
+                if KEYS[key].accepts(value := kind(text)):
                     return value
         raise argparse.ArgumentTypeError(f"{text} must be {KEYS[key].wanted.removesuffix(', or null')}")
 

@@ -84,7 +84,7 @@ def choose_sampling(
         published = getattr(config, name, None)
         if wanted[name] is not None:
             chosen[name] = wanted[name]
-        elif published is not None and KEYS[f"sample_{name}"].holds(published):
+        elif published is not None and KEYS[f"sample_{name}"].accepts(published):
             chosen[name] = published
     return Sampling(
         max_new_tokens,

@@ -38,7 +38,7 @@ from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
 from dpo.models.text_part import is_text_part
 from dpo.models.weights import read_archive
 from dpo.redaction import redact
-from dpo.settings.keys import KEYS, Resume
+from dpo.settings.keys import KEYS, ResumeRule
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing, write_json
@@ -46,7 +46,7 @@ from dpo.system.waiting import after_rank_0, barrier_before_exit
 
 SHARD_BYTES = 2 * 10**9
 # settings on the card: what determines the weights, but for what was said to the export and not to the run
-SETTINGS = {key for key, row in KEYS.items() if row.resume is Resume.KEEP} - {"model.trust_remote_code"}
+SETTINGS = {key for key, row in KEYS.items() if row.resume is ResumeRule.FIXED} - {"model.trust_remote_code"}
 SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # how images and video are read

@@ -22,20 +22,20 @@ from dpo.losses.formulas import Fraction, Positive, Weight
 from dpo.system.run_directory import get_local_dir, get_local_run_dir
 
 
-class Resume(Enum):
+class ResumeRule(Enum):
     """Whether a resumed run may change a key."""
 
-    KEEP = auto()  # no: another value would make it another run
-    CHANGE = auto()  # yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed
+    FIXED = auto()  # no: another value would make it another run
+    CHANGEABLE = auto()  # yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed
     PER_RUN = auto()  # yes: names and paths, which differ from command to command; changes are not printed
 
 
-KEEP, CHANGE, PER_RUN = Resume
+FIXED, CHANGEABLE, PER_RUN = ResumeRule
 # types that many keys have; a resumed run may change all but a Size
 Size = Annotated[int, ">= 1"]
-Switch = Annotated[bool, CHANGE]
-Count = Annotated[int, ">= 1", CHANGE]
-Text = Annotated[str, CHANGE]
+Switch = Annotated[bool, CHANGEABLE]
+Count = Annotated[int, ">= 1", CHANGEABLE]
+Text = Annotated[str, CHANGEABLE]
 Name = Annotated[str, PER_RUN]
 
 # --- names, whose code is in tables beside it -------------------------------------------------------------------------
@@ -44,7 +44,6 @@ Optimizer = Literal[  # a class of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
 ]  # fmt: skip
 Dtype = Literal["float32", "bfloat16", "float16"]
-Layout = Literal["padded", "shared_prefix"]
 VARLEN = "varlen"
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
 STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
@@ -80,7 +79,7 @@ class RunPlan(NamedTuple):
     local_dirs: Annotated[list[str], PER_RUN]
     resume: Name | None
     save_every: Count | None
-    keep_checkpoints: Annotated[int, ">= 2", CHANGE] | None
+    keep_checkpoints: Annotated[int, ">= 2", CHANGEABLE] | None
     export: Switch
     check_disk: Switch
     dry_run: Annotated[bool, PER_RUN]
@@ -88,8 +87,8 @@ class RunPlan(NamedTuple):
     trainer: str  # one of TRAINERS
     world_size: Count | None
     tensor_parallel_size: Count | None
-    collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGE]
-    minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
+    collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGEABLE]
+    minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGEABLE]
     ledger: Switch
     report: Switch
 
@@ -105,12 +104,12 @@ class RunPlan(NamedTuple):
 
 
 class FSDPPlan(NamedTuple):
-    fsdp_port: Annotated[int, "[1, 65535]", CHANGE] | None
+    fsdp_port: Annotated[int, "[1, 65535]", CHANGEABLE] | None
     fsdp_shard_size: Count | None
-    fsdp_frozen_weights: Annotated[Literal["whole", "sharded"], CHANGE] | None
+    fsdp_frozen_weights: Annotated[Literal["whole", "sharded"], CHANGEABLE] | None
     fsdp_reshard_after_forward: Switch
     fsdp_reduce_once: Switch
-    fsdp_reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
+    fsdp_reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGEABLE]
 
 
 class ModelPlan(NamedTuple):
@@ -122,8 +121,8 @@ class ModelPlan(NamedTuple):
     fsdp_policy_mp: Dtype | None
     reference_dtype: Dtype | None
     autocast: Literal["bfloat16", "float16", "auto"] | None  # auto: decided by `keep_choices`, on the run's GPUs
-    attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGE]
-    cache_implementation: Annotated[Literal["static"], CHANGE] | None
+    attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "varlen"], CHANGEABLE]
+    cache_implementation: Annotated[Literal["static"], CHANGEABLE] | None
     random_init: bool
     trust_remote_code: bool
 
@@ -183,8 +182,8 @@ class DataPlan(NamedTuple):
     n_epochs: Count | None
     n_examples: Count | None
     n_eval_examples: Count
-    num_workers: Annotated[int, ">= 0", CHANGE]
-    layout: Annotated[Layout, CHANGE]
+    num_workers: Annotated[int, ">= 0", CHANGEABLE]
+    layout: Annotated[Literal["padded", "shared_prefix"], CHANGEABLE]
 
 
 class TrainingPlan(NamedTuple):
@@ -196,11 +195,11 @@ class TrainingPlan(NamedTuple):
     schedule: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Fraction
     max_grad_norm: Annotated[float, "(0, inf]"]
-    cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
+    cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGEABLE]
     activation_checkpointing: Switch
     compile: Switch
     self_test: Switch
-    nan_policy: Annotated[Literal["raise", "skip"], CHANGE]
+    nan_policy: Annotated[Literal["raise", "skip"], CHANGEABLE]
 
 
 class EvaluationPlan(NamedTuple):
@@ -210,9 +209,9 @@ class EvaluationPlan(NamedTuple):
     sample_during_eval: Switch
     n_eval_model_samples: Count
     n_eval_tokens: Count | None
-    sample_temperature: Annotated[float, "[0, 1e30]", CHANGE] | None
-    sample_top_p: Annotated[float, "(0, 1]", CHANGE] | None
-    sample_top_k: Annotated[int, ">= 0", CHANGE] | None
+    sample_temperature: Annotated[float, "[0, 1e30]", CHANGEABLE] | None
+    sample_top_p: Annotated[float, "(0, 1]", CHANGEABLE] | None
+    sample_top_k: Annotated[int, ">= 0", CHANGEABLE] | None
 
 
 class WandbPlan(NamedTuple):
@@ -220,7 +219,7 @@ class WandbPlan(NamedTuple):
     entity: Text | None
     project: Text
     group: Name | None
-    tags: Annotated[list[str], CHANGE]
+    tags: Annotated[list[str], CHANGEABLE]
     notes: Text | None
     artifacts: Switch
 
@@ -245,9 +244,9 @@ SECTIONS = {
 
 
 class Key(NamedTuple):
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
     wanted: str  # completes "must be"
-    resume: Resume
+    resume: ResumeRule
     choices: tuple[str, ...]  # all values, if they are names
 
 
@@ -274,14 +273,14 @@ TYPES = {
 
 
 def read_key(annotation: Any) -> Key:
-    """Read a type such as `Annotated[int, ">= 1", CHANGE] | None`."""
+    """Read a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`."""
     may_be_null = NoneType in get_args(annotation)
     plain = get_args(annotation)[0] if may_be_null else annotation
     marks = []
     if get_origin(plain) is Annotated:
         plain, *marks = get_args(plain)
     bounds = "".join(mark for mark in marks if isinstance(mark, str))
-    resume = next((mark for mark in marks if isinstance(mark, Resume)), KEEP)
+    resume = next((mark for mark in marks if isinstance(mark, ResumeRule)), FIXED)
     choices = ()
     if get_origin(plain) is Literal:
         choices = get_args(plain)
@@ -295,12 +294,12 @@ def read_key(annotation: Any) -> Key:
     if may_be_null:
         wanted += ", or null"
 
-    def holds(value: Any) -> bool:
+    def accepts(value: Any) -> bool:
         if value is None:
             return may_be_null
         return bool(has_type(value)) and (plain not in (int, float) or is_within(value, bounds))
 
-    return Key(holds, wanted, resume, choices)
+    return Key(accepts, wanted, resume, choices)
 
 
 def is_within(value: float, bounds: str) -> bool:
@@ -315,7 +314,7 @@ def is_within(value: float, bounds: str) -> bool:
 def _list_keys() -> dict[str, Key]:
     """List all keys, those of plugins too."""
     types: dict = {
-        "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGE],
+        "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGEABLE],
         "tensorboard.enabled": Switch,
         "loss.name": Literal[tuple(LOSSES)],
     }
@@ -328,7 +327,7 @@ def _list_keys() -> dict[str, Key]:
         for name, key_type in get_type_hints(section, include_extras=True).items():
             types[f"{prefix}{name}"] = key_type
     del types["dataset_sources"]  # `places.py` checks it
-    types["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGE]
+    types["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGEABLE]
     types["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
     return {key: read_key(key_type) for key, key_type in types.items()}
 
@@ -339,7 +338,7 @@ KEYS = _list_keys()
 def find_key(key: str, loss_name: Any) -> Key:
     """Find a key; options of two losses may have the same name and different types."""
     group, _, option = key.partition(".")
-    if group == "loss" and KEYS["loss.name"].holds(loss_name):
+    if group == "loss" and KEYS["loss.name"].accepts(loss_name):
         types = list_parameters(LOSSES[loss_name])
         if option in types:
             return read_key(types[option])

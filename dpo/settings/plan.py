@@ -182,7 +182,7 @@ def make_plan(
     """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
     values = find_defaults(given)
     for key, value in given.items():
-        if key not in KEYS or find_key(key, given.get("loss.name")).holds(value):
+        if key not in KEYS or find_key(key, given.get("loss.name")).accepts(value):
             values[key] = value
     if gpus is None:
         gpus = count_gpus()

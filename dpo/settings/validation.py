@@ -143,7 +143,7 @@ def find_problems(plan: Plan) -> list[Problem]:
     return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
 
 
-def find_warnings(p: Plan) -> list[str]:
+def find_plan_warnings(p: Plan) -> list[str]:
     """List doubts about a plan without problems."""
     lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
     lost_decay = 0
@@ -234,7 +234,7 @@ def find_value_problems(values: Mapping) -> list[Problem]:
         group = key.partition(".")[0]
         option = values.get(f"{group}.name")
         sentence = find_value_problem(key, values[key], values.get("loss.name"))
-        if not sentence and key not in own_keys and KEYS[f"{group}.name"].holds(option):
+        if not sentence and key not in own_keys and KEYS[f"{group}.name"].accepts(option):
             sentence = f"{key} does not exist with {group}={option}"
         # an interpolation of a key that is named already has the same cause
         if sentence and not any(f"${{{problem.key}}}" in str(values[key]) for problem in problems):
@@ -263,7 +263,7 @@ def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | Non
         return f"{key} is not set: {how_to_set}"
     if "${" in str(value):
         return f"{key}={value} cannot be resolved: {how_to_set}"
-    if allowed.holds(value):
+    if allowed.accepts(value):
         return None
     hint = suggest(str(value), allowed.choices)
     return f"{key}={_write_value(value)}{hint and f'{hint} It'} must be {allowed.wanted}"

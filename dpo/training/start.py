@@ -27,7 +27,7 @@ from dpo.models.pretrained import DTYPES, describe_model
 from dpo.numbers import count
 from dpo.parallel.mesh import is_rank_0
 from dpo.plugins import find_digests
-from dpo.settings.keys import KEYS, PACKAGE_DIR, Resume
+from dpo.settings.keys import KEYS, PACKAGE_DIR, ResumeRule
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
 from dpo.system.host import list_own_gpus
@@ -64,7 +64,7 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
         "the code of plugins": " ".join(find_digests()),
     }
     for key, value in plan.values.items():
-        if key in KEYS and KEYS[key].resume is not Resume.PER_RUN and "/" not in str(value):
+        if key in KEYS and KEYS[key].resume is not ResumeRule.PER_RUN and "/" not in str(value):
             facts[key] = str(value)
     return facts
 

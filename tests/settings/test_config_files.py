@@ -15,7 +15,7 @@ from dpo.losses import LOSSES
 from dpo.settings.keys import KEYS, REMOVED, compose_config, dotted
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, flatten, resolve
-from dpo.settings.validation import find_problems, find_warnings, read_plan
+from dpo.settings.validation import find_plan_warnings, find_problems, read_plan
 
 CONFIG = ROOT / "config"
 GROUPS = ("experiment", "model", "loss", "lora", "online")
@@ -185,7 +185,7 @@ def test_an_experiment_is_complete(name, tmp_path):
         processes = 1
     dims = ParallelDims(processes, shard_size=processes)
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
-    assert (find_problems(plan), find_warnings(plan)) == ([], [])
+    assert (find_problems(plan), find_plan_warnings(plan)) == ([], [])
     assert config.exp_name == name
 
 

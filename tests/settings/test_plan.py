@@ -10,7 +10,7 @@ from dpo.checkpoint.resume import decide_autocast
 from dpo.data import loading
 from dpo.models.pretrained import DTYPES
 from dpo.settings import keys
-from dpo.settings.keys import KEYS, Resume, compose_config
+from dpo.settings.keys import KEYS, ResumeRule, compose_config
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
@@ -109,6 +109,6 @@ def test_the_names_of_the_config_are_those_of_the_tables():
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():
-    kept = {key for key in KEYS if KEYS[key].resume is Resume.KEEP}
+    kept = {key for key in KEYS if KEYS[key].resume is ResumeRule.FIXED}
     assert {"seed", "lr", "batch_size", "datasets", "loss.name", "loss.beta", "model.policy_dtype"} <= kept
     assert not {"world_size", "local_run_dir", "n_epochs", "layout"} & kept

@@ -9,7 +9,7 @@ from support.pytests import sampled
 from dpo.losses import LOSSES
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import resolve
-from dpo.settings.validation import find_problems, find_warnings
+from dpo.settings.validation import find_plan_warnings, find_problems
 
 NAMES = ", ".join(BUILT_IN)
 
@@ -216,5 +216,5 @@ def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, senten
 def test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect(command, sentence, typed):
     plan = resolve(compose(typed(command)))
     assert find_problems(plan) == []
-    warnings = find_warnings(plan)
+    warnings = find_plan_warnings(plan)
     assert [warning.startswith(sentence) for warning in warnings] == [True] if sentence else warnings == []

@@ -12,7 +12,7 @@ from support.pytests import succeeded
 from support.runs import ROOT, make_environment, run_python
 
 import dpo
-from dpo.settings.validation import find_problems, find_warnings
+from dpo.settings.validation import find_plan_warnings, find_problems
 from dpo.system.host import is_installed
 
 TRAIN = "model=demo datasets=[demo] loss=dpo loss.beta=0.1 exp_name=try local_run_dir=run n_examples=8"
@@ -98,6 +98,6 @@ def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch):
     missing = [problem.sentence for problem in find_problems(plan)]
     for package in ("bitsandbytes", "matplotlib", "tensorboard", "beautifulsoup4"):
         assert any(f"needs {package}: pip install {package}" in text for text in missing)
-    assert "W&B gets nothing, as wandb is not installed" in find_warnings(plan)
+    assert "W&B gets nothing, as wandb is not installed" in find_plan_warnings(plan)
     assert is_installed("torch")
     assert not is_installed("no-such-package")
