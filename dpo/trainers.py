@@ -81,7 +81,7 @@ class Trainer(TrainerParts):
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
-            for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
+            for item in self.progress.track_updates(self.train_iterator, total=n_updates, done=n_done):
                 metrics = self.evaluate_if_due()
                 self.save_if_due(metrics)
                 self.sample_if_due()
@@ -116,7 +116,7 @@ class Trainer(TrainerParts):
             objective.weigh(losses, microbatch, context).backward()
             metrics.append((microbatch.indices, columns))  # stay on the device: the host need not wait
             del microbatch, losses  # inputs and graph are freed before the next microbatch is run
-            self.progress.part(i, len(batch.microbatches), "microbatch")
+            self.progress.show_part(i, len(batch.microbatches), "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
         grad_norm = self.clip_gradient()
@@ -196,7 +196,7 @@ class Trainer(TrainerParts):
             # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
-            batches = self.progress.over(batches, total=n_batches, what="score")
+            batches = self.progress.track(batches, total=n_batches, what="score")
             self.progress.line(objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
     @contextmanager

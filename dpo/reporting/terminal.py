@@ -39,20 +39,22 @@ class Progress(Callback):
         self.show_bar = not silent and sys.stdout.isatty()
         self._bars: list[tqdm.tqdm] = []  # each task runs inside the one before it
 
-    def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
+    def track_updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
         """Show progress over `items`, the updates that remain of `total` after `done`."""
-        with self._showing("update", total, done):
+        with self._showing_bar("update", total, done):
             yield from items
 
-    def over(self, items: Iterable, *, total: int, what: str) -> Iterator:
+    def track(self, items: Iterable, *, total: int, what: str) -> Iterator:
+        """Show progress over the items of a task that runs inside another, or alone."""
         self._last_line_time = time.monotonic()
-        with self._showing(what, total):
+        with self._showing_bar(what, total):
             for n_done, item in enumerate(items, start=1):
                 yield item
                 if n_done < total:
                     self._show(n_done)
 
-    def part(self, done: int, total: int, what: str) -> None:
+    def show_part(self, done: int, total: int, what: str) -> None:
+        """Show how far the current item of the innermost task is."""
         if self._bars and total > 1:
             self._show(self._bars[-1].n, f"{what} {done}/{total}")
 
@@ -88,7 +90,7 @@ class Progress(Callback):
             self._bars.pop().close()
 
     @contextmanager
-    def _showing(self, what: str, total: int, done: int = 0) -> Iterator:
+    def _showing_bar(self, what: str, total: int, done: int = 0) -> Iterator:
         bar = tqdm.tqdm(
             total=total,
             initial=done,

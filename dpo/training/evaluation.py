@@ -103,7 +103,7 @@ class Evaluator:
         return self.objective.evaluate(self.batches, self._iterate)
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
-        for batch in self.progress.over(batches, total=len(batches), what="evaluate"):
+        for batch in self.progress.track(batches, total=len(batches), what="evaluate"):
             self.stop.raise_if_any()
             yield batch
 

@@ -75,7 +75,7 @@ class Sampler:
         def before_token(*_: Any) -> None:
             index = next(tokens)
             self.stop.raise_before_token(index)
-            self.progress.part(index, sampling.max_new_tokens, "token")
+            self.progress.show_part(index, sampling.max_new_tokens, "token")
 
         # prepended, so that it is called before FSDP's hook gathers weights
         hook = model.register_forward_pre_hook(before_token, prepend=True)
@@ -111,7 +111,7 @@ class Sampler:
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
                 parts = group(own, rows)
-                for part in self.progress.over(parts, total=len(parts), what="sample"):
+                for part in self.progress.track(parts, total=len(parts), what="sample"):
                     prompts = [examples[i].prompt for i in part]
                     answers = self.answer(model, prompts, [numbers[i] for i in part], sampling)
                     drawn |= zip(part, answers, strict=True)

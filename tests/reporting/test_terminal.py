@@ -42,7 +42,7 @@ def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1)
 
 def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
     progress = make_progress(interval=0.0, batch_size=32)
-    for update in progress.updates([1, 2, 3], total=64, done=0):
+    for update in progress.track_updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
         progress.on_update(Update(update, 0, [], {}, DPO))
 
@@ -53,7 +53,7 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
 
 def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
     progress = make_progress(interval=0.0, batch_size=4)
-    for _ in progress.updates([1], total=10, done=8):
+    for _ in progress.track_updates([1], total=10, done=8):
         clock.now += 5.0
         metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
         progress.on_update(Update(9, 0, [], {}, metrics))
@@ -63,7 +63,7 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
     progress = make_progress(interval=1.0, batch_size=4)
-    for update in progress.updates([1, 2, 3, 4, 5], total=5, done=0):
+    for update in progress.track_updates([1, 2, 3, 4, 5], total=5, done=0):
         clock.now += 0.4
         progress.on_update(Update(update, 0, [], {}, DPO))
     progress.line("saved")
@@ -76,11 +76,11 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
 
 def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, capsys):
     progress = make_progress(interval=1.0)
-    for _ in progress.over([1, 2], total=2, what="sample"):
+    for _ in progress.track([1, 2], total=2, what="sample"):
         for token in range(60):
-            progress.part(token, 60, "token")
+            progress.show_part(token, 60, "token")
             clock.now += 0.5
-    for _ in progress.over([1, 2], total=2, what="evaluate"):
+    for _ in progress.track([1, 2], total=2, what="evaluate"):
         clock.now += 1.0
 
     assert capsys.readouterr().out.splitlines() == [
@@ -97,10 +97,10 @@ def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (80, 40))
     progress = make_progress(interval=1000.0, batch_size=32)
-    for update in progress.updates([1, 2], total=64, done=0):
-        for _ in progress.over([1, 2], total=2, what="sample"):
+    for update in progress.track_updates([1, 2], total=64, done=0):
+        for _ in progress.track([1, 2], total=2, what="sample"):
             clock.now += 1.0
-            progress.part(128, 256, "token")
+            progress.show_part(128, 256, "token")
         progress.on_update(Update(update, 0, [], {}, DPO))
     progress.line("saved")
     progress.close()
@@ -116,8 +116,8 @@ def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
 
 def test_ranks_other_than_0_are_silent(capsys):
     progress = make_progress(interval=0.0, silent=True)
-    for item in progress.updates([4], total=1, done=0):
-        assert list(progress.over([item], total=1, what="evaluate")) == [4]
+    for item in progress.track_updates([4], total=1, done=0):
+        assert list(progress.track([item], total=1, what="evaluate")) == [4]
         progress.on_update(Update(1, 0, [], {}, DPO))
     progress.line("saved")
     assert capsys.readouterr() == ("", "")
