@@ -16,17 +16,17 @@ N_INSPECTED = 100  # rows whose values are looked at
 # Other names of our fields, as `normalize` returns them. Those of a pair may stand beside a noun, as in `good_answer`.
 SYNONYMS = {
     "prompt": "question instruction query input userprompt usermessage userquestion userinput",
-    "chosen": "preferred accepted selected better best good winner winning positive",
-    "rejected": "dispreferred nonpreferred worse worst bad loser losing negative",
+    "chosen": "preferred accepted selected better best good winner winning win positive",
+    "rejected": "dispreferred unpreferred nonpreferred worse worst bad loser losing lose negative",
     "completion": "response output answer target reply",
     "messages": "conversation conversations",
     "label": "labels desirable isdesirable thumbs thumbsup feedback ktotag",
     SYSTEM: "systemprompt",
 }
-NOUNS = ("response", "answer", "completion", "output")
+NOUNS = ("response", "answer", "completion", "output", "reply", "text", "messages", "message", "conversation")
 # Names of a column that says which of two others is better, and names of these two.
-VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label betterresponse betterresponseid".split()
-PAIRED = [f"{noun}{{}}" for noun in NOUNS] + [f"model{{}}{noun}" for noun in NOUNS]
+VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label".split()
+PAIRED = [pattern.replace("NOUN", noun) for noun in NOUNS for pattern in ("NOUN{}", "{}NOUN", "model{}NOUN")]
 SIDES = ("ab", "12", "01")
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
 TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
@@ -196,15 +196,20 @@ def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
     by_name = {normalize(column): column for column in present}
-    verdict = next((by_name[name] for name in VERDICTS if name in by_name), None)
+    named = {}
+    for name, column in by_name.items():  # such as `winner`, or `better_response_id`
+        for suffix in ("id", "index", "response", "answer"):
+            name = name.removesuffix(suffix)
+        named[name] = column
+    verdict = next((named[word] for word in VERDICTS if word in named), None)
     for pattern, letters in product(PAIRED, SIDES):
         names = {letter: pattern.format(letter) for letter in letters}
         if verdict is None or not by_name.keys() >= set(names.values()):
             continue
         sides = {letter: by_name[name] for letter, name in names.items()}
-        named = {_find_side(row.get(verdict)) for row in rows}
-        others = named & {*"012"} - sides.keys()
-        if named & sides.keys() and others:
+        said = {_find_side(row.get(verdict)) for row in rows}
+        others = said & {*"012"} - sides.keys()
+        if said & sides.keys() and others:
             raise InputError(
                 f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
                 f"{' and '.join(sides.values())} each number stands for: write the name of the better column"

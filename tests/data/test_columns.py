@@ -101,6 +101,12 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
         # a column that may say which response is better is no response, nor is each first response the better one
         ("question text_x text_y winner", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
         ("question one two loser", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
+        (
+            "question my_answer_a my_answer_b winner",
+            "pairs",
+            {},
+            "{prompt: question, chosen: COLUMN, rejected: COLUMN}",
+        ),
         ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
         ({**NAMED, "topic": "B or not"}, "pairs", {}, f"begin with: set '{KEY}={{prompt: topic}}'"),
         (
