@@ -151,17 +151,16 @@ class Batches:
 
     def _prepare(self, split: str, example_ids: Sequence[tuple[int, int]]) -> Batch:
         prompts, first_rows, n_microbatches = self._splits[split]
-
-        def make(texts: Sequence[TextExample], cache_rows: Sequence[int]) -> Batch:
-            examples = self.encode(texts)
-            weights = [example.weight for example in examples]
-            return Batch(examples, weights, self.split(examples, n_microbatches), cache_rows)
-
         texts = read_examples(prompts, example_ids)
         rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
-        batch = make(texts, rows)
-        if not self.plan.loss.mismatched:
-            return batch
-        mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
-        mismatched_rows = [self._first_mismatched_row + row for row in rows]
-        return batch._replace(mismatched=make(mismatched_texts, mismatched_rows))
+        batch = self._make_batch(texts, n_microbatches, rows)
+        if self.plan.loss.mismatched:
+            mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
+            mismatched_rows = [self._first_mismatched_row + row for row in rows]
+            batch = batch._replace(mismatched=self._make_batch(mismatched_texts, n_microbatches, mismatched_rows))
+        return batch
+
+    def _make_batch(self, texts: Sequence[TextExample], n_microbatches: int, cache_rows: Sequence[int]) -> Batch:
+        examples = self.encode(texts)
+        weights = [example.weight for example in examples]
+        return Batch(examples, weights, self.split(examples, n_microbatches), cache_rows)

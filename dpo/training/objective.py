@@ -15,7 +15,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, one_sentence
 from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
-from dpo.models.layouts import Layout, Microbatch, choose_layout
+from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
 from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
@@ -464,36 +464,30 @@ def make_objective(
     mesh: Mesh,
 ) -> Objective:
     """An objective whose layout both models support."""
-    autocast = DTYPES.get(plan.model.autocast)
+    objective = Objective(
+        policy,
+        reference,
+        Padded(),
+        mesh,
+        plan.loss,
+        autocast=DTYPES.get(plan.model.autocast),
+        follow_every=plan.follow_every,
+        loss_scale=LossScale(is_adapted=plan.scales_loss),
+    )
     max_length = plan.data.max_length
     has_other_responses = plan.online or plan.loss.mismatched  # than the data has for the same prompts
-    with torch.autocast(
-        next(policy.parameters()).device.type,
-        dtype=autocast,
-        enabled=autocast is not None,
-    ):
-        layout, layout_note = choose_layout(
+    with objective.autocasting():
+        objective.layout, objective.layout_note = choose_layout(
             plan.data.layout,
             policy,
             reference=reference and reference.model,
             max_length=max_length,
-            compute_dtype=autocast or DTYPES[plan.compute_dtype],
+            compute_dtype=objective.autocast or DTYPES[plan.compute_dtype],
             longest=max_length if has_other_responses else data.report.longest(max_length),
             n_responses=max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size),
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
-    objective = Objective(
-        policy,
-        reference,
-        layout,
-        mesh,
-        plan.loss,
-        layout_note=layout_note,
-        autocast=autocast,
-        follow_every=plan.follow_every,
-        loss_scale=LossScale(is_adapted=plan.scales_loss),
-    )
     if reference is not None:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)
