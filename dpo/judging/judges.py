@@ -27,8 +27,7 @@ VERDICT_END = (
 VERDICT_LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
 LABELLED_VERDICT = re.compile(rf"{VERDICT_LABELS}[\w ]*[^\w\n]*:{VERDICT_END}", re.MULTILINE)
 SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # for the answer that is shown as A
-
-SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # what people choose, as the score of the answer on the left
+SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # what people choose, as the score of the answer on the left
 
 
 class Verdict(NamedTuple):
@@ -140,7 +139,7 @@ def make_file_judge(file: str) -> Judge:
         try:
             verdict: Mapping[str, str] = json.loads(line)
             verdicts[verdict["pair"]] = verdict["better"]
-            if verdict["better"] not in SIDES:
+            if verdict["better"] not in SIDE_SCORES:
                 raise ValueError
         except (ValueError, LookupError, TypeError, RecursionError):
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
@@ -154,7 +153,7 @@ def make_file_judge(file: str) -> Judge:
             if pair.id not in verdicts:
                 judged.append(Verdict(None, reason="not judged"))
                 continue
-            score = SIDES[verdicts[pair.id]]
+            score = SIDE_SCORES[verdicts[pair.id]]
             judged.append(Verdict(1 - score if is_shown_swapped(pair) else score))
         return judged
 
