@@ -154,12 +154,22 @@ def resolve(
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
     if typed is not None:
-        kept = {*find_defaults(values), *typed}
-        for key in KEYS:
-            if key.startswith("loss.") and key not in kept:
-                values.pop(key, None)
+        _leave_out_options_of_others(values, {*typed})
     has_new_run_dir = "get_local_run_dir" in str(composed)
     return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
+
+
+def _leave_out_options_of_others(values: dict, typed: set[str]) -> None:
+    """Leave out what config files set for another loss, whose option of the same name may have another type."""
+    defaults = find_defaults(values)
+    for key in KEYS:
+        if not key.startswith("loss.") or key not in values or key in typed:
+            continue
+        fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}
+        if key not in defaults:
+            del values[key]
+        elif any(fits.values()) and not fits.get(str(values.get("loss.name"))):
+            values[key] = defaults[key]
 
 
 def flatten(config: DictConfig) -> dict:

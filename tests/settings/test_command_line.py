@@ -97,6 +97,22 @@ def test_what_follows_from_a_changed_value_agrees_with_it():
     assert (former.compute_dtype, changed.compute_dtype, changed.dims) == ("float32", "bfloat16", former.dims)
 
 
+@pytest.mark.parametrize(
+    ("choice", "average"),
+    [
+        ("loss=sft", "mean"),
+        ("loss=sft loss.average=sum", "sum"),
+        ("loss=ipo loss.beta=0.1", False),  # IPO has an option of this name too
+        ("loss=mix loss.weights.dpo=1", False),
+        ("loss=dpo loss.beta=0.1", None),
+    ],
+)
+def test_what_an_experiment_sets_for_a_loss_has_no_effect_on_another_one(choice, average):
+    _, found = check_command_line([*NEEDED.split(), "experiment=modern", *choice.split()])
+    assert found.loss.options.get("average") == average
+    assert found.values.get("loss.average") == average
+
+
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
