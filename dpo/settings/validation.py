@@ -233,9 +233,10 @@ def find_value_problems(values: Mapping) -> list[Problem]:
             continue
         group = key.partition(".")[0]
         option = values.get(f"{group}.name")
-        sentence = find_value_problem(key, values[key], values.get("loss.name"))
-        if not sentence and key not in own_keys and KEYS[f"{group}.name"].accepts(option):
+        if key in KEYS and key not in own_keys and KEYS[f"{group}.name"].accepts(option):
             sentence = f"{key} does not exist with {group}={option}"
+        else:
+            sentence = find_value_problem(key, values[key], values.get("loss.name"))
         # an interpolation of a key that is named already has the same cause
         if sentence and not any(f"${{{problem.key}}}" in str(values[key]) for problem in problems):
             problems.append(Problem(key, sentence))
