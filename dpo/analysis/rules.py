@@ -70,7 +70,7 @@ def list_changes(changes: Mapping[str, float]) -> str:
     return f"change of held-out log-probabilities per token: {sides}"
 
 
-def find_fall_of_chosen(run: LoggedRun) -> str:
+def find_chosen_fall(run: LoggedRun) -> str:
     """Chosen responses lost more than the margin grew, and a tenth of a nat a token, or half a nat."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or not run.objective.margin_only:
@@ -157,7 +157,7 @@ def find_broken_samples(run: LoggedRun) -> str:
     return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
 
-def find_change_of_length(run: LoggedRun) -> str:
+def find_length_change(run: LoggedRun) -> str:
     """Samples are longer, or shorter, than others to the same prompts, by half and by more than chance."""
     lengths = []  # in words
     for sample, _, other in run.compared_samples():
@@ -206,7 +206,7 @@ def find_worse_answers(run: LoggedRun) -> str:
     return f"online_eval/win_rate {figure(rate)} on {count(n, 'held-out prompt')}"
 
 
-def find_growth_of_length(run: LoggedRun) -> str:
+def find_length_growth(run: LoggedRun) -> str:
     length, length_now = run.means_at_ends("online/length")
     score, score_now = run.means_at_ends("online/score")
     if not (length_now >= 1.5 * length and score_now > score):
@@ -233,7 +233,7 @@ RULES = (  # in the order of the page
          "Look at the examples in nonfinite-UPDATE; if they are sound, lower lr, or replace float16 by bfloat16."),
     Rule(WARNING, "The run has collapsed", find_collapse,
          f"{COLLAPSE_ADVICE.capitalize()}."),
-    Rule(WARNING, "Chosen responses become much less likely", find_fall_of_chosen,
+    Rule(WARNING, "Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
     Rule(WARNING, "Held-out pairs are ranked no better than by chance", find_chance,
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
@@ -245,12 +245,12 @@ RULES = (  # in the order of the page
     Rule(WARNING, "Samples are empty or repeat themselves", find_broken_samples,
          "Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta; if the first "
          "samples were so too, look at the prompts."),
-    Rule(WARNING, "Samples have changed in length", find_change_of_length,
+    Rule(WARNING, "Samples have changed in length", find_length_change,
          "Balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
          RANKED | ONLINE),
     Rule(WARNING, "The answers are worse than the reference's", find_worse_answers,
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
-    Rule(WARNING, "Scores and lengths grow together", find_growth_of_length,
+    Rule(WARNING, "Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
     Rule(WARNING, "Most prompts give a tie", partial(find_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),

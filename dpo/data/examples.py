@@ -12,7 +12,7 @@ import numpy as np
 
 from dpo.data.asking import TemplateRejects, is_prefilled, render_open
 from dpo.data.schema import Messages, Prompt, naming
-from dpo.data.tokenization import TextEncoder, Tokens, list_ends, refuse_eos
+from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -161,7 +161,7 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS, and for a response that is left without a scored token.
     """
-    if encode.tokenizer.eos_token_id is None:
+    if encode.eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     texts = []
     for prompt, index in examples:
@@ -188,15 +188,13 @@ def _make_example(
     texts = prompt.texts(index)
     if not prompt.rendered:
         with naming(f"dataset {prompt.dataset}"):
-            refuse_eos(texts.values(), encode.tokenizer)
-            if prompt.apart:
-                refuse_eos([prompt.text], encode.tokenizer)
-    ends = tuple(list_ends(encode.tokenizer))
+            refuse_eos([*texts.values(), prompt.text] if prompt.apart else texts.values(), encode.tokenizer)
     responses = []
     for text, pieces in zip(texts.values(), tokens.responses, strict=True):
         response = list(chain(*pieces))
-        if not (prompt.rendered and text.endswith(ends)):  # the template may have written another end token than EOS
-            response.append(encode.tokenizer.eos_token_id)
+        # the template may have written another end token than EOS
+        if not (prompt.rendered and text.endswith(encode.ends)):
+            response.append(encode.eos)
         responses.append(response)
     longest = max(map(len, responses), default=0)
     kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)

@@ -64,7 +64,9 @@ def load_splits(
             prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), **options)
         else:
             rows = read_rows(name, source, split, cache_dir)
-            prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
+            prompts = Split()
+            if rows:  # a plugin may make none
+                prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
         if not prompts:
             raise InputError(f"dataset {name!r} ({place}) has no examples in its {split} split: add some")
         if options.get("with_margins") and not any(prompt.margins for prompt in prompts.values()):

@@ -198,7 +198,7 @@ class SplitCounter:
             texts = read_examples(prompts, sample[start : start + TOKENIZED_AT_ONCE])
             for text_example, example in zip(texts, encode_examples(texts, self.encode, **self.limits), strict=True):
                 digest.update(repr((example.prompt, example.responses)).encode())
-                self._count_tokens_of(text_example, example)
+                self._count_example_tokens(text_example, example)
                 scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
         report.tokenized = len(sample)
         report.token_digest = digest.hexdigest()
@@ -219,7 +219,7 @@ class SplitCounter:
         ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
         return sorted(self._late.union(example for number, example in enumerate(ids) if number in numbers))
 
-    def _count_tokens_of(self, text_example: TextExample, example: Example) -> None:
+    def _count_example_tokens(self, text_example: TextExample, example: Example) -> None:
         report = self.report
         prompt, index = text_example
         report.tokens_across_limits += example.crosses

@@ -89,7 +89,11 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, *, largest: int = -1):
-        self.tokenizer, self.largest, self.n_embeddings = tokenizer, largest, math.inf
+        self.tokenizer = tokenizer
+        self.largest = largest
+        self.n_embeddings = math.inf
+        self.eos = getattr(tokenizer, "eos_token_id", None)  # transformers looks it up at each access
+        self.ends = tuple(list_ends(tokenizer))
         self._lock = Lock()  # backends are made once
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:

@@ -154,12 +154,12 @@ def resolve(
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
     if typed is not None:
-        _leave_out_options_of_others(values, {*typed})
+        _drop_foreign_options(values, {*typed})
     has_new_run_dir = "get_local_run_dir" in str(composed)
     return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
 
 
-def _leave_out_options_of_others(values: dict, typed: set[str]) -> None:
+def _drop_foreign_options(values: dict, typed: set[str]) -> None:
     """Leave out what config files set for another loss, whose option of the same name may have another type."""
     defaults = find_defaults(values)
     for key in KEYS:

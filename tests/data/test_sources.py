@@ -17,6 +17,7 @@ from dpo.data.loading import load_splits
 from dpo.data.sources import FIRST_BYTES_OF_SHEETS, identify_source, load_rows
 from dpo.errors import InputError
 from dpo.models.paths import find_model
+from dpo.plugins import DATASETS
 from dpo.settings.places import SUFFIXES, Source, check_exists
 from dpo.system.host import use_caches_without_hub
 
@@ -154,6 +155,13 @@ def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effec
         write_rows(tmp_path / f"{split}.jsonl", [PAIR])
     run("run", f"datasets={tmp_path}", "holdout=2", "dry_run=true", "chat=never", "batch_size=1")
     assert "holdout=2 has no effect on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_plugin_that_makes_no_rows_of_a_split_is_refused(split, monkeypatch):
+    monkeypatch.setitem(DATASETS, "own", lambda wanted: [] if wanted == split else [PAIR])
+    with refused(f"dataset 'own' \\(own\\) has no examples in its {split} split: add some"):
+        load_splits("own", None, {})
 
 
 SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet as CSV"
