@@ -4,20 +4,16 @@ import json
 import os
 import shutil
 from datetime import date
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from support.pytests import refused, slow
 from support.runs import TINY, change_json, find_differences, read_log, read_metrics, write_rows
 
-from dpo.analysis.runs import read_run
-from dpo.checkpoint.files import find_checkpoints, hash_manifest
+from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
-from dpo.settings.validation import read_plan
-from dpo.system.plain_files import read_json, read_yaml
+from dpo.system.plain_files import read_yaml
 from dpo.system.run_directory import write_run_facts
 from dpo.training.evaluation import Evaluator
 
@@ -148,30 +144,6 @@ def test_a_run_keeps_the_autocast_that_it_began_with(run, tmp_path):
     run("run", "n_examples=12", "model.autocast=auto", "resume=auto")
     assert read_yaml(tmp_path / "run" / "config.yaml")["model"]["autocast"] == "bfloat16"
     assert len(read_metrics(tmp_path / "run", "train")) == 3
-
-
-def record_former_keys(run_dir: Path, n_examples: int) -> None:
-    """Give a run of SFT the keys that it had when `sft_loss` was one."""
-    config = read_yaml(run_dir / "config.yaml")
-    config["sft_loss"] = config["loss"].pop("average")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    path = run_dir / f"step-{n_examples}" / "manifest.json"
-    manifest = read_json(path)
-    manifest["config"]["sft_loss"] = manifest["config"].pop("loss.average")
-    change_json(path, config=manifest["config"], sha256=hash_manifest(manifest))
-
-
-def test_a_run_with_a_key_that_has_another_name_now_is_read_and_continued(run, tmp_path):
-    settings = ("loss=sft", "loss.average=mean")
-    run("run", *settings, "n_examples=4")
-    record_former_keys(tmp_path / "run", 4)
-
-    assert read_run(tmp_path / "run").setting("loss.average") == "mean"
-    assert read_plan(tmp_path / "run" / "config.yaml", prefixes=("loss",)).loss.options == {"average": "mean"}
-    with refused("loss.average=sum .was mean."):
-        run("run", "loss=sft", "n_examples=8", "resume=auto")
-    run("run", *settings, "n_examples=8", "resume=auto")
-    assert read_yaml(tmp_path / "run" / "config.yaml")["loss"] == {"name": "sft", "average": "mean"}
 
 
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finished, tmp_path):

@@ -89,12 +89,15 @@ def distance(ours: float, theirs: float, metric: str) -> float:
     return abs(ours - theirs) / (max(abs(theirs), 1.0) if metric.startswith("rewards") else abs(theirs))
 
 
-def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
-    """Two runs have the same metrics and trained weights."""
-    close = {"rel": tolerance, "abs": tolerance}
+def assert_same_metrics(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
     for line, theirs in zip(read_log(run_dir), read_log(other), strict=True):
         assert line.pop("split") == theirs.pop("split")
-        assert line == pytest.approx(theirs, **close)
+        assert line == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+
+
+def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """Two runs have the same metrics and trained weights."""
+    assert_same_metrics(run_dir, other, tolerance)
     weights, theirs = (read_state(folder / "LATEST" / "policy.pt") for folder in (run_dir, other))
     torch.testing.assert_close(weights, theirs, rtol=tolerance, atol=tolerance)
 
