@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dpo.data.collation import pad_to_length  # noqa: F401
 from dpo.models.pretrained import disable_dropout  # noqa: F401
 from dpo.parallel.sharding import get_block_class_from_model  # noqa: F401
 from dpo.system.launching import get_open_port, init_distributed  # noqa: F401
@@ -42,6 +41,15 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
         if isinstance(values, torch.Tensor):
             parts[name] = values.to(device)
     return parts
+
+
+def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
+    """Pad at the end of `dim`, unless the tensor is long enough."""
+    shape = list(tensor.shape)
+    shape[dim] = length - shape[dim]
+    if shape[dim] <= 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)
 
 
 def formatted_dict(d: Mapping) -> dict:

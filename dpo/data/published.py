@@ -26,13 +26,14 @@ class Entry(TypedDict):
 Entries = dict[str, Entry]  # by prompt
 
 
-def add_responses(entries: Entries, prompt: str, responses: Sequence[str], pair: tuple[int, int]) -> None:
-    """Add responses, and a pair of them, to a prompt's entry."""
+def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_first_better: bool = True) -> Entry:
+    """Add two responses, and which is better, to a prompt's entry, and return it."""
     entry = entries.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-    n_earlier = len(entry["responses"])
-    better, worse = pair
+    first = len(entry["responses"])
+    second = first + 1
     entry["responses"] += responses
-    entry["pairs"].append((n_earlier + better, n_earlier + worse))
+    entry["pairs"].append((first, second) if is_first_better else (second, first))
+    return entry
 
 
 def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, silent: bool) -> Iterator[tuple[Row, str]]:
@@ -53,8 +54,9 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
     """Return whether, without spaces, one text begins with the other."""
-    shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
-    return longer.startswith(shorter)
+    a = str_a.replace(" ", "")
+    b = str_b.replace(" ", "")
+    return a.startswith(b) or b.startswith(a)
 
 
 def strip_html_tags(html_string: str) -> str:
@@ -62,18 +64,16 @@ def strip_html_tags(html_string: str) -> str:
 
     Top-level `p` (only the text directly in it), `pre > code` and `code` remain, with a blank line between them.
     """
-    from bs4 import BeautifulSoup, NavigableString
+    from bs4 import BeautifulSoup
 
     parts = []
-    for element in BeautifulSoup(html_string, "html.parser").children:
-        if isinstance(element, NavigableString):
-            continue
+    for element in BeautifulSoup(html_string, "html.parser").find_all(["p", "pre", "code"], recursive=False):
         if element.name == "p":
-            parts.append("".join(str(child) for child in element.children if isinstance(child, NavigableString)))
-        elif element.name == "pre":
-            parts.extend(f"<code>{code.get_text()}</code>" for code in element.find_all("code"))
-        elif element.name == "code":
-            parts.append(f"<code>{element.get_text()}</code>")
+            parts.append("".join(element.find_all(string=True, recursive=False)))
+            continue
+        blocks = element.find_all("code") if element.name == "pre" else [element]
+        for block in blocks:
+            parts.append(f"<code>{block.get_text()}</code>")
     return "\n\n".join(parts)
 
 
@@ -90,9 +90,9 @@ def get_hh(
             chosen = get_field(row, "chosen")
             rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
-        responses = [chosen[len(prompt) :], rejected[len(prompt) :]]
-        add_responses(entries, prompt, responses, (0, 1))
-        entries[prompt]["sft_target"] = responses[0]
+        n_prompt = len(prompt)
+        entry = add_pair(entries, prompt, [chosen[n_prompt:], rejected[n_prompt:]])
+        entry["sft_target"] = chosen[n_prompt:]
     return entries
 
 
@@ -105,41 +105,41 @@ def get_shp(
     for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
         with naming(where):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
-            responses = [" " + get_field(row, f"human_ref_{side}") for side in "AB"]
+            a = " " + get_field(row, "human_ref_A")
+            b = " " + get_field(row, "human_ref_B")
             score_a = get_field(row, "score_A", int, float)
             score_b = get_field(row, "score_B", int, float)
-            label = get_field(row, "labels", int)
+            is_a_better = get_field(row, "labels", int) == 1
             if not (score_a and score_b):
                 raise InputError(f"neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
-        add_responses(entries, prompt, responses, (0, 1) if label == 1 else (1, 0))  # label 1 means that A is preferred
-        for response, score in zip(responses, (score_a, score_b), strict=True):
-            scores[prompt].setdefault(response, score)  # a repeated text keeps its first score
+        add_pair(entries, prompt, [a, b], is_first_better=is_a_better)
+        scores[prompt].setdefault(a, score_a)  # a repeated text keeps its first score
+        scores[prompt].setdefault(b, score_b)
     for prompt, entry in entries.items():
         entry["sft_target"] = max(entry["responses"], key=scores[prompt].__getitem__)
     return entries
 
 
-def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> list[tuple[str, Entry]]:
-    prompts = []
+def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
+    entries: Entries = {}
     for row, where in placed_rows:
         with naming(where):
-            question, answers = get_field(row, "question"), get_field(row, "answers", list)
+            question = get_field(row, "question")
+            answers = get_field(row, "answers", list)
             if not answers:
                 raise InputError("answers is empty")
             responses = [" " + strip_html_tags(get_field(answer, "text")) for answer in answers]
             scores = [get_field(answer, "pm_score", int, float) for answer in answers]
-        pairs = [  # (better, worse)
-            (earlier, later) if scores[earlier] > scores[later] else (later, earlier)
-            for earlier, later in combinations(range(len(scores)), 2)
-        ]
-        # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
-        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
-        target = max(responses, key=first_score.__getitem__)
-        entry = {"responses": responses, "pairs": pairs, "sft_target": target}
-        prompts.append((f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:", entry))
-    return prompts
+        pairs = []
+        for earlier, later in combinations(range(len(scores)), 2):
+            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
+        prompt = f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:"
+        # the first score of a repeated text counts, and index() finds the first
+        target = max(responses, key=lambda response: scores[responses.index(response)])
+        entries[prompt] = {"responses": responses, "pairs": pairs, "sft_target": target}
+    return entries
 
 
 def get_se(
@@ -152,13 +152,12 @@ def get_se(
     """
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
-    n_test = int(len(rows) * 0.01)
-    row_indices = order[:n_test] if split == "test" else order[n_test:]
-    selected = [rows[i] for i in row_indices] if isinstance(rows, list) else rows.select(row_indices)
-    placed_rows = zip(selected, (f"record {i + 1} of {source.path}" for i in row_indices), strict=True)
+    n_test = len(rows) // 100
+    indices = order[:n_test] if split == "test" else order[n_test:]
+    placed_rows = ((rows[i], f"record {i + 1} of {source.path}") for i in indices)
     entries: Entries = {}
-    for prompts in map_chunks(
-        _read_questions, placed_rows, len(row_indices), "Processing SE", QUESTIONS_PER_WORKER, silent=silent
+    for questions in map_chunks(
+        _read_questions, placed_rows, len(indices), "Processing SE", QUESTIONS_PER_WORKER, silent=silent
     ):
-        entries.update(prompts)
+        entries.update(questions)
     return entries

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import transformers
 
-from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
 from dpo.data.tokenization import find_control
@@ -115,9 +114,13 @@ def generate(
 
     `in_step`: several processes hold shards of the model, so each continues until all have finished.
     """
-    batch = collate_prompts(prompts, tokenizer)
     device = next(model.parameters()).device
-    ids = batch["prompt_input_ids"].to(device)
+    batch = tokenizer.pad(
+        {"input_ids": [list(prompt) for prompt in prompts]},
+        padding_side="left",
+        return_tensors="pt",
+    ).to(device)
+    ids = batch["input_ids"]
     n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
     processors = transformers.LogitsProcessorList()  # none for greedy answers
     if sampling.temperature > 0:
@@ -134,7 +137,7 @@ def generate(
         with without_compilation(cache_implementation=sampling.cache_implementation):
             rows = model.generate(
                 ids,
-                attention_mask=batch["prompt_attention_mask"].to(device),
+                attention_mask=batch["attention_mask"],
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,  # `_DrawToken` draws
                 eos_token_id=list(sampling.end_tokens) or None,
