@@ -1,4 +1,4 @@
-"""A loss and a callback are added as CONTRIBUTING.md says."""
+"""A loss, a callback, a key, a metric and a command are added as CONTRIBUTING.md says."""
 
 import csv
 import importlib
@@ -54,13 +54,43 @@ def insert(file: Path, before: str, text: str) -> None:
     file.write_text(content.replace(before, text + before))
 
 
+# by file: the text before which something is inserted, and what
+KEY_METRIC_AND_ROW = {
+    "settings/keys.py": ("    nan_policy: ", "    lr_unit: Positive\n"),
+    "config/config.yaml": ("# factor of lr. none: ", "# what lr_in_units counts\nlr_unit: 1.0\n\n"),
+    "trainers.py": ('            "lr": lr,\n', '            "lr_in_units": lr / self.plan.training.lr_unit,\n'),
+    "commands/__init__.py": ('    "verify": ', '    "units": "the lr of each update, in units",\n'),
+}
+COMMAND = '''\
+"""Print the lr of each update, in units."""
+
+import json
+from pathlib import Path
+
+from dpo.commands import make_parser, run_command
+
+
+def main(arguments) -> int:
+    parser = make_parser("units", __doc__)
+    parser.add_argument("run", type=Path)
+    lines = (parser.parse_args(arguments).run / "metrics.jsonl").read_text().splitlines()
+    return run_command(lambda: print(*[json.loads(line).get("lr_in_units") for line in lines]))
+'''
+
+
 @pytest.fixture
-def extended_project(tmp_path) -> Path:
-    """A copy of the project with the new loss and the new callback."""
+def project(tmp_path) -> Path:
+    """A copy of the project."""
     project = tmp_path / "project"
     shutil.copytree(ROOT / "dpo", project / "dpo", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "trainers.py", "preference_datasets.py", "utils.py"):
         shutil.copy(ROOT / name, project)
+    return project
+
+
+@pytest.fixture
+def extended_project(project) -> Path:
+    """A copy with the new loss and the new callback."""
     with (project / "dpo" / "losses" / "formulas.py").open("a") as formulas:
         formulas.write("\n\n" + FUNCTION)
     losses = project / "dpo" / "losses" / "__init__.py"
@@ -105,6 +135,22 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
         assert [row[:2] for row in rows] == [[line["updates"], line["loss/train"]] for line in updates]
         weights = read_state(folder / "LATEST" / "policy.pt").values()
         assert rows[-1][2] == pytest.approx(torch.stack([weight.norm() for weight in weights]).norm().item(), rel=1e-6)
+
+
+def test_a_key_a_metric_and_a_command_that_are_added_work(project, rows, tmp_path):
+    for file, (before, text) in KEY_METRIC_AND_ROW.items():
+        insert(project / "dpo" / file, before, text)
+    (project / "dpo" / "commands" / "units.py").write_text(COMMAND)
+    options = small_run(rows, tmp_path / "run", "n_examples=8", "warmup_steps=0")
+
+    refused = run_python("train.py", *options, "lr_unit=-1", cwd=project)
+    trained = run_python("train.py", *options, "lr_unit=5e-4", cwd=project)
+    printed = run_python("-m", "dpo", "units", str(tmp_path / "run"), cwd=project)
+
+    assert refused.stderr == "bad configuration:\n  - lr_unit=-1 must be a number above 0\n"
+    assert trained.returncode == 0, trained.stderr
+    assert [line["lr_in_units"] for line in read_metrics(tmp_path / "run", "train")] == [2, 2]
+    assert printed.stdout == "None 2.0 2.0 None\n"  # before and after the updates are evaluations
 
 
 def test_every_callback_is_in_the_table():
