@@ -9,19 +9,21 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import TINY, write_rows
+from support.runs import GOLDEN, TINY, write_rows
 from support.trainers import compose
 
 from dpo.data import loading, preflight, published, report
-from dpo.data.preflight import prepare_data
+from dpo.data.preflight import NOT_IN_A_TABLE, make_key, prepare_data
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable, find_or_build, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import RunError
+from dpo.settings.keys import SECTIONS, ChatPlan, DataPlan
 from dpo.settings.plan import resolve
 from dpo.system.launching import launch
 
@@ -73,18 +75,92 @@ def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypa
     assert list_tables(tmp_path) == {first}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"loss": "sft"}, {"bad_records": "skip"}, {"max_length": 63}, {"truncation": "drop"}, {"file": "edited"}],
-)
-def test_whatever_a_table_depends_on_makes_another(source, tmp_path, change):
+def test_a_file_that_is_edited_makes_another(source, tmp_path):
     first, file = prepare(tmp_path), source / "test.jsonl"
-    if change.pop("file", None):  # of the same size and time as before
-        before = file.stat()
-        file.write_text(file.read_text().replace("0?", "1?"))
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert prepare(tmp_path, **change) != first
+    before = file.stat()
+    file.write_text(file.read_text().replace("0?", "1?"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert prepare(tmp_path) != first
+
+
+SOURCES = {"demo": "", "hh": str(GOLDEN / "words")}
+OTHER_VALUES = {  # of the fields of the data and chat sections
+    "datasets": ["demo"],
+    "dataset_sources": {**SOURCES, "unused": "elsewhere"},
+    "holdout": 3,
+    "bad_records": "skip",
+    "unpair": True,
+    "list_pairs": "best_worst",
+    "batch_size": 2,
+    "eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_length": 63,
+    "max_prompt_length": 31,
+    "truncation": "drop",
+    "n_epochs": 1,
+    "n_examples": 2,
+    "n_eval_examples": 2,
+    "num_workers": 5,
+    "layout": "padded",
+    "chat": "always",
+    "chat_template": "other.jinja",
+    "chat_template_args": {"thinks": True},
+    "chat_template_date": "2026-01-31",
+}
+
+
+@pytest.mark.parametrize("field", [*DataPlan._fields, *ChatPlan._fields])
+def test_a_tables_key_depends_on_every_field_that_is_not_excepted(field, tmp_path, tokenizer):
+    assert field in OTHER_VALUES, f"add another value of {field} to OTHER_VALUES"
+    plan = plan_of_data(tmp_path, SOURCES)
+    other = plan_of_data(tmp_path, SOURCES, **{field: OTHER_VALUES[field]})
+    assert (plan.data, plan.chat) != (other.data, other.chat)
+    is_same = make_key(plan, tokenizer) == make_key(other, tokenizer)
+    assert is_same == (field in NOT_IN_A_TABLE)
+
+
+def test_a_tables_key_depends_on_what_the_loss_trains_on_and_on_the_length_of_drawn_answers(tmp_path, tokenizer):
+    values, keys = {}, []
+    for name, value in (
+        ("loss", "dpo"),
+        ("loss.offset_by_margin", True),
+        ("loss", "sft"),
+        ("loss", "kto"),
+        ("loss", "plackett_luce"),
+        ("online.name", "online"),
+        ("online.max_new_tokens", 3),
+    ):
+        values[name] = value
+        keys.append(make_key(plan_of_data(tmp_path, SOURCES, **values), tokenizer))
+    assert len({*keys}) == len(keys)
+
+
+class Reading:
+    """Stands for a plan, or a section of one, and notes the names of the values that are read."""
+
+    def __init__(self, values: Any, names: set[str], prefix: str = ""):
+        self._values, self._names, self._prefix = values, names, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._values, name)
+        if name in (*SECTIONS, "loss"):
+            return value and Reading(value, self._names, f"{name}.")
+        self._names.add(self._prefix + name)
+        return value
+
+
+@pytest.mark.parametrize("online", ["none", "online"])
+def test_a_table_is_built_of_nothing_that_its_key_lacks(online, source, tmp_path, tokenizer):
+    values = {"truncation": "drop", "online.name": online, "online.max_new_tokens": 3}
+    plan = plan_of_data(tmp_path, {"hh": str(source)}, **values)
+    names = set()
+    preflight.build_table(tmp_path, Reading(plan, names), tokenizer)
+
+    in_key = {"chat.chat", "loss.trains_on", "loss.needs_margins", "online.max_new_tokens"}
+    in_key |= {f"data.{field}" for field in {*DataPlan._fields} - {*NOT_IN_A_TABLE}}
+    # the key has a digest of each source, wherever it is
+    assert names - in_key == {"data.dataset_sources", "run.cache_dir"}
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
