@@ -5,7 +5,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from dpo.settings.places import check_exists, find_local
 from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
-# shadows transformers' function, which writes the time at which something is rendered
-DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
+WRITES_DATE = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # a call in a chat template, with a format
 
 
 def explaining_load_errors(what: str, name: str):
@@ -94,52 +93,40 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         if not tokenizer.chat_template.strip():
             raise InputError(f"chat_template={chat.chat_template} is empty: write a template into it")
-    tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
-    texts = tokenizer.chat_template or ""
-    settings = []  # set the arguments that the caller does not give
+    template = tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
+    arguments = ""
     for name, value in sorted(chat.chat_template_args.items()):
-        if not re.search(rf"\b{re.escape(name)}\b", str(texts)):
+        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise InputError(
                 f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "
                 f"the argument"
             )
-        literal = _write_literal(value)
-        settings.append(f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}")
+        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}{{%- endif %}}"
+    if arguments:  # JSON is Jinja but for its null; without the end, a newline behind it would be lost
+        arguments = f"{{%- set null = none %}}{arguments}{{{{- '' }}}}"
 
     def bind(text: str) -> str:
-        before = [_write_date(date), *settings] if date and "strftime_now" in text else settings
-        return "".join([*before, "{{- '' }}", text]) if before else text  # without it, a newline after would be lost
+        if date is not None:
+            with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is no date: {why}")):
+                day = datetime.fromisoformat(date)
+            text = WRITES_DATE.sub(lambda call: json.dumps(day.strftime(call[2])), text)
+        return arguments + text
 
-    is_named = isinstance(texts, dict)  # a tokenizer may have a template of its own for tools
-    tokenizer.chat_template = {name: bind(text) for name, text in texts.items()} if is_named else bind(texts) or None
-
-
-def _write_literal(value: Any) -> str:
-    """Write a value in Jinja's language."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_write_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_write_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value)
-
-
-def _write_date(date: str) -> str:
-    with explaining(ValueError, lambda message: InputError(f"chat_template_date={date} is no date: {message}")):
-        day = datetime.fromisoformat(date)
-    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
-    texts = {"%%": "\0"} | {d: day.strftime(d) for d in directives} | {"\0": "%"}
-    filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(text)})" for d, text in texts.items())
-    return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
+    if isinstance(template, dict):  # a tokenizer may have a template of its own for tools
+        tokenizer.chat_template = {name: bind(text) for name, text in template.items()}
+    elif template:
+        tokenizer.chat_template = bind(template)
 
 
 def find_media_tokens(tokenizer: Any, config: Mapping) -> list[str]:
     """Find the tokens for images, video and audio that the tokenizer or config.json names."""
-    tokens = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
-    added = tokenizer.added_tokens_decoder
-    for key, id in config.items():
-        if re.fullmatch("(image|video|audio)_token_(id|index)", key) and isinstance(id, int) and id in added:
-            tokens.add(added[id].content)
-    return sorted(token for token in tokens if isinstance(token, str) and token)
+    ids = [id for key, id in config.items() if re.fullmatch("(image|video|audio)_token_(id|index)", key)]
+    tokens = _list_added(tokenizer, ids)
+    for name in ("image_token", "video_token", "audio_token"):
+        token = getattr(tokenizer, name, None)
+        if isinstance(token, str) and token:
+            tokens.append(token)
+    return tokens
 
 
 def find_end_tokens(tokenizer: Any, name: str, config: Mapping, *, cache_dir: str | None) -> list[str]:
@@ -147,7 +134,10 @@ def find_end_tokens(tokenizer: Any, name: str, config: Mapping, *, cache_dir: st
     published = config.get("eos_token_id")
     with contextlib.suppress(OSError):
         published = transformers.GenerationConfig.from_pretrained(name, cache_dir=cache_dir).eos_token_id
-    ids = published if isinstance(published, list) else [published]
+    return _list_added(tokenizer, published if isinstance(published, list) else [published])
+
+
+def _list_added(tokenizer: Any, ids: Sequence) -> list[str]:
     return [token.content for id, token in tokenizer.added_tokens_decoder.items() if id in ids]
 
 
@@ -171,13 +161,17 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     """
     template = str(getattr(tokenizer, "chat_template", None))
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
-    if in_python or ("strftime_now" in template and DATE_MACRO not in template):
+    if in_python or "strftime_now(" in template:
         return None
-    of_model = getattr(tokenizer, "media_tokens", None), getattr(tokenizer, "end_tokens", None)
     # settings outside the backend, such as split_special_tokens, show in the ids of the added tokens
     added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
-    ids = tokenizer(added, verbose=False)["input_ids"]  # not verbose, as they may be more than a model takes
-    settings = repr(
-        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, of_model, ids)
+    made_of = (
+        transformers.__version__,
+        tokenizer.special_tokens_map,
+        template,
+        getattr(tokenizer, "media_tokens", None),
+        getattr(tokenizer, "end_tokens", None),
+        tokenizer(added, verbose=False)["input_ids"],  # not verbose, as they may be more than a model takes
+        tokenizer.backend_tokenizer.to_str(),
     )
-    return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
