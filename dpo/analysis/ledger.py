@@ -70,7 +70,7 @@ def write_parquet(run_dir: Path) -> None:
 
 def read_ledger(run_dir: Path) -> pa.Table:
     """Return all rows so far, in one chunk, so that a file made of them does not depend on the appends."""
-    check_exists(run_dir, is_local=True)
+    check_exists(run_dir)
     if not (run_dir / STREAM).exists():
         raise InputError(f"{run_dir} has no {STREAM}: pass the directory of a run with ledger=true")
     return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()

@@ -53,7 +53,7 @@ def list_runs(paths: Sequence[Path]) -> list[Path]:
     """List runs, and in place of a directory without one those inside."""
     runs = []
     for path in paths:
-        check_exists(path, is_local=True)
+        check_exists(path)
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         if not inside or (path / "metrics.jsonl").exists():
             inside = [path]

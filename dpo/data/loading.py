@@ -12,7 +12,7 @@ from dpo.data.sources import identify_source, load_rows
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS, find_digests
-from dpo.settings.places import BUILT_IN, Source, store_rows
+from dpo.settings.places import BUILT_IN, Source, find_source, store_rows
 from dpo.settings.plan import Plan
 
 LOADERS: dict[str, Callable[..., Entries]] = {"hh": get_hh, "shp": get_shp, "se": get_se, "demo": get_demo}
@@ -80,19 +80,6 @@ def load_splits(
     if holdout:
         loaded[0].notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
     return loaded
-
-
-def find_source(name: str, sources: Mapping) -> Source:
-    """Find where a dataset is; the path of the demo and of a plugin's dataset is ""."""
-    place = sources.get(name) or BUILT_IN.get(name)
-    if place:
-        return Source.parse(name, place)
-    if name in BUILT_IN or name in DATASETS:
-        return Source("")
-    raise InputError(
-        f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data set "
-        f"dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
-    )
 
 
 def has_splits(name: str, source: Source) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -22,9 +24,8 @@ from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
 NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
-UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
+NAMED_BY_USER = ("properties", "arguments")  # the keys of such an object are no fields of a schema
 ROWS_PER_BATCH = 1000  # so many rows of an Arrow table are in memory twice
-SUBSETS = re.compile(r"(?:available configs|Available): \[(.*?)\]")  # messages of `datasets` list them so
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
@@ -32,26 +33,24 @@ class ArrowRows(Sequence[Mapping]):
     """Rows of a `datasets.Dataset`, decoded when read; images and sounds stay as they are."""
 
     def __init__(self, dataset: Any):
-        self.dataset, self.features = dataset.with_format("arrow"), dataset.features.to_dict()
+        self.dataset = dataset.with_format("arrow")
+        self.features = dataset.features.to_dict()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        [row] = self.select([index])
+        [row] = _decode_rows(self.dataset[index], self.features)
         return row
 
     def __iter__(self) -> Iterator[Mapping]:
         for table in self.dataset.iter(ROWS_PER_BATCH):
-            for row in table.to_pylist():
-                yield _decode_row(row, self.features)
-
-    def select(self, indices: Iterable[int]) -> ArrowRows:
-        return ArrowRows(self.dataset.select(indices))
+            yield from _decode_rows(table, self.features)
 
 
-def _decode_row(row: Mapping, features: Mapping) -> dict:
-    return {column: _decode(value, features.get(column), column) for column, value in row.items()}
+def _decode_rows(table: Any, features: Mapping) -> Iterator[dict]:
+    for row in table.to_pylist():
+        yield {column: _decode(value, features.get(column), column) for column, value in row.items()}
 
 
 def _decode(value: Any, feature: Any, key: str) -> Any:
@@ -59,20 +58,22 @@ def _decode(value: Any, feature: Any, key: str) -> Any:
 
     Classes get their names: `class_encode_column` makes true 1, but desirable 0.
     """
-    if value is None or not isinstance(feature, dict):
+    if value is None:
+        return None
+    if not isinstance(feature, dict):
         feature = {}
+    kind = feature.get("_type")
+    if kind == "ClassLabel":
+        return feature["names"][value] if value >= 0 else None  # -1 stands for no label
+    if kind == "Json":
+        return json.loads(value)
     if isinstance(value, list):
         return [_decode(item, feature.get("feature"), key) for item in value]
-    if feature.get("_type") == "ClassLabel":
-        return feature["names"][value] if value >= 0 else None  # -1 stands for no label
-    if feature.get("_type") == "Json":
-        return json.loads(value)
     if not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
-        # the user gives names to arguments and properties, which are no fields of a schema
-        if item is not None or (name in NULLABLE and key not in ("properties", "arguments")):
+        if item is not None or (name in NULLABLE and key not in NAMED_BY_USER):
             kept[name] = _decode(item, feature.get(name), key if key == "arguments" else name)
     return kept
 
@@ -82,14 +83,12 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
 
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
-    path = source.local
-    if path is None or source.subset:
-        return ArrowRows(_load_from_hub(source, split, cache_dir))
-    check_exists(source.path)
-    files = _find_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
+    files = _find_files(source, split)
     if not files:
         return ArrowRows(_load_from_hub(source, split, cache_dir))
-    rows = [row for file in files for row in islice(_read_file(file), limit)]
+    rows = []
+    for file in files:
+        rows.extend(islice(_read_file(file), limit))
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -98,18 +97,18 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit
 def identify_source(source: Source, cache_dir: str | None) -> Any:
     """Make a JSON value that changes whenever the source, or its cache, does; None if there are no files."""
     path = source.local
+    states = []
     if path is None or source.subset:
         # their paths have a digest of the revision and its files; there are none if the data are in memory
-        files = [file["filename"] for file in _load_from_hub(source, "train", cache_dir).cache_files]
-        return [source.path, source.subset, dict(source.columns), files] if files else None
-    try:
-        entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
-        stats = [(str(file), file.stat()) for file in (entries or [path]) if file.is_file()]
-    except OSError:  # loading the source will raise an error that says why it cannot be read
-        return None
-    # every write sets ctime, but a program such as rsync may restore mtime
-    states = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return [str(path.absolute()), dict(source.columns), states]
+        for file in _load_from_hub(source, "train", cache_dir).cache_files:
+            states.append(file["filename"])
+    else:
+        path = path.absolute()
+        for file in sorted([path, *path.glob("*"), *path.glob("*/*"), *path.glob("data/*/*")]):
+            if os.path.isfile(file):
+                stat = file.stat()  # every write sets ctime, but a program such as rsync may restore mtime
+                states.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return [dict(source.columns), states] if states else None
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
@@ -124,37 +123,43 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
                 source.path, source.subset, split=name, cache_dir=cache_dir, revision=source.revision or None
             )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
-            if listed := SUBSETS.search(str(error)):
+            said = str(error)
+            if subsets := re.search(r"(?:available configs|Available): \[(.*?)\]", said):
                 raise InputError(
-                    f"dataset {source.path} has the subsets {listed[1]}: choose one with "
+                    f"dataset {source.path} has the subsets {subsets[1]}: choose one with "
                     f"dataset_sources.NAME.subset=SUBSET"
                 ) from error
-            if not (names and UNKNOWN_SPLIT.match(str(error))):
+            if not (names and re.match("(Unknown|Bad) split", said)):
                 raise InputError(
                     f"dataset {source.path} (split {split}) cannot be loaded from a directory here, the Hub or its "
                     f"cache: {one_sentence(error)}. Without network, point dataset_sources at a local directory"
                 ) from error
 
 
-def _find_files(folder: Path, split: str) -> list[Path]:
+def _find_files(source: Source, split: str) -> list[Path]:
     """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
 
-    There are none if README.md says where they are, as in a clone from the Hub.
+    There are none if `datasets` finds them: on the Hub, or where README.md says so, as in a clone from the Hub.
     """
+    folder = source.local
+    if folder is None or source.subset:
+        return []
+    check_exists(folder)
+    if source.has_no_splits:
+        return [folder]
     names = SPLIT_NAMES.get(split, (split,))
-    folders = filter(Path.is_dir, (folder, folder / "data"))
-    entries = [entry for each in folders for entry in sorted(each.iterdir())]
+    entries = sorted([*folder.glob("*"), *folder.glob("data/*")])
     for name in names:
-        found: dict[Any, list[Path]] = {}  # shards are together, by directory and suffix
+        found = defaultdict(list)  # shards are together, by directory and suffix
         for entry in entries:
             suffix = find_suffix(entry.name)
-            stem = entry.name[: len(entry.name) - len(suffix)]
+            stem = entry.name.lower().removesuffix(suffix)
             if suffix and stem.startswith(f"{name}-"):
-                found.setdefault((entry.parent, suffix), []).append(entry)
+                found[entry.parent, suffix].append(entry)
             elif stem == name and (suffix or (entry / SAVED).is_file()):
-                found[entry] = [entry]
+                found[entry].append(entry)
         if len(found) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in found.values() for file in files)
+            listed = ", ".join(str(file.relative_to(folder)) for file in chain(*found.values()))
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
         for files in found.values():
             return files
@@ -171,10 +176,9 @@ def _read_file(file: Path) -> Iterator[Row]:
     """Yield records, with an error in place of each that cannot be parsed."""
     try:
         for number, row in enumerate(_parse_file(file), start=1):
-            is_row = isinstance(row, (Mapping, InputError))
-            yield (
-                row if is_row else InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
-            )
+            if not isinstance(row, (Mapping, InputError)):
+                row = InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
+            yield row
     except InputError:
         raise
     except Exception as error:  # the libraries that parse files raise anything for damage
@@ -183,21 +187,20 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 
 def _parse_file(file: Path) -> Iterator:
-    suffix = find_suffix(file.name)
     if file.is_dir():
         import datasets
 
         yield from ArrowRows(datasets.load_from_disk(file))
         return
     check_readable(file)
+    suffix = find_suffix(file.name)
     if suffix == ".parquet":
         import pyarrow.parquet
 
         table = pyarrow.parquet.ParquetFile(file)
         about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
-        features = about.get("info", {}).get("features", {})
         for batch in table.iter_batches(ROWS_PER_BATCH):
-            yield from (_decode_row(row, features) for row in batch.to_pylist())
+            yield from _decode_rows(batch, about.get("info", {}).get("features", {}))
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
@@ -207,58 +210,59 @@ def _parse_file(file: Path) -> Iterator:
             )
     if not suffix:
         raise InputError(f"{file} is not one of {', '.join(f'*{each}' for each in SUFFIXES)}")
-    kinds = {".jsonl": _parse_json_lines, ".json": _parse_json, ".csv": _parse_table, ".tsv": _parse_table}
-    parse = kinds[suffix.removesuffix(".gz")]
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        yield from parse(lines, file)
+        if suffix.startswith((".csv", ".tsv")):
+            yield from _parse_table(lines, file)
+        elif suffix.startswith(".jsonl"):
+            yield from _parse_json_lines(lines, file)
+        else:
+            yield from _parse_json(lines.read(), file)
 
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator:
     for number, line in enumerate(lines, start=1):
+        text = line.rstrip()  # without its end, at which an error would be on the next line
         try:
-            if text := line.rstrip():  # without its end, at which an error would be on the next line
+            if text:
                 yield json.loads(text)
         except (ValueError, RecursionError) as error:  # also too many digits of a number, or levels of lists
             yield InputError(f"line {number} of {file} is not JSON: {one_sentence(error).replace('line 1 ', '')}")
 
 
-def _parse_json(lines: TextIO, file: Path) -> Iterator:
+def _parse_json(text: str, file: Path) -> Iterable:
     """Parse a list of records, an object that has one under a key, or JSON lines."""
-    text = lines.read()
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         if text.lstrip().startswith("["):
             raise
         return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
-    if isinstance(content, list):
-        return iter(content)
-    keys = [key for key, value in content.items() if key != TOOLS and _are_records(value)] if content else []
-    if len(keys) > 1:
-        raise InputError(f"{file} has several lists of records, {', '.join(keys)}: give each a file of its own")
-    return iter(content[keys[0]] if keys else [content])
-
-
-def _are_records(value: Any) -> bool:
-    """Whether a value is a list of objects that are no messages."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(item, dict) and not is_message(item) for item in value)
+    if not isinstance(content, dict):
+        return content
+    lists = {}
+    for key, value in content.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and not is_message(first) and key != TOOLS:
+            lists[key] = value
+    if len(lists) > 1:
+        raise InputError(f"{file} has several lists of records, {', '.join(lists)}: give each a file of its own")
+    return next(iter(lists.values()), [content])
 
 
 def _parse_table(lines: TextIO, file: Path) -> Iterator:
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel writes semicolons where 0.5 is 0,5
-    separators = "\t" if find_suffix(file.name).startswith(".tsv") else ",;\t"
+    separators = "\t" if ".tsv" in file.name.lower() else ",;\t"
     separator = max(separators, key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
-    header = []
+    header: list[str] = []
     end = 0  # line on which the last record ends
     try:
         for number, fields in enumerate(reader, start=1):
-            begin, end = end + 1, reader.line_num
+            begin = end + 1
+            end = reader.line_num
             if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
                 continue
             if not header:
@@ -275,7 +279,8 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
                     f"names of the columns"
                 )
             else:
-                row = TableRow((name, field) for name, field in zip(header, fields, strict=False) if name)
+                row = TableRow(zip(header, fields, strict=False))
+                row.pop("", None)
                 row.number = number
                 yield row
     except csv.Error as error:

@@ -23,8 +23,9 @@ WRITES_DATE = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # a call in a ch
 
 def explaining_load_errors(what: str, name: str):
     """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
-    check_exists(name)
-    if find_local(name) is None:
+    path = find_local(name)
+    check_exists(path)
+    if path is None:
         use_caches_without_hub()
 
     def explain(error: Exception) -> InputError:

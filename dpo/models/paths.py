@@ -14,7 +14,7 @@ from dpo.checkpoint.files import MANIFEST, read_manifest
 from dpo.data.asking import HH, MEANINGS
 from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.settings.places import BUILT_IN, HUB_ID, check_exists
+from dpo.settings.places import BUILT_IN, HUB_ID, check_exists, find_local
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
 from dpo.system.plain_files import check_readable, read_json
@@ -102,7 +102,7 @@ def find_archive(archive: str | Path) -> Path:
     for candidate in (path, path / POLICY_FILE, path / "LATEST" / POLICY_FILE):
         if candidate.is_file():
             return candidate
-    check_exists(path, is_local=True)
+    check_exists(path)
     raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
 
 
@@ -127,7 +127,7 @@ def find_model(
     neither adapter nor run names it, or if it has moved; `template` is a file with a chat template, in place of the
     run's. `run_plan` is the run's, whose trust `trust_remote_code` replaces.
     """
-    check_exists(str(path))
+    check_exists(find_local(str(path)))
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):

@@ -7,13 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.errors import InputError, explaining_library, one_sentence, suggest
+from dpo.errors import InputError, explaining, explaining_library, one_sentence, suggest
 from dpo.plugins import DATASETS, READERS
 from dpo.redaction import shorten
 from dpo.settings.keys import are_names, compose_config, find_removed, is_text
@@ -27,13 +26,22 @@ BUILT_IN = {
     "se": "HuggingFaceH4/stack-exchange-preferences",
     "demo": "",
 }
-SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
+SUFFIXES = (
+    ".jsonl",
+    ".jsonl.gz",
+    ".json",
+    ".json.gz",
+    ".csv",
+    ".csv.gz",
+    ".tsv",
+    ".tsv.gz",
+    ".parquet",
+)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
-SOURCE_KEYS = ("path", "revision", "subset", "columns", "reader")  # a mapping in `dataset_sources` may have them
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 ROWS_FOLDER = "dpo-rows"  # in the local directory
 
@@ -54,7 +62,17 @@ SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
-FIELDS = (*dict.fromkeys(chain(*chain(*FORMS.values()))), *OPTIONAL_FIELDS)
+FIELDS = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "responses",
+    "scores",
+    "completion",
+    "messages",
+    "label",
+    *OPTIONAL_FIELDS,
+)
 
 
 class Problem(NamedTuple):
@@ -71,7 +89,7 @@ def find_suffix(name: str) -> str:
 
 
 def find_local(name: str) -> Path | None:
-    """The local path that a name stands for; None if it may be a Hub id."""
+    """Find the local path that a name stands for; None if it may be a Hub id."""
     path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
     # else a run that is not there would be looked for on the Hub
@@ -79,39 +97,41 @@ def find_local(name: str) -> Path | None:
     return path if is_path or is_run or os.path.exists(path) else None
 
 
-def check_exists(name: str | Path, *, is_local: bool = False) -> None:
-    """Raise InputError for a path where nothing is, before a Hub is asked for it; `is_local`: it is no Hub id."""
-    path = Path(name) if is_local else find_local(str(name))
-    if path is not None and not os.path.exists(path):
-        near = suggest(path.name, os.listdir(path.parent), likeness=0.5) if os.path.isdir(path.parent) else ""
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise InputError(f"{path} does not exist{where}{near}")
+def check_exists(path: Path | None) -> None:
+    """Raise InputError for a local path where nothing is, before a Hub is asked for it."""
+    if path is None or os.path.exists(path):
+        return
+    names = [entry.name for entry in path.parent.glob("*")]
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise InputError(f"{path} does not exist{where}{suggest(path.name, names, likeness=0.5)}")
 
 
 class Source(NamedTuple):
     path: str  # local, or a Hub id
     revision: str | None = None  # a branch, tag or commit on the Hub
+    subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
     columns: Mapping[str, str | None] = {}  # by fields of FIELDS; None: it has no column
     reader: str | None = None  # a plugin's, which makes rows of the source's
-    subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
 
     @classmethod
     def parse(cls, name: str, value: Any) -> "Source":
         """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
-        key, source = f"dataset_sources.{name}", value if isinstance(value, Mapping) else {"path": value}
-        for option, given in source.items():
-            if removed := find_removed(f"{key}.{option}", given):
+        key = f"dataset_sources.{name}"
+        given = value if isinstance(value, Mapping) else {"path": value}
+        for option, setting in given.items():
+            if removed := find_removed(f"{key}.{option}", setting):
                 raise InputError(removed)
-        if unknown := ", ".join(map(str, source.keys() - SOURCE_KEYS)):
-            raise InputError(f"{key} has the unknown key {unknown}: it may have {', '.join(SOURCE_KEYS)}")
-        if not is_text(source.get("path")):
+            if option not in cls._fields:
+                raise InputError(f"{key} has the unknown key {option}: it may have {', '.join(cls._fields)}")
+        if not is_text(given.get("path")):
             raise InputError(
                 f"{key}={shorten(value)} must be a directory, file or Hub id, or a mapping with it as path"
             )
-        columns = source.get("columns") or {}
+        source = cls(**given)
+        columns = source.columns or {}
         are_mapped = isinstance(columns, Mapping) and all(
-            own in FIELDS and (is_text(column) or (column is None and own in OPTIONAL_FIELDS))
-            for own, column in columns.items()
+            field in FIELDS and (is_text(column) or (column is None and field in OPTIONAL_FIELDS))
+            for field, column in columns.items()
         )
         if not are_mapped or (columns and name in BUILT_IN):
             raise InputError(
@@ -119,11 +139,11 @@ class Source(NamedTuple):
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
                 f"{', '.join(BUILT_IN)} are fixed"
             )
-        if (reader := source.get("reader")) is not None and reader not in READERS:
-            known = f"one of {', '.join(READERS)}" if READERS else "added by a plugin, and plugins adds none"
-            raise InputError(f"{key}.reader={reader} must be {known}")
-        subset = source.get("subset")  # its name may be a number
-        return cls(source["path"], source.get("revision"), columns, reader, subset and str(subset))
+        if source.reader is not None and source.reader not in READERS:
+            known = ", ".join(READERS) or "those that plugins add, which are none here"
+            raise InputError(f"{key}.reader={source.reader} must be one of {known}")
+        subset = source.subset  # its name may be a number
+        return source._replace(columns=columns, subset=subset and str(subset))
 
     @property
     def local(self) -> Path | None:
@@ -138,38 +158,61 @@ class Source(NamedTuple):
     @property
     def has_no_splits(self) -> bool:
         """Whether one file or saved dataset holds all records."""
-        return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
+        return self.local is not None and (not self.local.is_dir() or (self.local / SAVED).is_file())
 
 
 def place_datasets(values: Mapping) -> dict:
     """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
     placed = dict(values)
-    datasets = values["datasets"]
-    given = values["dataset_sources"]
     if is_text(values["chat_template"]):  # a later command may run in another directory
-        placed["chat_template"] = os.path.abspath(os.path.expanduser(values["chat_template"]))
+        placed["chat_template"] = _make_absolute(values["chat_template"])
     if are_names(values["plugins"]):
-        placed["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
-    datasets = [datasets] if is_text(datasets) else datasets
-    if not (are_names(datasets) and isinstance(given, Mapping)):
+        placed["plugins"] = [_make_absolute(file) for file in values["plugins"]]
+    datasets = values["datasets"]
+    if is_text(datasets):
+        datasets = [datasets]
+    if not (are_names(datasets) and isinstance(values["dataset_sources"], Mapping)):
         return placed
-    names = []
-    sources = dict(given)
+    names = placed["datasets"] = []
+    sources = placed["dataset_sources"] = dict(values["dataset_sources"])
     for name in datasets:
-        path = Source(name).local
-        last_part = os.path.basename(os.path.abspath(os.path.expanduser(name)))
-        new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
+        path = find_local(name)
         is_there = os.path.exists(path) if path else HUB_ID.fullmatch(name)
+        last_part = os.path.basename(_make_absolute(name))
+        new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
         if is_there and not has_source(name, sources) and not has_source(new_name, sources):
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name
         names.append(name)
-    return placed | {"datasets": names, "dataset_sources": sources}
+    return placed
+
+
+def _make_absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def has_source(name: str, sources: Mapping) -> bool:
     source = sources.get(name)
-    return name in BUILT_IN or name in DATASETS or ("path" in source if isinstance(source, Mapping) else bool(source))
+    if isinstance(source, Mapping):
+        source = source.get("path")
+    return name in BUILT_IN or name in DATASETS or bool(source)
+
+
+def find_source(name: str, sources: Mapping) -> Source:
+    """Find where a dataset is; the path of the demo and of a plugin's dataset is "". InputError for any other name."""
+    place = sources.get(name)
+    if place is None:
+        place = BUILT_IN.get(name)
+    if place:
+        return Source.parse(name, place)
+    if name in BUILT_IN or name in DATASETS:
+        return Source("")
+    with explaining(InputError, lambda why: InputError(f"datasets names {name}: {why}")):
+        check_exists(find_local(name))
+        raise InputError(
+            f"it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub id, or named like another dataset; say "
+            f"where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
+        )
 
 
 def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Problem]:
@@ -179,49 +222,40 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
         return
     if taken := BUILT_IN.keys() & DATASETS:
         yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of ours: choose others")
-    for name in datasets:
+    given = [name for name, place in sources.items() if place is not None]
+    for name in dict.fromkeys([*datasets, *given]):
         try:
-            if not has_source(name, sources):
-                check_exists(name)
-                raise InputError(
-                    f"it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub id, or named like another "
-                    "dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
-                )
+            find_source(name, sources)
         except InputError as error:
-            yield Problem("datasets", f"datasets names {name}: {error}")
-    for name, value in sources.items():
-        try:
-            if value is not None:
-                Source.parse(name, value)
-        except InputError as error:
-            yield Problem(f"dataset_sources.{name}", str(error))
+            yield Problem(f"dataset_sources.{name}" if name in given else "datasets", str(error))
 
 
 # --- rows in memory ---------------------------------------------------------------------------------------------------
 
 
-def store_rows(config: DictConfig | Mapping) -> DictConfig | Mapping:
+def store_rows(config: Mapping) -> dict:
     """Replace rows (a list of mappings or a `datasets.Dataset`) in `datasets` or `dataset_sources` by paths of files.
 
     Raises InputError for rows that cannot be written.
     """
-    values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-    given, changed = values.get("dataset_sources"), {}
-    sources = dict(given) if isinstance(given, Mapping) else {}
+    values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
+    sources = values.get("dataset_sources") or {}
     if _are_rows(values.get("datasets")):
-        sources["rows"], changed["datasets"] = values["datasets"], ["rows"]
-    local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
-    stored = {name: _store(rows, name, local_dir) for name, rows in sources.items() if _are_rows(rows) or rows == []}
-    return {**values, **changed, "dataset_sources": sources | stored} if stored else config
+        sources = {**sources, "rows": values["datasets"]}
+        values["datasets"] = ["rows"]
+    if isinstance(sources, Mapping):
+        local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
+        for name, rows in sources.items():
+            if _are_rows(rows) or rows == []:
+                values["dataset_sources"] = sources = {**sources, name: _store(rows, name, local_dir)}
+    return values
 
 
 def _are_rows(value: Any) -> bool:
-    return _is_dataset(value) or (isinstance(value, list) and any(isinstance(row, Mapping) for row in value))
-
-
-def _is_dataset(value: Any) -> bool:
     datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported it
-    return datasets is not None and isinstance(value, datasets.Dataset)
+    if datasets is not None and isinstance(value, datasets.Dataset):
+        return True
+    return isinstance(value, list) and any(isinstance(row, Mapping) for row in value)
 
 
 def _simplify(value: Any) -> Any:
@@ -245,12 +279,15 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
         raise InputError(f"dataset_sources.{name} holds no records: give some")
     problem = f"dataset_sources.{name}: its rows cannot be written"
     with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
-        if _is_dataset(rows):  # Parquet keeps the names of classes
-            rows.to_parquet(buffer := io.BytesIO())
-            content, suffix = buffer.getvalue(), ".parquet"
-        else:
-            lines = (json.dumps(dict(row), default=_simplify) for row in rows)
-            content, suffix = "".join(f"{line}\n" for line in lines).encode(), ".jsonl"
+        if isinstance(rows, list):
+            suffix = ".jsonl"
+            lines = [json.dumps(dict(row), default=_simplify) + "\n" for row in rows]
+            content = "".join(lines).encode()
+        else:  # Parquet keeps the names of classes
+            suffix = ".parquet"
+            buffer = io.BytesIO()
+            rows.to_parquet(buffer)
+            content = buffer.getvalue()
     folder = Path(local_dir, ROWS_FOLDER).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"

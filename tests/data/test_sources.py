@@ -18,7 +18,7 @@ from dpo.data.sources import FIRST_BYTES_OF_SHEETS, identify_source, load_rows
 from dpo.errors import InputError
 from dpo.models.paths import find_model
 from dpo.plugins import DATASETS
-from dpo.settings.places import SUFFIXES, Source, check_exists
+from dpo.settings.places import SUFFIXES, Source, check_exists, find_local
 from dpo.system.host import use_caches_without_hub
 
 ROWS = [{"chosen": 'a\u2028b, "c"', "rejected": "é"}, {"chosen": "c\td", "rejected": "d\nd\r\nd"}]
@@ -299,12 +299,12 @@ def test_a_path_that_is_not_there_is_said_not_to_exist_with_a_similar_name_befor
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "data" / "mine.csv", [PAIR])
     with refused("^data/nine.csv does not exist in .*: did you mean mine.csv"):
-        check_exists("data/nine.csv")
+        check_exists(find_local("data/nine.csv"))
     (tmp_path / "RUNS" / "mine").mkdir(parents=True)
     (tmp_path / "RUNS" / "mine" / "env.json").touch()
     with refused("^RUNS/min does not exist in .*: did you mean mine"):
         find_model("RUNS/min", hub=True)
-    check_exists("Qwen/Other")  # it may be on the Hub
+    check_exists(find_local("Qwen/Other"))  # it may be on the Hub
 
 
 def test_a_hub_whose_name_is_not_known_is_given_up_at_once(monkeypatch, capsys):
