@@ -70,10 +70,10 @@ def render_page(
     """Return the page of runs as they are now, and its pictures with their titles; `links` are to other pages."""
     contents = read_runs(runs, ended=ended)
     pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
-    return render(contents, pictures, links).encode("utf-8", "replace"), pictures
+    return render(contents, pictures, links), pictures
 
 
-def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> str:
+def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> bytes:
     """Return the page of a run, or of several compared."""
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
@@ -85,11 +85,11 @@ def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence
     return fill_template(PAGE_FOLDER / "page.html.jinja", context)
 
 
-def fill_template(file: Path, context: Mapping) -> str:
+def fill_template(file: Path, context: Mapping) -> bytes:
     """Fill in a template, which may include files beside it and the report's; texts are escaped."""
     loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template(file.name).render(context)
+    return jinja.get_template(file.name).render(context).encode("utf-8", "replace")
 
 
 def _describe_run(run: LoggedRun) -> dict[str, Any]:

@@ -8,7 +8,6 @@ JUDGE_API_KEY or OPENAI_API_KEY. An interrupted evaluation goes on where it was.
 status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
-import json
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -28,28 +27,18 @@ from dpo.commands import (
     run_command,
     set_up_models,
 )
-from dpo.data.asking import CHAT
 from dpo.errors import InputError, RunError, explaining
 from dpo.judging import judges
-from dpo.judging.answers import (
-    ANSWERS,
-    Pair,
-    draw_answers,
-    encode_for,
-    list_labelled,
-    load_prompts,
-    write_question,
-)
+from dpo.judging.answers import Pair, draw_answers, encode_for, list_labelled, load_prompts
 from dpo.judging.page import check_files, write_form, write_result
 from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize_verdicts
-from dpo.models.answers import choose_sampling, list_end_tokens
+from dpo.models.answers import Sampling, write_turns
 from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.models.paths import ModelPath, find_model
 from dpo.numbers import count, percent
 from dpo.redaction import redact
 from dpo.system.host import is_installed, python_command
-from dpo.system.plain_files import write_file
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
@@ -86,22 +75,21 @@ def main(arguments: Sequence[str]) -> int:
             if name in SAMPLING_OPTIONS and value is not None:
                 carried.append(f"--{name.replace('_', '-')}={value}")
         options = parser.parse_args([*carried, *arguments])
-    words = ["verdicts:verdicts.jsonl" if word == "human" else word for word in arguments]
-    options.next_command = shlex.join(["dpo", "evaluate", *words])
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
     set_up_models()
-    return run_command(lambda: evaluate(options), when_interrupted="what is done is kept: the same command goes on")
+
+    def work() -> None:
+        if options.lm_eval:
+            run_lm_eval(options)
+        if options.judge:
+            judge_answers(options, arguments)
+
+    return run_command(work, when_interrupted="what is done is kept: the same command goes on")
 
 
-def evaluate(options: Any) -> None:
-    if options.lm_eval:
-        run_lm_eval(options)
-    if options.judge:
-        judge_answers(options)
-
-
-def judge_answers(options: Any) -> None:
+def judge_answers(options: Any, arguments: Sequence[str]) -> None:
+    """Draw the answers of both models, let the judge compare them, and write the result."""
     models = load_pair(options)
     source = models[0].path
     folder = find_folder(options, source)
@@ -110,18 +98,42 @@ def judge_answers(options: Any) -> None:
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     check_files(folder, kind)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
-    tokenizer = models[0].tokenizer
-    prompts = load_prompts(source, options.prompts, tokenizer, limit=options.limit, seed=options.seed)
-    pairs, sampling = answer_both(models, prompts, folder / ANSWERS, options)
+    prompts = load_prompts(source, options.prompts, models[0].tokenizer, limit=options.limit, seed=options.seed)
+    sampling = models[0].choose_sampling(options)
+    pairs = answer_both(models, prompts, sampling, folder, options)
     if judge is None:
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        print(f"then: {redact(options.next_command)}")
+        words = ["verdicts:verdicts.jsonl" if word == "human" else word for word in arguments]
+        print(f"then: {redact(shlex.join(['dpo', 'evaluate', *words]))}")
         return
     verdicts = judge(pairs)
-    tests = []
-    if kind != "verdicts" and (labelled := list_labelled(prompts, tokenizer)[: options.labelled]):
-        tests = judge(labelled)
+    valid = [(pair, verdict) for pair, verdict in zip(pairs, verdicts, strict=True) if verdict.score is not None]
+    if not valid:
+        raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
+    summary = summarize_verdicts(
+        [verdict.score for _, verdict in valid],
+        [(len(pair.first.text), len(pair.second.text)) for pair, _ in valid],
+    )
+    sentences = [summary.describe(models[0].name, models[1].name)]
+    rates = {"Win rate": summary.rate}
+    if summary.controlled:
+        rates["Length-controlled win rate"] = summary.controlled
+    n_flipped = sum(verdict.is_flipped for _, verdict in valid)
+    if n_flipped:
+        share = percent(n_flipped / len(valid))
+        sentences.append(f"In {share} of the pairs the order of the answers decided, which counts as a tie.")
+    n_invalid = len(pairs) - len(valid)
+    if n_invalid:
+        sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
+    agreement = None
+    labelled = list_labelled(prompts, models[0].tokenizer)[: options.labelled]
+    if labelled and kind != "verdicts":
+        scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
+        if scores:
+            agreement = find_rate(np.array(scores), np.random.default_rng(0))
+            sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
+            rates["The judge's agreement with labels"] = agreement
     settings = {
         "model": str(source.policy_file or options.model),
         "other": options.other,
@@ -136,8 +148,12 @@ def judge_answers(options: Any) -> None:
         "policy": models[0].name,
         "other": models[1].name,
         "settings": {key: redact(value) for key, value in settings.items() if value},
+        "sentences": sentences,
+        "rates": rates,
     }
-    report(folder, kind, facts, pairs, verdicts, tests)
+    numbers = {**summary._asdict(), "agreement": agreement, "invalid": n_invalid, "flipped": n_flipped}
+    page = write_result(folder, kind, facts, numbers, pairs, verdicts)
+    print(*sentences, f"page: {page}", sep="\n")
 
 
 def find_folder(options: Any, source: ModelPath) -> Path:
@@ -148,18 +164,22 @@ def find_folder(options: Any, source: ModelPath) -> Path:
 
 def load_pair(options: Any) -> list[LoadedModel]:
     """Load the two models, with the names that the result calls them by."""
-    trust = {"trust_remote_code": options.trust_remote_code}
-    if options.other is None:
-        models = load_for_generation(options.model, template=options.chat_template, **trust)
-        if len(models) < 2:
-            raise InputError(f"{options.model} does not say what it was trained from: add OTHER")
-        names = [name_model(models[0].path), "its start"]
-    else:
-        models = load_for_generation(options.model, reference="none", template=options.chat_template, **trust)
-        models += load_for_generation(options.other, reference="none", **trust)
-        names = [name_model(model.path) for model in models]
-        if names[0] == names[1]:
-            names = [options.model, options.other]
+    trust = options.trust_remote_code
+    models = load_for_generation(
+        options.model,
+        reference="none" if options.other else None,
+        template=options.chat_template,
+        trust_remote_code=trust,
+    )
+    if options.other:
+        models += load_for_generation(options.other, reference="none", trust_remote_code=trust)
+    elif len(models) < 2:
+        raise InputError(f"{options.model} does not say what it was trained from: add OTHER")
+    names = [name_model(model.path) for model in models]
+    if not options.other:
+        names[1] = "its start"
+    elif names[0] == names[1]:
+        names = [options.model, options.other]
     return [model._replace(name=name) for model, name in zip(models, names, strict=True)]
 
 
@@ -188,80 +208,27 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
     raise InputError(f"--judge {options.judge} is not known: choose {JUDGES}")
 
 
-def answer_both(models: Sequence[LoadedModel], prompts: Sequence, file: Path, options: Any) -> tuple:
-    """Return pairs of answers to all prompts that both models have positions for, and how they were drawn."""
-    first = models[0]
-    n_new = options.max_new_tokens
-    is_chat = first.form == CHAT
-    sampling = choose_sampling(
-        first.model, first.tokenizer, vars(options), chat=is_chat, max_new_tokens=n_new, seed=(options.seed,)
-    )
-    tokenizer = first.tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+def answer_both(
+    models: Sequence[LoadedModel], prompts: Sequence, sampling: Sampling, folder: Path, options: Any
+) -> list[Pair]:
+    """Return the answers to all prompts that both models have positions for."""
+    tokenizer = models[0].tokenizer
+    own = tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
     fitting = []
-    encoded = ([], [])  # by model
     for prompt in prompts:
-        tokens = [encode_for(model, prompt, tokenizer, n_new=n_new) for model in models]
+        tokens = [encode_for(model, prompt, own, n_new=options.max_new_tokens) for model in models]
         if None not in tokens:
-            fitting.append(prompt)
-            encoded[0].append(tokens[0])
-            encoded[1].append(tokens[1])
+            fitting.append((prompt, *tokens))
     if len(fitting) < len(prompts):
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
         raise InputError("no prompt is left: choose others, or a smaller --max-new-tokens")
+    prompts, *encoded = zip(*fitting, strict=True)
     answers = []
     for model, tokens in zip(models, encoded, strict=True):
-        ends = list_end_tokens(model.model.generation_config, model.tokenizer)
-        own = sampling._replace(end_tokens=ends)
-        answers.append(draw_answers(model, fitting, tokens, own, file, batch_size=options.batch_size))
-    questions = [write_question(prompt, first.tokenizer) for prompt in fitting]
-    return list(map(Pair, fitting, questions, *answers)), sampling
-
-
-def report(
-    folder: Path,
-    kind: str,
-    facts: dict,
-    pairs: Sequence[Pair],
-    verdicts: Sequence[judges.Verdict],
-    tests: Sequence[judges.Verdict],
-) -> None:
-    """Print the result, and write it as a page and as files; `tests` are verdicts on labelled pairs."""
-    scores = []
-    lengths = []
-    n_flipped = 0
-    rows = []
-    for pair, verdict in zip(pairs, verdicts, strict=True):
-        rows.append(json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n")
-        if verdict.score is not None:
-            scores.append(verdict.score)
-            lengths.append((len(pair.first.text), len(pair.second.text)))
-            n_flipped += verdict.is_flipped
-    if not scores:
-        raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
-    summary = summarize_verdicts(scores, lengths)
-    sentences = [summary.describe(facts["policy"], facts["other"])]
-    rates = {"Win rate": summary.rate}
-    if summary.controlled:
-        rates["Length-controlled win rate"] = summary.controlled
-    if n_flipped:
-        share = percent(n_flipped / len(scores))
-        sentences.append(f"In {share} of the pairs the order of the answers decided, which counts as a tie.")
-    n_invalid = len(pairs) - len(scores)
-    if n_invalid:
-        sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
-    agreement = None
-    if agreements := [verdict.score for verdict in tests if verdict.score is not None]:
-        agreement = find_rate(np.array(agreements), np.random.default_rng(0))
-        sentences.append(f"On {count(len(agreements), 'labelled pair')} the judge agrees with the labels: {agreement}.")
-        rates["The judge's agreement with labels"] = agreement
-    facts = {**facts, "sentences": sentences, "rates": rates}
-    page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
-    write_result(page, facts, pairs, verdicts)
-    write_file(folder / f"judged-{kind}.jsonl", "".join(rows).encode())
-    result = {**facts, **summary._asdict(), "agreement": agreement, "invalid": n_invalid, "flipped": n_flipped}
-    write_file(page.with_suffix(".json"), json.dumps(result, indent=2).encode())
-    print(*sentences, f"page: {page}", sep="\n")
+        answers.append(draw_answers(model, prompts, tokens, sampling, folder, batch_size=options.batch_size))
+    questions = [write_turns(prompt, prompt.text, tokenizer) for prompt in prompts]
+    return list(map(Pair, prompts, questions, *answers))
 
 
 def run_lm_eval(options: Any) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpo.commands import add_model_options, add_sampling_options, make_parser, run_command, set_up_models
-from dpo.data.asking import CHAT, MEANINGS, RAW
+from dpo.data.asking import MEANINGS, RAW
 from dpo.errors import InputError
-from dpo.models.answers import Sampling, choose_sampling
+from dpo.models.answers import Sampling
 from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.redaction import redact
 
@@ -76,15 +76,8 @@ def load_and_converse(options: Any) -> None:
         template=options.chat_template,
         trust_remote_code=options.trust_remote_code,
     )
-    policy = models[0]
-    sampling = choose_sampling(
-        policy.model,
-        policy.tokenizer,
-        vars(options),
-        chat=policy.form == CHAT,
-        max_new_tokens=options.max_new_tokens,
-        seed=(options.seed,),
-    )
-    print(f"prompts are asked in the form {policy.form}: {MEANINGS[policy.form]} (--format changes it)")
+    sampling = models[0].choose_sampling(options)
+    form = models[0].form
+    print(f"prompts are asked in the form {form}: {MEANINGS[form]} (--format changes it)")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
     converse(models, sampling)

@@ -18,7 +18,7 @@ from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
-from dpo.models.answers import Answer, Sampling, Tokens, generate, write_turns
+from dpo.models.answers import Answer, Sampling, Tokens, generate, list_end_tokens, write_turns
 from dpo.models.generation import LoadedModel
 from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
@@ -74,12 +74,8 @@ def list_labelled(prompts: Sequence[Prompt], tokenizer: Any) -> list[Pair]:
         if {"chosen", "rejected"} <= texts.keys():
             chosen = Answer(texts["chosen"], (), ended=True)
             rejected = Answer(texts["rejected"], (), ended=True)
-            pairs.append(Pair(prompt, write_question(prompt, tokenizer), chosen, rejected))
+            pairs.append(Pair(prompt, write_turns(prompt, prompt.text, tokenizer), chosen, rejected))
     return pairs
-
-
-def write_question(prompt: Prompt, tokenizer: Any) -> str:
-    return write_turns(prompt, prompt.text, tokenizer)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -104,15 +100,16 @@ def draw_answers(
     prompts: Sequence[Prompt],
     encoded: Sequence[Tokens],
     sampling: Sampling,
-    file: Path,
+    folder: Path,
     *,
     batch_size: int,
 ) -> list[Answer]:
-    """Return an answer to each prompt, new or kept in the file; the longest are drawn first, so that memory runs out
-    at once or never.
+    """Return an answer to each prompt, new or kept in the folder's file; the longest are drawn first, so that memory
+    runs out at once or never.
     """
-    kept = KeptLines(file, ANSWER_MARK, ANSWER_FORM)
+    kept = KeptLines(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model
+    sampling = sampling._replace(end_tokens=list_end_tokens(model.generation_config, loaded.tokenizer))
     identity = model_digest(model, str(model.dtype), loaded.adapter)
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
     missing = [i for i, key in enumerate(keys) if key not in kept.lines]
@@ -125,8 +122,9 @@ def draw_answers(
             batch = missing[start : start + batch_size]
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
-                facts = {"model": loaded.name, "prompt": write_question(prompts[i], loaded.tokenizer)}
-                kept.add(keys[i], **facts, answer=new.text, tokens=new.tokens, ended=new.ended)
+                question = write_turns(prompts[i], prompts[i].text, loaded.tokenizer)
+                answer = {"answer": new.text, "tokens": new.tokens, "ended": new.ended}
+                kept.add(keys[i], model=loaded.name, prompt=question, **answer)
             bar.update(len(batch))
     lines = [kept.lines[key] for key in keys]
     return [Answer(line["answer"], tuple(line["tokens"]), line["ended"]) for line in lines]

@@ -4,12 +4,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpo.analysis.page import fill_template
 from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
-from dpo.numbers import percent
 from dpo.system.plain_files import check_own, write_file
 
 # files of an evaluation, and how each begins; pairs were once known by `id`
@@ -22,6 +20,7 @@ RESULT = {  # by the kind of the judge
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
 }
+TEMPLATES = Path(__file__).parent
 MOST_SHOWN = 100  # pairs on the page; the files have all
 
 
@@ -32,14 +31,23 @@ def check_files(folder: Path, kind: str) -> None:
         check_own(folder / name.format(kind), mark)
 
 
-def write_result(file: Path, facts: Mapping, pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> None:
-    """Write the page of a result, on which losses come first, as they say most."""
+def write_result(
+    folder: Path, kind: str, facts: Mapping, numbers: Mapping, pairs: Sequence[Pair], verdicts: Sequence[Verdict]
+) -> Path:
+    """Write the files of a result; return the page, on which losses come first, as they say most."""
     words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
     cards = []
+    lines = ""
     for pair, verdict in zip(pairs, verdicts, strict=True):
         cards.append((words.get(verdict.score, "wins in one order, ties in the other"), pair, verdict))
+        lines += json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n"
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
-    _write(file, "result.html.jinja", facts=facts, cards=cards[:MOST_SHOWN], n_pairs=len(pairs), percent=percent)
+    page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
+    context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
+    write_file(page, fill_template(TEMPLATES / "result.html.jinja", context))
+    write_file(folder / f"judged-{kind}.jsonl", lines.encode())
+    write_file(page.with_suffix(".json"), json.dumps({**facts, **numbers}, indent=2).encode())
+    return page
 
 
 def write_form(file: Path, pairs: Sequence[Pair], drawn: Mapping) -> None:
@@ -55,13 +63,4 @@ def write_form(file: Path, pairs: Sequence[Pair], drawn: Mapping) -> None:
             left, right = right, left
         rows.append({"pair": pair.id, "prompt": pair.question, "left": left, "right": right})
     write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    _write(file, "form.html.jinja", pairs=_write_script(rows), drawn=_write_script(drawn), n_pairs=len(pairs))
-
-
-def _write_script(value: Any) -> str:
-    return json.dumps(value).replace("<", "\\u003c")  # `<` could end the script
-
-
-def _write(file: Path, template: str, **context: Any) -> None:
-    html = fill_template(Path(__file__).with_name(template), context)
-    write_file(file, html.encode("utf-8", "replace"))
+    write_file(file, fill_template(TEMPLATES / "form.html.jinja", {"pairs": rows, "drawn": drawn}))

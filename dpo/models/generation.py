@@ -1,5 +1,6 @@
 """A policy and its reference, loaded for generation."""
 
+from argparse import Namespace
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import load_adapter, switch
-from dpo.models.answers import Sampling, Tokens, generate
+from dpo.models.answers import Sampling, Tokens, choose_sampling, generate
 from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
 from dpo.models.pretrained import DTYPES, check_positions
@@ -41,6 +42,17 @@ class LoadedModel(NamedTuple):
         if self.form == CHAT:
             return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages)).text
         return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
+
+    def choose_sampling(self, options: Namespace) -> Sampling:
+        """Choose how its answers are drawn, by the options of a command."""
+        return choose_sampling(
+            self.model,
+            self.tokenizer,
+            vars(options),
+            chat=self.form == CHAT,
+            max_new_tokens=options.max_new_tokens,
+            seed=(options.seed,),
+        )
 
     def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:
         """Answer a prompt, whose number in the session is part of the seed."""

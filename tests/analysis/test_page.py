@@ -59,7 +59,7 @@ class Page(HTMLParser):
 
 def page_of(*runs: Path) -> Page:
     """The page without curves."""
-    return Page(render(read_runs(runs), []))
+    return Page(render(read_runs(runs), []).decode())
 
 
 def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
