@@ -90,7 +90,12 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
-def draw(chart: Chart, lines: Sequence[Line]) -> bytes:
+def draw_charts(runs: Sequence[LoggedRun]) -> list[tuple[str, bytes]]:
+    """Draw what `plan_charts` yields; return the titles, each with a PNG."""
+    return [(chart.title, _draw(chart, lines)) for chart, lines in plan_charts(runs)]
+
+
+def _draw(chart: Chart, lines: Sequence[Line]) -> bytes:
     """Draw a chart as a PNG; without pyplot no window opens, and no global state changes."""
     with needing("matplotlib"):
         import matplotlib.style

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dpo.analysis.curves import SOFTWARE, draw, plan_charts
+from dpo.analysis.curves import SOFTWARE, draw_charts
 from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
@@ -48,7 +48,9 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
 
     Raises InputError for what is not a run, and if `out` cannot be written or has another file of the page's name.
     """
-    html, pictures = render_page(runs, ended=ended)
+    contents = read_runs(runs, ended=ended)
+    pictures = draw_charts(contents)
+    html = render(contents, pictures)
     try:
         out.mkdir(parents=True, exist_ok=True)
         check_own(out / REPORT.name, PAGE_MARK)
@@ -64,17 +66,8 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
     return out / REPORT.name
 
 
-def render_page(
-    runs: Sequence[Path], *, ended: bool = False, links: Sequence[tuple[str, str]] = ()
-) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """Return the page of runs as they are now, and its pictures with their titles; `links` are to other pages."""
-    contents = read_runs(runs, ended=ended)
-    pictures = [(chart.title, draw(chart, lines)) for chart, lines in plan_charts(contents)]
-    return render(contents, pictures, links), pictures
-
-
 def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> bytes:
-    """Return the page of a run, or of several compared."""
+    """Return the page of a run, or of several compared; `links` are the names and addresses of other pages."""
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
         "links": links,
@@ -164,13 +157,9 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
 
 def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     """Return cards by heading, each as (prompt, texts), each text as (role, label, text)."""
-    before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
     answers = []
-    for line in run.answers:
-        prompt = line["prompt"]
-        if line["examples"] == run.answers[-1]["examples"] > 0 and prompt in before:
-            texts = [("policy", "Policy now", line["answer"]), ("reference", "Before", before[prompt])]
-            answers.append((prompt, texts))
+    for prompt, before, now in run.compared_answers():
+        answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]
     samples = []
@@ -199,7 +188,7 @@ def list_settings(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
         compared = [*configs, dict(dotted(compose_config(loss=runs[0].objective.name)))]
     settings = []
     for name in dict.fromkeys(chain(*configs)):
-        texts = [_as_text(config[name]) if name in config else ABSENT for config in compared]
+        texts = [_as_text(config.get(name, ABSENT)) for config in compared]
         if len(set(texts)) > 1:
             settings.append((name, texts[: len(runs)]))
     return settings

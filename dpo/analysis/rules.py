@@ -12,7 +12,6 @@ from dpo.analysis.runs import LoggedRun, number
 from dpo.analysis.verdict import (
     EVAL_ACCURACY,
     SMALL_CHANGE,
-    compare_answers,
     find_changes_per_token,
     n_effective,
     n_evaluated,
@@ -39,9 +38,9 @@ def find_skipped_updates(run: LoggedRun) -> str:
     losses = run.train["loss/train"]
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
-    skipped = list(run.train.updates[is_skipped])
+    skipped = list(run.train["updates"][is_skipped])
     if run.state == "aborted":
-        skipped += run.nonfinite[-1:]
+        skipped.append(run.last_nonfinite)
     return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 
 
@@ -55,7 +54,7 @@ def find_collapse(run: LoggedRun) -> str:
         return ""
     first = losses[0]
     first_margin = margins[0]
-    if run.eval.has("loss/eval") and run.eval.examples[0] == 0:
+    if run.eval.has("loss/eval") and run.eval["examples"][0] == 0:
         first = run.eval["loss/eval"][0]
         first_margin = run.eval["rewards_eval/margins"][0]
     now = np.median(losses[-16:])
@@ -123,9 +122,11 @@ def find_missing_effect(run: LoggedRun) -> str:
     if 0 < largest < 0.999 * peak and not is_scaled:
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
-    n_differ, _ = compare_answers(run)
-    has_effect = n_differ > 0 or max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE
-    return "" if has_effect else list_changes(changes)
+    if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:
+        return ""
+    if any(before != now for _, before, now in run.compared_answers()):
+        return ""
+    return list_changes(changes)
 
 
 def find_clipping(run: LoggedRun) -> str:

@@ -28,18 +28,16 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-class Log:
-    """Metrics of one split, a row per line; NaN where missing."""
+class Log(dict):
+    """The metrics of one split, each an array with a value per line; NaN where missing."""
 
     def __init__(self, lines: Sequence[Mapping] = ()):
         self.lines = lines
-        self._columns: dict[str, np.ndarray] = {}
-        self.examples, self.updates = self["examples"], self["updates"]
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._columns:
-            self._columns[name] = np.array([number(line.get(name)) for line in self.lines])
-        return self._columns[name]
+    def __missing__(self, name: str) -> np.ndarray:
+        """Make the array of a metric when it is first asked for."""
+        self[name] = np.array([number(line.get(name)) for line in self.lines])
+        return self[name]
 
     def has(self, name: str) -> bool:
         return bool(np.isfinite(self[name]).any())
@@ -47,7 +45,8 @@ class Log:
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return examples and values where the metric is a number."""
         is_finite = np.isfinite(self[name])
-        examples, values = self.examples[is_finite], self[name][is_finite]
+        examples = self["examples"][is_finite]
+        values = self[name][is_finite]
         if name.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
             return examples[1:], values[1:]  # before training policy and reference are equal: all pairs tie
         return examples, values
@@ -73,7 +72,7 @@ class LoggedRun:
     samples: Sequence[dict] = ()
     drawn: Sequence[dict] = ()  # prompts with scored answers, by the last updates
     answers: Sequence[dict] = ()  # the policy's most probable, before and after training
-    nonfinite: Sequence[int] = ()  # updates with NaN or infinity, whose examples were saved
+    last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
     best: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # how often log.txt has each
     problems: list[str] = field(default_factory=list)
@@ -106,9 +105,7 @@ class LoggedRun:
     def progress(self) -> str:
         """How far the run has come, such as `6 of 8 updates`."""
         total = self.count("updates")
-        if total > 0:
-            return f"{self.updates:,} of {count(total, 'update')}"
-        return count(self.updates, "update")
+        return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def means_at_ends(self, name: str) -> tuple[float, float]:
         """Return means over the first and last tenth of the updates, at least ten; NaN without any."""
@@ -117,6 +114,12 @@ class LoggedRun:
             return math.nan, math.nan
         tenth = max(10, len(values) // 10)
         return values[:tenth].mean(), values[-tenth:].mean()
+
+    def compared_answers(self) -> list[tuple]:
+        """Return (prompt, answer before training, newest answer) of the prompts that have both."""
+        before = {line["prompt"]: line["answer"] for line in self.answers if line["examples"] == 0}
+        now = {line["prompt"]: line["answer"] for line in self.answers if line["examples"] > 0}
+        return [(prompt, before[prompt], answer) for prompt, answer in now.items() if prompt in before]
 
     def compared_samples(self) -> list[tuple]:
         """Return (sample, label, text) of the newest samples; the text is the reference's, or the policy's first."""
@@ -152,7 +155,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is not a run: pass the directory of a run, which has config.yaml and metrics.jsonl")
-    run = LoggedRun(path.resolve(), path.resolve().name)
+    run = LoggedRun(path.resolve(), path.name)
     run.config = redact(update_recorded(_read_mapping(run, "config.yaml", read_yaml)))
     run.env = redact(_read_mapping(run, "env.json", read_json))
     run.preflight = _read_mapping(run, "preflight.json", read_json)
@@ -166,11 +169,9 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
     logged = [line for line in _read_lines(run, LOG_FILE) if line.startswith(WARNING_LEVEL)]
     run.warnings = Counter(line.removeprefix(WARNING_LEVEL) for line in logged)
-    updates = []
     for entry in run.path.iterdir():
         if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):
-            updates.append(int(found[1]))
-    run.nonfinite = sorted(updates)
+            run.last_nonfinite = max(run.last_nonfinite, int(found[1]))
     best = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
     if best and (run.path / best[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
         run.best = int(best[1])
@@ -179,7 +180,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
         run.state = "complete"
     elif not ended and is_locked(run.path):
         run.state = "still training"
-    elif run.nonfinite and run.nonfinite[-1] > run.updates:
+    elif run.last_nonfinite > run.updates:
         run.state = "aborted"
     return run
 

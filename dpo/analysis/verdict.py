@@ -65,13 +65,15 @@ def describe_result(run: LoggedRun) -> str:
 
 
 def describe_change(run: LoggedRun) -> str:
-    n_differ, n_answers = compare_answers(run)
+    answers = run.compared_answers()
+    n_answers = len(answers)
+    n_differ = sum(before != now for _, before, now in answers)
     changes, rounding = find_changes_per_token(run)
     facts = []
     if n_answers:
         verb = "differ" if n_differ > 1 else "differs"
-        answers = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
-        facts.append(f"{answers} {verb} from those before training")
+        told = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
+        facts.append(f"{told} {verb} from those before training")
     if changes:
         names = RESPONSES[run.objective.trains_on]
         moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
@@ -99,14 +101,6 @@ def describe_change(run: LoggedRun) -> str:
         verb = "hardly changed"
         advice = RAISE_LR
     return f"The model {verb}: {', and '.join(facts)}{advice}."
-
-
-def compare_answers(run: LoggedRun) -> tuple[int, int]:
-    """Count the answers that differ from those before training, and those that can be compared."""
-    before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
-    now = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] > 0}  # the newest of each prompt
-    shared = before.keys() & now.keys()
-    return sum(before[prompt] != now[prompt] for prompt in shared), len(shared)
 
 
 def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:

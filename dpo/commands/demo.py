@@ -1,6 +1,5 @@
 """SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); an interrupted demo goes on."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.analysis.page import write_report
+from dpo.analysis.runs import read_run
 from dpo.commands import make_parser
 from dpo.data.demo import COURTEOUS
 from dpo.system.host import is_installed, python_command
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         options = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
         if subprocess.run(**options, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
-    samples = [json.loads(line) for line in (DEMO / "dpo" / "samples.jsonl").read_text("utf-8").splitlines()]
+    samples = read_run(DEMO / "dpo").samples
     for n_examples in (0, samples[-1]["examples"]):
         answers = [sample["policy"].strip() for sample in samples if sample["examples"] == n_examples]
         share = sum(answer.startswith(COURTEOUS) for answer in answers) / len(answers)

@@ -68,22 +68,20 @@ def main(arguments: Sequence[str]) -> int:
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_model_options(parser)
     options = parser.parse_args(arguments)
-    kind, _, file = (options.judge or "").partition(":")
-    if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
-        carried = []
-        for name, value in judges.read_sampling_options(file).items():
-            if name in SAMPLING_OPTIONS and value is not None:
-                carried.append(f"--{name.replace('_', '-')}={value}")
-        options = parser.parse_args([*carried, *arguments])
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
-    set_up_models()
 
     def work() -> None:
+        kind, _, file = (options.judge or "").partition(":")
+        if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
+            for verdict in judges.read_verdicts(file).values():
+                carried = {name: verdict["drawn"].get(name) for name in SAMPLING_OPTIONS}
+                parser.set_defaults(**{name: str(value) for name, value in carried.items() if value is not None})
+        set_up_models()
         if options.lm_eval:
             run_lm_eval(options)
         if options.judge:
-            judge_answers(options, arguments)
+            judge_answers(parser.parse_args(arguments), arguments)
 
     return run_command(work, when_interrupted="what is done is kept: the same command goes on")
 

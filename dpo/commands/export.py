@@ -18,7 +18,7 @@ import transformers
 from huggingface_hub import HfApi, ModelCard, get_token, hf_hub_download, metadata_load
 
 from dpo import __version__
-from dpo.analysis.curves import draw, plan_charts
+from dpo.analysis.curves import draw_charts
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.commands import add_model_options, make_parser, run_command
@@ -107,11 +107,10 @@ def complete_card(folder: Path, source: ModelPath, run: str | None) -> None:
         texts = ["## Results", escape_markdown(describe_result(record))]
         texts += map(escape_markdown, list_evaluations(source.run_dir, str(source.policy_file)))
         if is_installed("matplotlib"):
-            for i, (chart, lines) in enumerate(plan_charts([record])):
-                picture = folder / "curves" / f"{i}.png"
-                picture.parent.mkdir(exist_ok=True)
-                picture.write_bytes(draw(chart, lines))
-                texts.append(f"![{chart.title}](curves/{i}.png)")
+            (folder / "curves").mkdir(exist_ok=True)
+            for i, (title, png) in enumerate(draw_charts([record])):
+                (folder / "curves" / f"{i}.png").write_bytes(png)
+                texts.append(f"![{title}](curves/{i}.png)")
         card.text = "\n\n".join([card.text.rstrip(), *map(redact, texts)]) + "\n"
     card.save(file)
 

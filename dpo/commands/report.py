@@ -7,7 +7,6 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import re
 import socket
 import sys
 import threading
@@ -17,7 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.page import render_page, write_report
+from dpo.analysis.curves import draw_charts
+from dpo.analysis.page import render, write_report
+from dpo.analysis.runs import read_runs
 from dpo.commands import make_parser, run_command
 from dpo.errors import InputError
 from dpo.settings.places import check_exists
@@ -63,7 +64,7 @@ def list_runs(paths: Sequence[Path]) -> list[Path]:
 
 def serve(paths: Sequence[Path], port: int) -> None:
     """Show the runs to browsers of this machine until Ctrl-C; InputError for what is not a run."""
-    render_live_page(list_runs(paths))
+    draw_charts(read_runs(list_runs(paths)))
     drawing = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,25 +79,25 @@ def serve(paths: Sequence[Path], port: int) -> None:
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]
-            number = self.path.strip("/")
-            chosen = []
+            pages = {"/": ("all", runs)}
+            for number, run in enumerate(runs):
+                pages[f"/{number}"] = (run.name, [run])
+            _, shown = pages.get(self.path, ("", []))
             status = 404
             body = b""
             # a page of another site could reach this server by a name that it lets point to 127.0.0.1
             if self.headers.get("Host", "").lower().removesuffix(f":{port}") not in ("127.0.0.1", "localhost"):
                 status = 403
-            elif not number:
-                chosen = runs
-            elif re.fullmatch("[0-9]{1,9}", number):
-                chosen = runs[int(number) :][:1]
-            if chosen:
+            elif shown:
+                links = [(name, address) for address, (name, _) in pages.items()]
                 with suppress(InputError, OSError), drawing:  # the run may have been deleted meanwhile
-                    body = render_live_page(chosen, links=runs)
+                    contents = read_runs(shown)
+                    body = render(contents, draw_charts(contents), links)
                     status = 200
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            if any(map(is_locked, chosen)):
+            if any(map(is_locked, shown)):
                 self.send_header("Refresh", str(FOLLOW_SECS))
             self.end_headers()
             self.wfile.write(body)
@@ -110,18 +111,6 @@ def serve(paths: Sequence[Path], port: int) -> None:
         raise InputError(f"--port {port} cannot be served: {error}; choose another --port") from error
     port = server.server_port  # the system has chosen it for --port 0
     print(f"open http://127.0.0.1:{port} in a browser of this machine; Ctrl-C ends", flush=True)
-    try:
+    with server, suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        print()
-    finally:
-        server.server_close()
-
-
-def render_live_page(runs: Sequence[Path], links: Sequence[Path] = ()) -> bytes:
-    """Render the page of runs as they are now, with links to each if there are several."""
-    pages = []
-    if len(links) > 1:
-        pages = [("all", "/"), *((run.name, f"/{number}") for number, run in enumerate(links))]
-    html, _ = render_page(runs, links=pages)
-    return html
+    print()

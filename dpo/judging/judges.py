@@ -3,8 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, raise_problems
 from dpo.system.host import choose_device
-from dpo.system.plain_files import read_json
+from dpo.system.plain_files import has_form, read_json
 
 TEMPLATES = Path(__file__).parent / "templates"
 # the end of a line with a verdict: the letter alone, as "a" is also an article, and perhaps a reason
@@ -54,7 +53,7 @@ def make_scoring_judge(**online: Any) -> Judge:
         seconds = scorer(prompts, [pair.second for pair in pairs])
         verdicts = []
         for first, second in zip(firsts, seconds, strict=True):
-            score = 0.5 + 0.5 * ((first > second) - (first < second))
+            score = 0.5 if first == second else float(first > second)
             verdicts.append(Verdict(score, reason=f"scores {first:.4g} and {second:.4g}"))
         return verdicts
 
@@ -68,9 +67,9 @@ def make_server_judge(server: Server, template: str) -> Judge:
     """Ask a server about each pair in both orders, which count as one verdict."""
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
-        in_order = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
-        reversed_ = [_fill_in(template, pair.question, pair.second, pair.first) for pair in pairs]
-        replies = server.ask_all([*in_order, *reversed_])
+        questions = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
+        questions += [_fill_in(template, pair.question, pair.second, pair.first) for pair in pairs]
+        replies = server.ask_all(questions)
         return list(map(_combine, replies[: len(pairs)], replies[len(pairs) :]))
 
     return judge
@@ -121,29 +120,30 @@ def is_shown_swapped(pair: Pair) -> bool:
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 
-def read_sampling_options(file: str) -> dict:
-    """Read the options with which answers were drawn, which the verdicts of a page carry."""
-    # `make_file_judge` says what is wrong with a file
-    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
-        lines = filter(str.strip, read_json(Path(file), str.splitlines))
-        return dict(json.loads(next(lines, "{}")).get("drawn", {}))
-    return {}
+def read_verdicts(file: str) -> dict[str, dict]:
+    """Read verdicts by the id of their pair: {"pair": ID, "better": "left", "right" or "tie"} in each line.
 
-
-def make_file_judge(file: str) -> Judge:
-    """Take the verdicts of people, or a program: {"pair": ID, "better": "left", "right" or "tie"} in each line."""
-    verdicts: dict[str, str] = {}
+    Those that people save on a page also have `drawn`, the options with which the answers were drawn.
+    """
+    verdicts = {}
     with explaining(OSError, lambda why: InputError(f"--judge verdicts:{file} cannot be read: {why}")):
         lines = read_json(Path(file), str.splitlines)
     for number, line in enumerate(filter(str.strip, lines), start=1):
         try:
-            verdict: Mapping[str, str] = json.loads(line)
-            verdicts[verdict["pair"]] = verdict["better"]
-            if verdict["better"] not in SIDE_SCORES:
-                raise ValueError
-        except (ValueError, LookupError, TypeError, RecursionError):
+            verdict = {"drawn": {}, **json.loads(line)}
+        except (ValueError, TypeError, RecursionError):
+            verdict = {}
+        is_whole = has_form(verdict, {"pair": str, "better": str, "drawn": dict})
+        if not is_whole or verdict["better"] not in SIDE_SCORES:
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
-            raise InputError(f"line {number} of {file} is not a verdict: write {wanted}") from None
+            raise InputError(f"line {number} of {file} is not a verdict: write {wanted}")
+        verdicts[verdict["pair"]] = verdict
+    return verdicts
+
+
+def make_file_judge(file: str) -> Judge:
+    """Take the verdicts of a file."""
+    verdicts = read_verdicts(file)
 
     def judge(pairs: Sequence[Pair]) -> list[Verdict]:
         if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:
@@ -153,7 +153,7 @@ def make_file_judge(file: str) -> Judge:
             if pair.id not in verdicts:
                 judged.append(Verdict(None, reason="not judged"))
                 continue
-            score = SIDE_SCORES[verdicts[pair.id]]
+            score = SIDE_SCORES[verdicts[pair.id]["better"]]
             judged.append(Verdict(1 - score if is_shown_swapped(pair) else score))
         return judged
 

@@ -14,9 +14,9 @@ from dpo.judging.judges import (
     make_file_judge,
     make_scoring_judge,
     make_server_judge,
-    read_sampling_options,
     read_template,
     read_verdict,
+    read_verdicts,
 )
 from dpo.models.answers import Answer
 
@@ -135,7 +135,8 @@ def test_verdicts_on_other_answers_are_named_as_such(tmp_path):
     file = write_rows(tmp_path / "verdicts.jsonl", [{"pair": "0" * 16, "better": "left", "drawn": {"seed": 1}}])
     with refused("the verdicts of .*verdicts.jsonl are on other answers: draw these again"):
         make_file_judge(str(file))([make_pair("a", "b")])
-    assert read_sampling_options(str(file)) == {"seed": 1}
-    for content in (b"", b"\xff", b"[" * 100_000, b"[]", b'{"drawn": 3}'):
+    assert read_verdicts(str(file))["0" * 16]["drawn"] == {"seed": 1}
+    for content in (b"\xff", b"[" * 100_000, b"[]", b'{"drawn": 3}', b'{"pair": "a", "better": []}'):
         file.write_bytes(content)
-        assert read_sampling_options(str(file)) == {}
+        with refused("is not a verdict|cannot be read"):
+            read_verdicts(str(file))

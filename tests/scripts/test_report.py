@@ -5,7 +5,7 @@ import os
 import pytest
 from support.records import evaluation, update, write_run
 
-from dpo.analysis import page
+from dpo.analysis import curves
 from dpo.commands.report import main
 
 LINES = [evaluation(0, 0.69), update(1), evaluation(1, 0.6)]
@@ -14,7 +14,7 @@ LINES = [evaluation(0, 0.69), update(1), evaluation(1, 0.6)]
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """They take seconds; tests/analysis/test_page.py draws them."""
-    monkeypatch.setattr(page, "plan_charts", lambda runs: [])
+    monkeypatch.setattr(curves, "plan_charts", lambda runs: [])
 
 
 def test_one_run_is_reported_in_its_directory(tmp_path, capsys):

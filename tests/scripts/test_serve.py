@@ -16,7 +16,7 @@ from support.browser import opening_browser
 from support.runs import ROOT, make_environment, read_rows, small_run
 from support.warm import Python
 
-from dpo.analysis import page
+from dpo.analysis import curves
 from dpo.judging.page import write_form
 
 
@@ -41,7 +41,7 @@ def serve():
 
 
 def draw_no_curves() -> None:
-    page.plan_charts = lambda runs: []
+    curves.plan_charts = lambda runs: []
 
 
 def get(port: int, path: str, host: str = "") -> tuple[int, str]:
