@@ -94,11 +94,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     given = {parse_key(override): override for override in overrides}
     if data is None and not given.keys() & {"datasets", "experiment"}:
         raise InputError("there is no data: pass data=ROWS, or set the key datasets")
-    idle = given.keys() & {
-        "datasets",
-        "dataset_sources.rows",
-        "dataset_sources.rows.path",
-    }
+    idle = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
     if data is not None and idle:
         raise InputError(f"data and {', '.join(idle)} exclude each other: use one")
     if isinstance(data, (str, Path)):
@@ -107,18 +103,10 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             data = data.to_dict("records")
         place = given.get("local_dirs")
-        stored = store_rows(
-            {
-                "datasets": data,
-                "local_dirs": place and PARSER.parse_override(place).value(),
-            }
-        )
+        stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
         if "dataset_sources" not in stored:
             raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
-        overrides += [
-            "datasets=[rows]",
-            f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}",
-        ]
+        overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
     if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
     return Result(_train(overrides))
@@ -188,7 +176,6 @@ class _Tail:
     def __init__(self, path: Path):
         self.path = path
         self.lines: list[str] = []
-        self._unfinished = b""
         self._n_read = 0
 
     def read(self) -> list[str]:
@@ -197,9 +184,8 @@ class _Tail:
             return []
         with self.path.open("rb") as file:
             file.seek(min(self._n_read, file.seek(0, os.SEEK_END)))  # a resumed run truncates its logs
-            content = file.read()
-            self._n_read = file.tell()
-        *lines, self._unfinished = (self._unfinished + content).split(b"\n")
+            *lines, unfinished = file.read().split(b"\n")
+            self._n_read = file.tell() - len(unfinished)
         new = [line.decode(errors="replace") for line in lines]
         self.lines += new
         return new
@@ -222,9 +208,6 @@ def _start(parent: int, folder: str) -> None:
             Path(folder, PLACE_FILE).write_text(os.path.abspath(plan.run.local_run_dir), encoding="utf-8")
             run_plan(plan)
         except (InputError, RunError) as error:
-            failure = {
-                "is_input": isinstance(error, InputError),
-                "message": redact(str(error)),
-            }
+            failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}
             write_json(Path(folder, FAILURE_FILE), failure)
             raise

@@ -52,21 +52,16 @@ def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
     by_letters = {name.lower(): name for name in names}
     given = given.lower()
     swapped = [name for name in by_letters if sorted(name) == sorted(given)]  # such as dpo for dop
-    similar = [
-        *swapped,
-        *difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness),
-    ]
-    if not similar:
-        return ""
+    similar = swapped + difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)
     written = [by_letters[name] for name in dict.fromkeys(similar)]
-    return f": did you mean {' or '.join(written)}?"
+    return f": did you mean {' or '.join(written)}?" if written else ""
 
 
 def find_advice(error: BaseException) -> str | None:
-    return next(
-        (advice for words, advice in ADVICE_BY_WORDS.items() if words in str(error)),
-        None,
-    )
+    for words, advice in ADVICE_BY_WORDS.items():
+        if words in str(error):
+            return advice
+    return None
 
 
 @contextmanager

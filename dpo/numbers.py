@@ -1,5 +1,7 @@
 import math
 
+MINUS = "\N{MINUS SIGN}"
+
 
 def compact(value: float, digits: int = 3) -> str:
     """A number of `digits` significant digits, without an exponent if it is large."""
@@ -13,11 +15,7 @@ def figure(value: float, digits: int = 3) -> str:
     if not math.isfinite(value):
         return "unknown"
     text = compact(value, digits)
-    return text if "e" in text else _with_true_minus(text)  # 1e-05 keeps its hyphen
-
-
-def _with_true_minus(text: str) -> str:
-    return text.replace("-", "\N{MINUS SIGN}")
+    return text if "e" in text else text.replace("-", MINUS)  # 1e-05 keeps its hyphen
 
 
 def signed(value: float) -> str:
@@ -32,7 +30,7 @@ def percent(share: float) -> str:
     text = f"{100 * share:.1f}" if has_decimal else f"{100 * share:.0f}"
     if float(text) == 0:  # not "-0"
         text = "0"
-    return _with_true_minus(f"{text} %")
+    return f"{text} %".replace("-", MINUS)
 
 
 def count(n: float, one: str, many: str = "") -> str:

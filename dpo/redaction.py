@@ -72,13 +72,7 @@ def shorten(value: Any) -> str:
 def _list_forms(secret: str) -> list[str]:
     """A secret as messages, JSON, URLs and pages write it, the longest first."""
     # repr escapes a quote if there are quotes of both kinds
-    forms = {
-        secret,
-        repr(secret)[1:-1],
-        json.dumps(secret)[1:-1],
-        html.escape(secret),
-        " ".join(secret.split()),
-    }
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret), " ".join(secret.split())}
     forms.add(quote(secret, safe="", errors="surrogateescape"))
     forms |= {form.replace(character, f"\\{character}") for form in forms for character in "'/"}
     return sorted(forms, key=len, reverse=True)
@@ -104,13 +98,6 @@ def redact(value: Any) -> Any:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
     # each word is searched up to its last @: behind it there are no credentials, but perhaps many ://
-    text = re.sub(
-        r"(?<!\S)\S*@",
-        lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]),
-        text,
-    )
+    text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
-    return ASSIGNMENT.sub(
-        lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0],
-        text,
-    )
+    return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

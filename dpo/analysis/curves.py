@@ -1,7 +1,7 @@
 """Curves of runs: every update is a thin line under the running mean, evaluations are circles."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ class Line(NamedTuple):
     evaluations: tuple[np.ndarray, np.ndarray]
 
 
-def plan_charts(runs: Sequence[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
+def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
     """Yield the charts of which there are values, with their lines; not of losses that cannot be compared."""
     has_one_loss = len({run.objective.name for run in runs}) == 1
     for chart in CHARTS:
@@ -84,18 +84,12 @@ def plan_charts(runs: Sequence[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]
             yield chart, lines
 
 
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """Average over windows of about a fifteenth of all values, at least 5; they are cut at both ends."""
-    window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
-    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
-
-
-def draw_charts(runs: Sequence[LoggedRun]) -> list[tuple[str, bytes]]:
+def draw_charts(runs: list[LoggedRun]) -> list[tuple[str, bytes]]:
     """Draw what `plan_charts` yields; return the titles, each with a PNG."""
     return [(chart.title, _draw(chart, lines)) for chart, lines in plan_charts(runs)]
 
 
-def _draw(chart: Chart, lines: Sequence[Line]) -> bytes:
+def _draw(chart: Chart, lines: list[Line]) -> bytes:
     """Draw a chart as a PNG; without pyplot no window opens, and no global state changes."""
     with needing("matplotlib"):
         import matplotlib.style
@@ -110,15 +104,20 @@ def _draw(chart: Chart, lines: Sequence[Line]) -> bytes:
             label = line.label[:LONGEST_LABEL]
             style, marker = LINE_STYLES[line.style]
             examples, values = line.updates
+            point = "."
             if len(values) >= FEWEST_TO_SMOOTH:
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
-                axis.plot(examples, running_mean(values), color=color, linestyle=style, label=label)
-            elif len(values):
-                axis.plot(examples, values, color=color, linestyle=style, marker=".", label=label)
+                point = ""
+                window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
+                # the running mean, whose windows are cut at both ends
+                values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+            if len(values):
+                axis.plot(examples, values, color=color, linestyle=style, marker=point, label=label)
+                label = None  # a line is once in the legend
             axis.plot(
                 *line.evaluations,
                 color=color,
-                label=None if len(values) else label,  # a line is once in the legend
+                label=label,
                 linestyle=":",
                 linewidth=1.1,
                 marker=marker,

@@ -180,19 +180,11 @@ def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
     histories = []
     for pair in pairs.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()
-        history = PairHistory(
-            row["example"],
-            row["dataset"],
-            row["split"],
-            pair["margin_count"],
-            pair["margin_first"],
-            pair["margin_last"],
-            pair["relative_mean"],
-        )
+        texts = None
+        scores = None
         if row["tie"] is not None:
-            history = history._replace(
-                texts={name: row[name] for name in ("prompt", "chosen", "rejected")},
-                scores=(row["score_chosen"], row["score_rejected"]),
-            )
-        histories.append(history)
+            texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+            scores = (row["score_chosen"], row["score_rejected"])
+        margins = (pair["margin_count"], pair["margin_first"], pair["margin_last"], pair["relative_mean"])
+        histories.append(PairHistory(row["example"], row["dataset"], row["split"], *margins, texts, scores))
     return histories

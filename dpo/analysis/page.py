@@ -7,7 +7,6 @@ import base64
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -43,7 +42,7 @@ HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -
 ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_path", "datasets")  # keys below the title
 
 
-def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Path:
+def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
     """Write the page, and the pictures of some charts, to a directory.
 
     Raises InputError for what is not a run, and if `out` cannot be written or has another file of the page's name.
@@ -66,7 +65,7 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> Pat
     return out / REPORT.name
 
 
-def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence[tuple[str, str]] = ()) -> bytes:
+def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, str]] = ()) -> bytes:
     """Return the page of a run, or of several compared; `links` are the names and addresses of other pages."""
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
@@ -78,7 +77,7 @@ def render(runs: Sequence[LoggedRun], pictures: Sequence[tuple], links: Sequence
     return fill_template(PAGE_FOLDER / "page.html.jinja", context)
 
 
-def fill_template(file: Path, context: Mapping) -> bytes:
+def fill_template(file: Path, context: dict) -> bytes:
     """Fill in a template, which may include files beside it and the report's; texts are escaped."""
     loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -107,7 +106,7 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     }
 
 
-def _compare_runs(runs: Sequence[LoggedRun]) -> dict[str, Any]:
+def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
     """Return what the page of several runs shows."""
     results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
     columns = list(dict.fromkeys(chain(*results)))  # each once, in order
@@ -180,7 +179,7 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     }
 
 
-def list_settings(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
+def list_settings(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
     """Return settings that differ: between runs, or one run's from the defaults."""
     configs = [dict(dotted(run.config)) for run in runs]
     compared = configs

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -30,8 +30,6 @@ ONLINE = frozenset({"online"})
 RANKED = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
 FIXED = RANKED | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
 ANY = FIXED | ONLINE
-
-FAULTS = ("contradictory_pairs", "contradictory_labels", "empty_responses")  # counts of the preflight
 
 
 def find_skipped_updates(run: LoggedRun) -> str:
@@ -64,7 +62,7 @@ def find_collapse(run: LoggedRun) -> str:
     return f"loss/train {figure(now)} now, {figure(first)} at the start"
 
 
-def list_changes(changes: Mapping[str, float]) -> str:
+def list_changes(changes: dict[str, float]) -> str:
     sides = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
     return f"change of held-out log-probabilities per token: {sides}"
 
@@ -150,10 +148,7 @@ def find_broken_samples(run: LoggedRun) -> str:
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
     n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
-    fewest = 0.1 * len(samples)
-    if 2 * n_other > n_policy:
-        fewest = len(samples)
-    if not n_policy or n_policy < fewest:
+    if not n_policy or n_policy < 0.1 * len(samples) or len(samples) > n_policy < 2 * n_other:
         return ""
     return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
@@ -179,7 +174,7 @@ def find_length_change(run: LoggedRun) -> str:
 def find_faulty_examples(run: LoggedRun) -> str:
     n_examples = run.count("train.examples")
     counts = []
-    for name in FAULTS:
+    for name in ("contradictory_pairs", "contradictory_labels", "empty_responses"):
         n = run.count(f"train.{name}")
         if n >= 0.01 * n_examples > 0:
             counts.append(f"{name} {n:,.0f} ({percent(n / n_examples)})")

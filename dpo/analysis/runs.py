@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def number(value: Any) -> float:
 class Log(dict):
     """The metrics of one split, each an array with a value per line; NaN where missing."""
 
-    def __init__(self, lines: Sequence[Mapping] = ()):
+    def __init__(self, lines: Sequence[dict] = ()):
         self.lines = lines
 
     def __missing__(self, name: str) -> np.ndarray:
@@ -89,7 +89,7 @@ class LoggedRun:
     @property
     def objective(self) -> Loss:
         config = self.setting("loss")
-        if isinstance(config, Mapping) and config.get("name") in LOSSES:
+        if isinstance(config, dict) and config.get("name") in LOSSES:
             return find_loss(config)
         return UNKNOWN_LOSS
 
@@ -141,7 +141,7 @@ class LoggedRun:
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
     for part in key.split("."):
-        if not isinstance(mapping, Mapping) or part not in mapping:
+        if not isinstance(mapping, dict) or part not in mapping:
             return default
         mapping = mapping[part]
     return mapping
@@ -240,7 +240,7 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     return objects
 
 
-def describe_answers(record: Mapping) -> list[tuple]:
+def describe_answers(record: dict) -> list[tuple]:
     """Return (role, label, text) of the best answer, of others in order, and of the worst."""
     answers = record["completions"]
     best = record["best"]  # an index, as is `worst`

@@ -1,10 +1,11 @@
 """The command `dpo`: each of its commands but `train` is a module of this package."""
 
 import argparse
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +29,7 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     host.set_allocators(os.environ)  # before a command imports torch
     name, *rest = host.take_local_rank(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     host.harden_stdio()
@@ -57,18 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def run_command(work: Callable, *, when_interrupted: str = "") -> int:
-    """Do the work of a command; return its exit status, after one sentence about a failure that is no bug."""
-    try:
-        with explaining_full_disk():
-            work()
-    except (InputError, RunError) as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print(when_interrupted, file=sys.stderr)
-        return 130
-    return 0
+def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
+    """Let a command's function return its exit status, after one sentence about a failure that is no bug."""
+
+    @functools.wraps(main)
+    def run(arguments: list[str]) -> int:
+        try:
+            with explaining_full_disk():
+                main(arguments)
+        except (InputError, RunError) as error:
+            print(f"error: {redact(str(error))}", file=sys.stderr)
+            return 2 if isinstance(error, InputError) else 1
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+        return 0
+
+    return run
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.analysis.page import write_report
@@ -24,7 +23,7 @@ STAGES = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     make_parser("demo", __doc__).parse_args(arguments)
     for name, stage in STAGES.items():
         command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()

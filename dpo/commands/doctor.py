@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import combinations
 from pathlib import Path
@@ -114,35 +113,33 @@ def find_links(n_gpus: int) -> Counter[str]:
     """Count the pairs of this machine's GPUs by their link: NV4 and the like, which is NVLink, or what else
     `nvidia-smi topo -m` knows, which is PCIe; without that command, whether one GPU reads the other's memory.
     """
+    import torch
+
     links = Counter()
-    rows = []
     if n_gpus > 1 and shutil.which("nvidia-smi"):
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
         rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]  # not the heading
-    for i, row in enumerate(rows):
-        links.update(row[i + 2 : len(rows) + 1])  # each pair once, and none of a GPU with itself
-    if not rows:
-        import torch
-
+        for i, row in enumerate(rows):
+            links.update(row[i + 2 : len(rows) + 1])  # each pair once, and none of a GPU with itself
+    if not links:
         for pair in combinations(range(n_gpus), 2):
             links["peer access" if torch.cuda.can_device_access_peer(*pair) else "no peer access"] += 1
     return links
 
 
-def recommend(gpus: Sequence[Gpu], links: Iterable[str]) -> list[str]:
+def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
     """Recommend what to train with on such a machine."""
     n = len(gpus)
-    settings = ["trainer=BasicTrainer"]
+    settings = "trainer=BasicTrainer"
     key = "model.autocast"
     dtype = "float32"
     if n > 1:
-        settings = ["trainer=FSDPTrainer", f"world_size={n}", f"batch_size={8 * n}"]
+        settings = f"trainer=FSDPTrainer world_size={n} batch_size={8 * n}"
         key = "model.fsdp_policy_mp"
     if gpus:
         dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
-        settings += [f"{key}={dtype}", f"model.reference_dtype={dtype}"]
-    lines = [f"recommended: dpo train {' '.join(settings)} ..."]
-    lines.append(f"  {count(max(n, 1), 'process', 'processes')} in {dtype}")
+        settings += f" {key}={dtype} model.reference_dtype={dtype}"
+    lines = [f"recommended: dpo train {settings} ...", f"  {count(max(n, 1), 'process', 'processes')} in {dtype}"]
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
             "  unless all pairs have NVLink, prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true "
@@ -184,7 +181,7 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     make_parser("doctor", __doc__).parse_args(arguments)
     problems = list_problems()
     for problem in problems:

@@ -10,7 +10,7 @@ status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from dpo.checkpoint.files import EXPORTED
 from dpo.commands import (
     add_model_options,
     add_sampling_options,
+    command,
     make_parser,
     parse_as,
     parse_count,
-    run_command,
     set_up_models,
 )
 from dpo.errors import InputError, RunError, explaining
@@ -46,7 +46,8 @@ JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL
 SAMPLING_OPTIONS = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
-def main(arguments: Sequence[str]) -> int:
+@command
+def main(arguments: list[str]) -> None:
     parser = make_parser("evaluate", __doc__)
     option = parser.add_argument
     option("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a directory or a Hub id")
@@ -70,23 +71,25 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
+    kind, _, file = (options.judge or "").partition(":")
+    if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
+        for verdict in judges.read_verdicts(file).values():
+            for name, value in verdict["drawn"].items():
+                if name in SAMPLING_OPTIONS and value is not None:
+                    parser.set_defaults(**{name: str(value)})
+        options = parser.parse_args(arguments)
+    set_up_models()
+    if options.lm_eval:
+        run_lm_eval(options)
+    if options.judge:
+        try:
+            judge_answers(options, arguments)
+        except KeyboardInterrupt:
+            print("what is done is kept: the same command goes on", file=sys.stderr)
+            raise
 
-    def work() -> None:
-        kind, _, file = (options.judge or "").partition(":")
-        if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
-            for verdict in judges.read_verdicts(file).values():
-                carried = {name: verdict["drawn"].get(name) for name in SAMPLING_OPTIONS}
-                parser.set_defaults(**{name: str(value) for name, value in carried.items() if value is not None})
-        set_up_models()
-        if options.lm_eval:
-            run_lm_eval(options)
-        if options.judge:
-            judge_answers(parser.parse_args(arguments), arguments)
 
-    return run_command(work, when_interrupted="what is done is kept: the same command goes on")
-
-
-def judge_answers(options: Any, arguments: Sequence[str]) -> None:
+def judge_answers(options: Any, arguments: list[str]) -> None:
     """Draw the answers of both models, let the judge compare them, and write the result."""
     models = load_pair(options)
     source = models[0].path
@@ -96,7 +99,7 @@ def judge_answers(options: Any, arguments: Sequence[str]) -> None:
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     check_files(folder, kind)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
-    prompts = load_prompts(source, options.prompts, models[0].tokenizer, limit=options.limit, seed=options.seed)
+    prompts = load_prompts(models[0], options)
     sampling = models[0].choose_sampling(options)
     pairs = answer_both(models, prompts, sampling, folder, options)
     if judge is None:
@@ -206,27 +209,26 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
     raise InputError(f"--judge {options.judge} is not known: choose {JUDGES}")
 
 
-def answer_both(
-    models: Sequence[LoadedModel], prompts: Sequence, sampling: Sampling, folder: Path, options: Any
-) -> list[Pair]:
+def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, folder: Path, options: Any) -> list[Pair]:
     """Return the answers to all prompts that both models have positions for."""
     tokenizer = models[0].tokenizer
     own = tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
     fitting = []
+    encoded = []  # for the first and the second model, by prompt
     for prompt in prompts:
         tokens = [encode_for(model, prompt, own, n_new=options.max_new_tokens) for model in models]
         if None not in tokens:
-            fitting.append((prompt, *tokens))
+            fitting.append(prompt)
+            encoded.append(tokens)
     if len(fitting) < len(prompts):
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
         raise InputError("no prompt is left: choose others, or a smaller --max-new-tokens")
-    prompts, *encoded = zip(*fitting, strict=True)
     answers = []
-    for model, tokens in zip(models, encoded, strict=True):
-        answers.append(draw_answers(model, prompts, tokens, sampling, folder, batch_size=options.batch_size))
-    questions = [write_turns(prompt, prompt.text, tokenizer) for prompt in prompts]
-    return list(map(Pair, prompts, questions, *answers))
+    for model, tokens in zip(models, zip(*encoded, strict=True), strict=True):
+        answers.append(draw_answers(model, fitting, tokens, sampling, folder, batch_size=options.batch_size))
+    questions = [write_turns(prompt, prompt.text, tokenizer) for prompt in fitting]
+    return list(map(Pair, fitting, questions, *answers))
 
 
 def run_lm_eval(options: Any) -> None:

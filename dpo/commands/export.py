@@ -10,9 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import transformers
 from huggingface_hub import HfApi, ModelCard, get_token, hf_hub_download, metadata_load
@@ -21,7 +20,7 @@ from dpo import __version__
 from dpo.analysis.curves import draw_charts
 from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
-from dpo.commands import add_model_options, make_parser, run_command
+from dpo.commands import add_model_options, command, make_parser
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.models.export import describe_export, escape_markdown, export
 from dpo.models.paths import ModelPath, find_model
@@ -40,7 +39,8 @@ PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.jso
     *.model *.tiktoken configuration_*.py modeling_*.py tokenization_*.py"""
 
 
-def main(arguments: Sequence[str]) -> int:
+@command
+def main(arguments: list[str]) -> None:
     parser = make_parser("export", __doc__)
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="a run, step-N, LATEST, BEST, or a policy.pt")
@@ -60,11 +60,6 @@ def main(arguments: Sequence[str]) -> int:
     if bool(options.gguf) != bool(options.llama_cpp):
         parser.error("--gguf and --llama-cpp go together")
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as scratch:
-        return run_command(lambda: write(options, options.out or Path(scratch, "model")))
-
-
-def write(options: Any, out: Path) -> None:
     if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
         raise InputError(f"--push {options.push} must be USER/NAME")
     if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
@@ -76,14 +71,16 @@ def write(options: Any, out: Path) -> None:
     }
     source = find_model(options.checkpoint, **named)
     print(f"reading {source.describe()}", flush=True)
-    folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
-    print(describe_export(folder))
-    if options.gguf:
-        convert(folder, options.gguf, options.llama_cpp)
-    if options.push:
-        run = read_run_facts(source.run_dir).get("run") if source.run_dir else None
-        complete_card(folder, source, run)
-        push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or Path(scratch, "model")
+        folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
+        print(describe_export(folder))
+        if options.gguf:
+            convert(folder, options.gguf, options.llama_cpp)
+        if options.push:
+            run = read_run_facts(source.run_dir).get("run") if source.run_dir else None
+            complete_card(folder, source, run)
+            push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
 
 
 def convert(folder: Path, kind: str, llama_cpp: Path) -> None:

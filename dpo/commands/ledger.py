@@ -6,11 +6,11 @@ docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from dpo.analysis.ledger import PairHistory, read_ledger, summarize_ledger
-from dpo.commands import make_parser, run_command
+from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
 from dpo.redaction import redact
@@ -18,7 +18,7 @@ from dpo.redaction import redact
 LONGEST_TEXT = 300  # characters
 
 
-def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
+def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
     """Find the texts of pairs in a run's data; InputError if that cannot be loaded."""
     from dpo.data.examples import text_digest  # datasets and torch take seconds to import
     from dpo.data.preflight import load_data
@@ -38,7 +38,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, Mapping[str, str]]:
     return texts
 
 
-def list_pairs(pairs: Sequence[PairHistory], texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> Iterator[str]:
     for pair in pairs:
         line = (
             f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
@@ -54,22 +54,19 @@ def list_pairs(pairs: Sequence[PairHistory], texts: Mapping[str, Mapping[str, st
             yield f"    {name:<9} {line}"
 
 
-def main(arguments: Sequence[str]) -> int:
+@command
+def main(arguments: list[str]) -> None:
     parser = make_parser("ledger", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)
-    return run_command(lambda: print_summary(options.run, options.top))
-
-
-def print_summary(run_dir: Path, top: int) -> None:
-    summary = summarize_ledger(read_ledger(run_dir), top=top)
+    summary = summarize_ledger(read_ledger(options.run), top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     texts = {pair.example: pair.texts for pair in pairs if pair.texts is not None}
     note = ""
     if wanted := {pair.example for pair in pairs} - texts.keys():
         try:
-            texts |= find_texts(run_dir, wanted)
+            texts |= find_texts(options.run, wanted)
             if not wanted <= texts.keys():
                 note = "The run's datasets have changed, and lack some of these pairs."
         except (InputError, OSError) as error:

@@ -10,7 +10,6 @@ browser of this machine, follows runs that train, and ends on Ctrl-C. Exit statu
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from dpo.analysis.curves import draw_charts
 from dpo.analysis.page import render, write_report
 from dpo.analysis.runs import read_runs
-from dpo.commands import make_parser, run_command
+from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
@@ -34,23 +33,23 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def main(arguments: Sequence[str]) -> int:
+@command
+def main(arguments: list[str]) -> None:
     parser = make_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory, or one of several runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
     parser.add_argument("--port", type=int, default=8421, help="for --serve (default: 8421)")
     options = parser.parse_args(arguments)
-    return run_command(lambda: serve(options.runs, options.port) if options.serve else write_page(options))
-
-
-def write_page(options: Any) -> None:
+    if options.serve:
+        serve(options.runs, options.port)
+        return
     runs = list_runs(options.runs)
     default_out = runs[0] / REPORT.parent if len(runs) == 1 else REPORT.parent
     print(f"report: {write_report(runs, options.out or default_out)}")
 
 
-def list_runs(paths: Sequence[Path]) -> list[Path]:
+def list_runs(paths: list[Path]) -> list[Path]:
     """List runs, and in place of a directory without one those inside."""
     runs = []
     for path in paths:
@@ -62,7 +61,7 @@ def list_runs(paths: Sequence[Path]) -> list[Path]:
     return runs
 
 
-def serve(paths: Sequence[Path], port: int) -> None:
+def serve(paths: list[Path], port: int) -> None:
     """Show the runs to browsers of this machine until Ctrl-C; InputError for what is not a run."""
     draw_charts(read_runs(list_runs(paths)))
     drawing = threading.Lock()  # matplotlib's styles are global

@@ -10,10 +10,8 @@ explains the options. Exit status: 0, 2 bad input, 130 Ctrl-C.
 
 import itertools
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-from dpo.commands import add_model_options, add_sampling_options, make_parser, run_command, set_up_models
+from dpo.commands import add_model_options, add_sampling_options, command, make_parser, set_up_models
 from dpo.data.asking import MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
@@ -23,7 +21,7 @@ from dpo.redaction import redact
 RESET = "/reset"
 
 
-def converse(models: Sequence[LoadedModel], sampling: Sampling) -> None:
+def converse(models: list[LoadedModel], sampling: Sampling) -> None:
     """Hold a conversation with each model, over typed or piped lines; in the form raw each prompt is alone."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
     histories = [[] for _ in models]
@@ -53,7 +51,8 @@ def converse(models: Sequence[LoadedModel], sampling: Sampling) -> None:
             print(f"--- {model.name} ---\n{printable}\n", flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
+@command
+def main(arguments: list[str]) -> None:
     parser = make_parser("sample", __doc__)
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
@@ -64,10 +63,6 @@ def main(arguments: Sequence[str]) -> int:
     add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
     set_up_models()
-    return run_command(lambda: load_and_converse(options))
-
-
-def load_and_converse(options: Any) -> None:
     models = load_for_generation(
         options.path,
         reference=options.reference,

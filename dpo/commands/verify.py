@@ -5,7 +5,6 @@
 Exit status: 0 if all are intact, 1 if one is damaged or no checkpoint.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints
@@ -13,7 +12,7 @@ from dpo.commands import make_parser
 from dpo.redaction import redact
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0

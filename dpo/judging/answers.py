@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from dpo.errors import InputError, explaining
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens, generate, list_end_tokens, write_turns
 from dpo.models.generation import LoadedModel
-from dpo.models.paths import ModelPath
 from dpo.models.weights import model_digest
 from dpo.settings.places import Source
 from dpo.system.plain_files import KeptLines
@@ -50,23 +49,24 @@ def hash_texts(*texts: str) -> str:
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(model: ModelPath, file: str | None, tokenizer: Any, *, limit: int, seed: int) -> list[Prompt]:
-    """Draw at most `limit` prompts by the seed, from a file (docs/formats.md) or those that a run held out."""
+def load_prompts(model: LoadedModel, options: Namespace) -> list[Prompt]:
+    """Draw at most `limit` prompts by the seed, from a file (docs/formats.md) or those that the run held out."""
+    file = options.prompts
     if file is not None:
         rows = load_rows(Source(file), "test")
-        data = get_custom(rows, file, tokenizer, name="prompts", trains_on="prompts", chat="never")
-        prompts: Sequence[Prompt] = list(number_prompts([("prompts", data)], keep_all=True))
-    elif model.run_dir is None:
-        raise InputError(f"{model.name} is not a run, so it held out no prompts: pass --prompts FILE")
+        data = get_custom(rows, file, model.tokenizer, name="prompts", trains_on="prompts", chat="never")
+        prompts: Any = list(number_prompts([("prompts", data)], keep_all=True))
+    elif model.path.run_dir is None:
+        raise InputError(f"{model.path.name} is not a run, so it held out no prompts: pass --prompts FILE")
     else:  # as in a dry run, which leaves no table behind, and without running a model's code
-        plan = model.plan.change("dry_run", True).change("model.trust_remote_code", False)
+        plan = model.path.plan.change("dry_run", True).change("model.trust_remote_code", False)
         with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or pass --prompts")):
             prompts = load_data(plan, silent=True).test
-    chosen = np.random.default_rng(seed).permutation(len(prompts))[:limit]
+    chosen = np.random.default_rng(options.seed).permutation(len(prompts))[: options.limit]
     return [prompts[int(i)] for i in sorted(chosen)]
 
 
-def list_labelled(prompts: Sequence[Prompt], tokenizer: Any) -> list[Pair]:
+def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
     """List the first pair of each prompt that has one, the chosen response first."""
     pairs = []
     for prompt in prompts:
@@ -97,8 +97,8 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
 
 def draw_answers(
     loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    encoded: Sequence[Tokens],
+    prompts: list[Prompt],
+    encoded: tuple[Tokens, ...],
     sampling: Sampling,
     folder: Path,
     *,

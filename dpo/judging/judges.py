@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     reason: str = ""  # what the judge said, or why there is no verdict
 
 
-Judge = Callable[[Sequence[Pair]], list[Verdict]]
+Judge = Callable[[list[Pair]], list[Verdict]]
 
 
 # --- scores of each answer --------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def make_scoring_judge(**online: Any) -> Judge:
     raise_problems([problem for problem in find_problems(plan) if problem.key.startswith("online.")])
     scorer = load_scorer(plan, choose_device(), rows=16)
 
-    def judge(pairs: Sequence[Pair]) -> list[Verdict]:
+    def judge(pairs: list[Pair]) -> list[Verdict]:
         prompts = [pair.prompt for pair in pairs]
         firsts = scorer(prompts, [pair.first for pair in pairs])
         seconds = scorer(prompts, [pair.second for pair in pairs])
@@ -66,7 +66,7 @@ def make_scoring_judge(**online: Any) -> Judge:
 def make_server_judge(server: Server, template: str) -> Judge:
     """Ask a server about each pair in both orders, which count as one verdict."""
 
-    def judge(pairs: Sequence[Pair]) -> list[Verdict]:
+    def judge(pairs: list[Pair]) -> list[Verdict]:
         questions = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
         questions += [_fill_in(template, pair.question, pair.second, pair.first) for pair in pairs]
         replies = server.ask_all(questions)
@@ -145,7 +145,7 @@ def make_file_judge(file: str) -> Judge:
     """Take the verdicts of a file."""
     verdicts = read_verdicts(file)
 
-    def judge(pairs: Sequence[Pair]) -> list[Verdict]:
+    def judge(pairs: list[Pair]) -> list[Verdict]:
         if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:
             raise InputError(f"the verdicts of {file} are on other answers: draw these again, with the same options")
         judged = []

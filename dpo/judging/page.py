@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.page import fill_template
@@ -32,7 +31,7 @@ def check_files(folder: Path, kind: str) -> None:
 
 
 def write_result(
-    folder: Path, kind: str, facts: Mapping, numbers: Mapping, pairs: Sequence[Pair], verdicts: Sequence[Verdict]
+    folder: Path, kind: str, facts: dict, numbers: dict, pairs: list[Pair], verdicts: list[Verdict]
 ) -> Path:
     """Write the files of a result; return the page, on which losses come first, as they say most."""
     words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
@@ -50,7 +49,7 @@ def write_result(
     return page
 
 
-def write_form(file: Path, pairs: Sequence[Pair], drawn: Mapping) -> None:
+def write_form(file: Path, pairs: list[Pair], drawn: dict) -> None:
     """Write a page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines.
 
     `drawn` has the options with which the answers were drawn; each verdict gets them.

@@ -5,9 +5,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_open
 
 import tqdm
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining, one_sentence
 from dpo.judging.answers import hash_texts
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import KeptLines
@@ -39,23 +37,6 @@ class _NoRedirects(HTTPErrorProcessor):
         return response
 
     https_response = http_response
-
-
-def _call_within(seconds: float, call: Callable) -> Any:
-    """Call in a thread that is abandoned when the time is up: a server may send a byte at a time for ever."""
-    future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no whole reply within {seconds:g} s") from None
 
 
 class Server:
@@ -83,9 +64,14 @@ class Server:
         elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {variables} unencrypted: use an https URL")
         self._opener = build_opener(*handlers)
-        self.model = model or self._find_model()
+        self.model = model
+        if not model:
+            advice = "is it running? Or name its model with --judge-model"
+            problem = f"--judge {self.url}/models cannot be read"
+            with explaining(ERRORS, lambda why: InputError(f"{problem}: {why}; {advice}")):
+                self.model = self._request("/models")["data"][0]["id"]  # the first that the server names
 
-    def ask_all(self, questions: Sequence[str]) -> list[str | Exception]:
+    def ask_all(self, questions: list[str]) -> list[str | Exception]:
         """Return the reply to each question, or why there is none."""
         first = [self._ask(question) for question in questions[:2]]  # before many calls fail for the same reason
         if all(isinstance(reply, Exception) for reply in first):
@@ -111,37 +97,40 @@ class Server:
             self._replies.add(key, reply=redact(content))  # a server may quote the key, and replies are published
         return self._replies.lines[key]["reply"]
 
-    def _find_model(self) -> str:
-        """Return the first model that the server names."""
-        try:
-            return self._request("/models")["data"][0]["id"]
-        except ERRORS as error:
-            problem = f"--judge {self.url}/models cannot be read: {one_sentence(error)}"
-            raise InputError(f"{problem}; is it running? Or name its model with --judge-model") from error
-
     def _request(self, path: str, body: Any = None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, headers)
+        request = Request(self.url + path, body and json.dumps(body).encode(), headers)
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
+            status = 503  # unless a reply says another
             try:
-                status, content = _call_within(self.timeout, partial(self._fetch, request))
+                status, content = self._fetch(request)
                 if status // 100 == 2:
                     return json.loads(content)
                 failure = OSError(f"status {status}: {content.decode(errors='replace')}")
-                may_recover = status in BUSY
             except (OSError, HTTPException) as error:
                 failure = error
-                may_recover = True
-            if number == N_TRIES or not may_recover:
+            if number == N_TRIES or status not in BUSY:
                 raise failure
             time.sleep(wait)
             wait *= 2
         return None
 
     def _fetch(self, request: Request) -> tuple[int, bytes]:
-        with self._opener.open(request, timeout=self.timeout) as response:
-            return response.status, response.read(LARGEST_REPLY)
+        """Call in a thread that is abandoned when the time is up: a server may send a byte at a time for ever."""
+        future = Future()
+
+        def work() -> None:
+            try:
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    future.set_result((response.status, response.read(LARGEST_REPLY)))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return future.result(self.timeout)
+        except TimeoutError:
+            raise TimeoutError(f"no whole reply within {self.timeout:g} s") from None

@@ -1,8 +1,7 @@
 """What verdicts say about two models: win rates, with what length explains and what the sample could not show."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class Summary(NamedTuple):
         return f"{text}. At equal lengths of the answers: {self.controlled}."
 
 
-def summarize_verdicts(scores: Sequence[float], lengths: Sequence[tuple[int, int]]) -> Summary:
+def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> Summary:
     """Summarize verdicts of N prompts: 1 for a win, 0.5 for a tie, 0 for a loss, and the lengths of both answers."""
     values = np.array(scores, dtype=float)
     generator = np.random.default_rng(0)
@@ -95,26 +94,21 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
     The regressor is tanh of the standardized difference, as in length-controlled AlpacaEval (arXiv 2404.04475), whose
     term for the difficulty of instructions is left out: it needs many models' answers.
     """
-    regressor = np.tanh(differences / (differences.std() or 1.0))
     n = len(values)
+    inputs = np.ones((n, 2))
+    inputs[:, 1] = np.tanh(differences / (differences.std() or 1.0))
+    penalty = np.diag([1e-3, RIDGE])  # the first keeps the intercept finite if all verdicts are equal
 
     def fit(weights: np.ndarray) -> float:
-        intercept, _ = _fit_logistic(regressor, values, weights)
-        return 1 / (1 + float(np.exp(-intercept)))
+        """Find intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
+        solution = np.zeros(2)
+        for _ in range(NEWTON_STEPS):
+            predicted = 1 / (1 + np.exp(-inputs @ solution))
+            gradient = inputs.T @ (weights * (values - predicted)) - penalty @ solution
+            curvature = (inputs * (weights * predicted * (1 - predicted))[:, None]).T @ inputs + penalty
+            step = np.linalg.solve(curvature, gradient)
+            solution += step * min(1.0, 2 / float(np.abs(step).max() or 1.0))
+        return 1 / (1 + float(np.exp(-solution[0])))
 
     resampled = [fit(generator.multinomial(n, np.full(n, 1 / n))) for _ in range(N_RESAMPLES // 10)]
     return Rate(fit(np.ones(n)), *np.quantile(resampled, (0.025, 0.975)).tolist())
-
-
-def _fit_logistic(regressor: np.ndarray, values: np.ndarray, weights: Any) -> np.ndarray:
-    """Find intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
-    inputs = np.stack([np.ones_like(regressor), regressor], axis=1)  # (N, 2)
-    penalty = np.diag([1e-3, RIDGE])  # the first keeps the intercept finite if all verdicts are equal
-    solution = np.zeros(2)
-    for _ in range(NEWTON_STEPS):
-        predicted = 1 / (1 + np.exp(-inputs @ solution))
-        gradient = inputs.T @ (weights * (values - predicted)) - penalty @ solution
-        curvature = (inputs * (weights * predicted * (1 - predicted))[:, None]).T @ inputs + penalty
-        step = np.linalg.solve(curvature, gradient)
-        solution = solution + step * min(1.0, 2 / float(np.abs(step).max() or 1.0))
-    return solution

@@ -63,9 +63,10 @@ def test_a_run_is_pushed_to_a_private_repository_with_its_verdict(hub, copied, t
 
 UPLOAD = """\
 import pathlib, sys
-from dpo.commands import export, run_command
-upload = lambda: export.push(pathlib.Path(sys.argv[1]), "me/mine", None, public=False, may_overwrite=True)
-sys.exit(run_command(upload) * 10 + run_command(upload))
+from dpo.commands import command, export
+folder = pathlib.Path(sys.argv[1])
+upload = command(lambda arguments: export.push(folder, "me/mine", None, public=False, may_overwrite=True))
+sys.exit(upload([]) * 10 + upload([]))
 """
 
 
