@@ -109,31 +109,34 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
         print(f"then: {redact(shlex.join(['dpo', 'evaluate', *words]))}")
         return
     verdicts = judge(pairs)
-    valid = [(pair, verdict) for pair, verdict in zip(pairs, verdicts, strict=True) if verdict.score is not None]
-    if not valid:
+    scores = []
+    lengths = []
+    n_flipped = 0
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        if verdict.score is not None:
+            scores.append(verdict.score)
+            lengths.append((len(pair.first.text), len(pair.second.text)))
+            n_flipped += verdict.is_flipped
+    if not scores:
         raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
-    summary = summarize_verdicts(
-        [verdict.score for _, verdict in valid],
-        [(len(pair.first.text), len(pair.second.text)) for pair, _ in valid],
-    )
+    summary = summarize_verdicts(scores, lengths)
     sentences = [summary.describe(models[0].name, models[1].name)]
     rates = {"Win rate": summary.rate}
     if summary.controlled:
         rates["Length-controlled win rate"] = summary.controlled
-    n_flipped = sum(verdict.is_flipped for _, verdict in valid)
     if n_flipped:
-        share = percent(n_flipped / len(valid))
+        share = percent(n_flipped / len(scores))
         sentences.append(f"In {share} of the pairs the order of the answers decided, which counts as a tie.")
-    n_invalid = len(pairs) - len(valid)
+    n_invalid = len(pairs) - len(scores)
     if n_invalid:
         sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
     agreement = None
     labelled = list_labelled(prompts, models[0].tokenizer)[: options.labelled]
     if labelled and kind != "verdicts":
-        scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
-        if scores:
-            agreement = find_rate(np.array(scores), np.random.default_rng(0))
-            sentences.append(f"On {count(len(scores), 'labelled pair')} the judge agrees with the labels: {agreement}.")
+        agreed = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
+        if agreed:
+            agreement = find_rate(np.array(agreed), np.random.default_rng(0))
+            sentences.append(f"On {count(len(agreed), 'labelled pair')} the judge agrees with the labels: {agreement}.")
             rates["The judge's agreement with labels"] = agreement
     settings = {
         "model": str(source.policy_file or options.model),

@@ -67,14 +67,15 @@ COMMAND = '''\
 import json
 from pathlib import Path
 
-from dpo.commands import make_parser, run_command
+from dpo.commands import command, make_parser
 
 
-def main(arguments) -> int:
+@command
+def main(arguments) -> None:
     parser = make_parser("units", __doc__)
     parser.add_argument("run", type=Path)
     lines = (parser.parse_args(arguments).run / "metrics.jsonl").read_text().splitlines()
-    return run_command(lambda: print(*[json.loads(line).get("lr_in_units") for line in lines]))
+    print(*[json.loads(line).get("lr_in_units") for line in lines])
 '''
 
 
