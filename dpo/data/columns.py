@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 from dpo.data.schema import ASSISTANT, Row, TableRow, is_message
@@ -24,9 +23,8 @@ SYNONYMS = {
     SYSTEM: "systemprompt",
 }
 NOUNS = ("response", "answer", "completion", "output", "reply", "text", "messages", "message", "conversation")
-# Names of a column that says which of two others is better, and names of these two.
+# Names of a column that says which of two others is better, and what tells these two apart.
 VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label".split()
-PAIRED = [pattern.replace("NOUN", noun) for noun in NOUNS for pattern in ("NOUN{}", "{}NOUN", "model{}NOUN")]
 SIDES = ("ab", "12", "01")
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
 TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
@@ -195,19 +193,21 @@ def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
 
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
     """Find a column that names the better of two responses, and their columns by letter or digit."""
-    by_name = {normalize(column): column for column in present}
     named = {}
-    for name, column in by_name.items():  # such as `winner`, or `better_response_id`
+    for column in present:  # such as `winner`, or `better_response_id`
+        name = normalize(column)
         for suffix in ("id", "index", "response", "answer"):
             name = name.removesuffix(suffix)
         named[name] = column
     verdict = next((named[word] for word in VERDICTS if word in named), None)
-    for pattern, letters in product(PAIRED, SIDES):
-        names = {letter: pattern.format(letter) for letter in letters}
-        if verdict is None or not by_name.keys() >= set(names.values()):
+    if verdict is None:
+        return None, {}
+    said = {_find_side(row.get(verdict)) for row in rows}
+    for noun in NOUNS:
+        sides = {_find_side(column): column for column in present if noun in normalize(column)}
+        sides.pop("", None)
+        if "".join(sorted(sides)) not in SIDES:
             continue
-        sides = {letter: by_name[name] for letter, name in names.items()}
-        said = {_find_side(row.get(verdict)) for row in rows}
         others = said & {*"012"} - sides.keys()
         if said & sides.keys() and others:
             raise InputError(
@@ -219,10 +219,11 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
 
 
 def _find_side(value: Any) -> str:
-    """Find the letter or digit of the response that a value names; "" if none."""
+    """Find the letter or digit of the response that a value or a column names; "" if none."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
-    name = normalize(text)
-    side = name.removeprefix("model").removeprefix("assistant").removeprefix("option")
+    side = normalize(text)
+    for word in ("model", "assistant", "option"):
+        side = side.removeprefix(word)
     side = _remove_noun(side)
     return side if side in ("a", "b", "0", "1", "2") and not text.startswith("-") else ""
 

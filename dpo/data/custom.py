@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
@@ -26,7 +26,7 @@ from dpo.data.schema import (
     read_messages,
     read_tools,
 )
-from dpo.data.templates import Changes, ChatTemplate, add_changes, describe_changes
+from dpo.data.templates import ChatTemplate, Note, Notes, add_notes, describe_notes
 from dpo.data.tokenization import refuse_eos, remove_final_eos
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST, TRAINS_ON
@@ -37,13 +37,36 @@ from dpo.system.pool import map_chunks
 N_DECIDING = 100  # first rows, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
 PROMPT_END = 60  # characters that a note shows
-REPEATED, ECHOED, UNREAD = "messages of the prompt", "text of the prompt", "key"  # remarkable parts of rows
 SYSTEM_ROLES = (SYSTEM, "developer")
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
-Noticed = list[tuple[str, str]]  # remarkable parts of rows, each with an example
+
+
+class RecordOptions(NamedTuple):
+    """How records become examples; `trains_on` is one of
+
+    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
+    - "prompts": the same, but a prompt whose lists make no pair is kept
+    - "lists": the lists, and each pair as a list of two
+    - "labels": the labelled responses, and with `unpair` both responses of each pair
+    - "targets": the best response of a pair or list, of the prompt's last row; other rows add a response each
+    """
+
+    trains_on: str = "pairs"
+    with_margins: bool = False
+    list_pairs: str = "all"
+    unpair: bool = False
+    chat: str = "auto"
+    bad_records: str = "refuse"
+
+    def check_pairs(self, name: str) -> None:
+        """Raise InputError if a dataset of pairs does not fit a loss of labels."""
+        if self.trains_on == "labels" and not self.unpair:
+            raise InputError(
+                f"dataset {name} has pairs, and this loss trains on single responses with labels: set unpair=true"
+            )
 
 
 def get_custom(
@@ -53,67 +76,53 @@ def get_custom(
     columns: Mapping[str, str | None] = {},
     *,
     name: str = "mine",
-    trains_on: str = "pairs",
-    with_margins: bool = False,
-    list_pairs: str = "all",
-    unpair: bool = False,
-    chat: str = "auto",
-    bad_records: str = "refuse",
+    **options: Any,
 ) -> Split:
-    """Read custom rows (`docs/formats.md`), with the examples of a kind:
-
-    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
-    - "prompts": the same, but a prompt whose lists make no pair is kept
-    - "lists": the lists, and each pair as a list of two
-    - "labels": the labelled responses, and with `unpair` both responses of each pair
-    - "targets": the best response of a pair or list, of the prompt's last row; other rows add a response each
+    """Read custom rows (`docs/formats.md`); the options are those of `RecordOptions`.
 
     `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Raises
     InputError for columns, and BadRecordsError unless bad records can be skipped.
     """
-    recognized = recognize(rows, columns, name=name, origin=origin, trains_on=trains_on, with_margins=with_margins)
+    wanted = RecordOptions(**options)
+    recognized = recognize(
+        rows, columns, name=name, origin=origin, trains_on=wanted.trains_on, with_margins=wanted.with_margins
+    )
     used = recognized.used
     has_pairs = "rejected" in used or recognized.verdict is not None
-    if has_pairs and trains_on == "labels" and not unpair:
-        raise PairsError(name)
-    reader = make_reader(
-        rows, recognized, tokenizer, origin=origin, trains_on=trains_on, list_pairs=list_pairs, chat=chat
-    )
+    if has_pairs:
+        wanted.check_pairs(name)
+    reader = make_reader(rows, Reader(recognized, tokenizer, origin, wanted))
     # a tokenizer in a model's own Python code may not be importable in another process
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     split = Split()
-    bad, changes, noticed, n_read = split.bad_records, {}, [], 0
+    notes: Notes = {}
+    n_read = 0
     for chunk in map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker):
         for prompt in chunk.prompts:
-            split.add(prompt, replaces=trains_on == "targets" and (has_pairs or "responses" in used))
+            split.add(prompt, replaces=wanted.trains_on == "targets" and (has_pairs or "responses" in used))
         n_read += len(chunk.prompts)
-        bad += chunk.bad
-        noticed += chunk.noticed
-        add_changes(changes, chunk.changes)
-    if bad and (bad_records == "refuse" or not split):
+        split.bad_records += chunk.bad
+        add_notes(notes, chunk.notes)
+    bad = split.bad_records
+    if bad and (wanted.bad_records == "refuse" or not split):
         raise BadRecordsError(name, bad)
-    split.notes.append(f"{origin}: {recognized.describe(len(rows) - n_read - len(bad))}")
-    if trains_on == "targets" and "rejected" in used:
-        kept, left = used["chosen"], used["rejected"]
-        split.notes.append(f"{origin}: loss=sft learns {kept} and does not use {left}; loss=dpo trains on such pairs")
+    said = [recognized.describe(len(rows) - n_read - len(bad))]
+    if wanted.trains_on == "targets" and "rejected" in used:
+        said.append(
+            f"loss=sft learns {used['chosen']} and does not use {used['rejected']}; loss=dpo trains on such pairs"
+        )
     if split and reader.has_texts and getattr(tokenizer, "chat_template", None):
         first = next(iter(split.values()))
-        example = f"{redact(first.text)[-PROMPT_END:]!r} + {shorten(''.join(first.responses[:1]))}"
         did = "texts are used as they are, without the chat template"
         if reader.is_rendered:
             did = "the chat template renders texts"
-        split.notes.append(f"{origin}: {did} (chat={chat}); the first example is ...{example}")
-    split.notes += [*describe_changes(changes, origin, n_read), *_describe(noticed, origin, n_read)]
+        prompt_end, response = redact(first.text)[-PROMPT_END:], shorten("".join(first.responses[:1]))
+        said.append(f"{did} (chat={wanted.chat}); the first example is ...{prompt_end!r} + {response}")
+    split.notes += (f"{origin}: {sentence}" for sentence in said)
+    split.notes += describe_notes(notes, origin, n_read)
     if bad:
         split.notes.append(f"warning: left out: {list_bad(name, bad)}")
     return split
-
-
-class PairsError(InputError):
-    def __init__(self, name: str):
-        super().__init__(
-            f"dataset {name} has pairs, and this loss trains on single responses with labels: set unpair=true"
-        )
 
 
 class Chunk(NamedTuple):
@@ -121,32 +130,22 @@ class Chunk(NamedTuple):
 
     prompts: list[Prompt]
     bad: list[tuple[int, str]]  # numbers and reasons of bad rows
-    changes: Changes  # by the chat template
-    noticed: Noticed
+    notes: Notes
 
 
-def make_reader(
-    rows: Sequence[Row],
-    columns: Columns,
-    tokenizer: Any,
-    *,
-    origin: str,
-    trains_on: str,
-    list_pairs: str,
-    chat: str,
-) -> "Reader":
+def make_reader(rows: Sequence[Row], plain: "Reader") -> "Reader":
     """Make a reader of rows like the first ones: they are all texts or all chats, and rendered or not."""
-    plain = Reader(columns, tokenizer, origin, trains_on, list_pairs)
     first = []
     for row in islice(rows, N_DECIDING):
         with suppress(InputError):  # a bad row is refused when its turn comes
-            first += filter(None, [plain.read_row(row, [])])
+            first += filter(None, [plain.read_row(row, {})])
     has_texts = not first or first[0].messages is None
+    chat = plain.options.chat
     is_rendered = chat == "always" or not has_texts
-    if chat == "auto" and "prompt" in columns.used and getattr(tokenizer, "chat_template", None):
+    if chat == "auto" and "prompt" in plain.columns.used and getattr(plain.tokenizer, "chat_template", None):
         are_questions = not share_header([prompt.text for prompt in first if prompt.messages is None])
         is_rendered = is_rendered or are_questions
-    used = {field: column for field, column in columns.used.items() if field not in NUMBER_FIELDS}
+    used = {field: column for field, column in plain.columns.used.items() if field not in NUMBER_FIELDS}
     # pairs in the format of HH are tokenized as the reference code does
     is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not is_rendered
     is_apart = is_hh and bool(first) and is_dialogue(first[0].text)
@@ -160,38 +159,35 @@ class Reader:
     columns: Columns
     tokenizer: Any
     origin: str
-    trains_on: str
-    list_pairs: str
+    options: RecordOptions
     has_texts: bool = False  # prompts are texts, which become chats if a template renders them
     is_rendered: bool = False  # a chat template renders all prompts
     is_apart: bool = False  # prompt and response are tokenized as the reference code does
 
     def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
-        prompts, bad, noticed = [], [], []
+        prompts, bad, notes = [], [], {}
         template = ChatTemplate(self.tokenizer)
         for number, row in chunk:
             try:
-                in_row: Noticed = []
-                prompt = self.read_row(row, in_row)
+                said: Notes = {}
+                prompt = self.read_row(row, said)
                 if prompt is None:  # a tie
                     continue
                 self._check(prompt)
                 if self.is_rendered:
-                    in_row += ((UNREAD, key) for key in self._find_unread(prompt))
-                    prompt = template.render(prompt)
+                    self._note_unread(prompt, said)
+                    prompt = template.render(prompt, said)
                 else:
-                    refuse_eos(prompt.responses, self.tokenizer)
-                    if self.is_apart:
-                        refuse_eos([prompt.text], self.tokenizer)
-                noticed += in_row
+                    refuse_eos([*prompt.responses, prompt.text] if self.is_apart else prompt.responses, self.tokenizer)
+                add_notes(notes, said)
                 prompts.append(prompt._replace(rows=[number] * len(prompt.examples)))
             except InputError as error:
                 name = f"row {row.number}" if isinstance(row, TableRow) else f"record {number}"
                 place = "" if error is row else f"{name} of {self.origin}: "  # a row's own error names it
                 bad.append((number, redact(f"{place}{error}")))
-        return Chunk(prompts, bad, template.changes, noticed)
+        return Chunk(prompts, bad, notes)
 
-    def read_row(self, row: Row, noticed: Noticed) -> Prompt | None:
+    def read_row(self, row: Row, said: Notes) -> Prompt | None:
         """Read a row, whose texts become messages if a template renders them; None for a tie."""
         if isinstance(row, InputError):
             raise row
@@ -214,12 +210,12 @@ class Reader:
                     f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
                     f"score each: correct it"
                 )
-            asked, responses = _read_answers(row, used, answers, list(answers), noticed)
+            asked, responses = _read_answers(row, used, answers, list(answers), said)
         else:
             if "rejected" in used:  # a pair is a list of two
                 scores = [1.0, 0.0]
             columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-            asked, responses = _read_answers(row, used, row, columns, noticed)
+            asked, responses = _read_answers(row, used, row, columns, said)
         if not asked:
             raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
         if isinstance(asked, str):  # tokenization appends EOS
@@ -241,12 +237,12 @@ class Reader:
         if responses and label is not False and _is_empty(responses[best]):
             column = next(used[field] for field in used if field != "prompt")
             raise InputError(f"the response to learn is empty: give {column} a value")
-        if self.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
+        if self.options.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
             raise InputError(
                 f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {len(scores)} "
                 f"with {len(set(scores))}: remove some or set loss=dpo"
             )
-        if self.trains_on == "targets":
+        if self.options.trains_on == "targets":
             responses = responses[best : best + 1]
         examples = self._list_examples(scores, label)
         numbers = {}
@@ -261,27 +257,28 @@ class Reader:
 
     def _list_examples(self, scores: Sequence[float], label: bool | None) -> list[dict[str, int]]:
         """List a row's examples, which map roles to responses."""
-        if self.trains_on == "targets":
+        if self.options.trains_on == "targets":
             return [{"chosen": 0}]
-        if self.trains_on == "labels":
+        if self.options.trains_on == "labels":
             if label is None:
                 return [{"chosen": 0}, {"rejected": 1}]
             return [{"chosen" if label else "rejected": 0}]
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        if self.trains_on == "lists":
+        if self.options.trains_on == "lists":
             *others, last = ranked
             return [dict(zip(TRAINS_ON["lists"], others, strict=False)) | {"rejected": last}]
-        if scores and self.list_pairs == "best_worst":
+        if scores and self.options.list_pairs == "best_worst":
             ranked = [scores.index(max(scores)), scores.index(min(scores))]
         pairs = combinations(ranked, 2)
         return [{"chosen": better, "rejected": worse} for better, worse in pairs if scores[better] > scores[worse]]
 
-    def _find_unread(self, prompt: Prompt) -> set[str]:
-        """Find the keys of a chat's messages that neither we nor the chat template read."""
-        messages = chain(prompt.messages or (), *prompt.responses)
-        keys = {key for message in messages for key in message} - READ
+    def _note_unread(self, prompt: Prompt, said: Notes) -> None:
+        """Note the keys of a chat's messages that neither we nor the chat template read."""
         template = str(self.tokenizer.chat_template)
-        return {key for key in keys if not re.search(rf"""[.'"]{re.escape(key)}\b""", template)}
+        for message in chain(prompt.messages or (), *prompt.responses):
+            for key in sorted(message.keys() - READ):
+                if not re.search(rf"""[.'"]{re.escape(key)}\b""", template):
+                    said[f"not used: {key} of messages"] = Note("", warned_from=math.inf)
 
     def _check(self, prompt: Prompt) -> None:
         if (prompt.messages is not None) != self.is_rendered:
@@ -293,19 +290,6 @@ class Reader:
                     f"a text has {token}, which stands for an image, video or audio, and only text is trained: "
                     f"remove the record"
                 )
-
-
-def _describe(noticed: Noticed, origin: str, n_records: int) -> Iterator[str]:
-    if n_repeated := noticed.count((REPEATED, "")):
-        yield f"{origin}: messages of the prompt that responses repeat are taken off, in records: {n_repeated:,}"
-    echoes = [example for kind, example in noticed if kind == ECHOED]
-    if echoes and 2 * len(echoes) >= n_records:
-        yield (
-            f"warning: {origin}: responses begin with the text of their prompt, in records: {len(echoes):,}, as in "
-            f"{shorten(echoes[0])}: remove it"
-        )
-    if unread := sorted({key for kind, key in noticed if kind == UNREAD}):
-        yield f"{origin}: not used: {', '.join(unread)} of messages"
 
 
 def _is_empty(response: str | Messages) -> bool:
@@ -322,12 +306,12 @@ def _read_answers(
     used: Mapping[str, str],
     answers: Mapping,
     columns: Sequence[str],
-    noticed: Noticed,
+    said: Notes,
 ) -> tuple[str | Messages, list]:
     """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
 
     Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
-    content of a message with which all responses begin, as in UltraFeedback. What is remarkable is added to `noticed`.
+    content of a message with which all responses begin, as in UltraFeedback. What was noticed is added to `said`.
     """
     values = [_read_value(answers, column) for column in columns]
     are_texts = all(isinstance(value, str) for value in values)
@@ -348,8 +332,11 @@ def _read_answers(
     if are_texts:
         chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
         asked = _bare(chat[-1]["content"]) if prompt else ""
-        echoes = [text for text in map(str, values) if asked and _bare(text).startswith(asked)]
-        noticed += [(ECHOED, text[:1000]) for text in echoes[:1]]  # shortened later
+        for text in values:
+            if asked and _bare(str(text)).startswith(asked):
+                said["responses begin with the text of their prompt: remove it"] = Note(
+                    str(text)[:1000], warned_from=0.5
+                )
         return prompt, list(map(_as_answer, values)) if chat is prompt else values
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
@@ -363,14 +350,14 @@ def _read_answers(
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if not prompt:
         return prompt, values
-    return _continue(prompt, values, noticed)
+    return _continue(prompt, values, said)
 
 
 def _bare(text: str) -> str:
     return text.strip().removeprefix("Human:").lstrip()
 
 
-def _continue(prompt: Messages, responses: Sequence[Messages], noticed: Noticed) -> tuple[Messages, list[Messages]]:
+def _continue(prompt: Messages, responses: Sequence[Messages], said: Notes) -> tuple[Messages, list[Messages]]:
     """Take off what responses repeat of the prompt; what all of them say before an answer belongs to the prompt."""
     before = []
     turns = list(prompt)
@@ -386,7 +373,7 @@ def _continue(prompt: Messages, responses: Sequence[Messages], noticed: Noticed)
             )
         rests.append(rest)
     if rests != responses:
-        noticed.append((REPEATED, ""))
+        said["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
     shared, *rests = _split_shared_messages(rests, until="assistant")
     return [*before, *turns, *shared], rests
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dpo.data.columns import N_INSPECTED, recognize
-from dpo.data.custom import PairsError, get_custom
+from dpo.data.custom import RecordOptions, get_custom
 from dpo.data.demo import get_demo
 from dpo.data.published import Entries, get_hh, get_se, get_shp
 from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
@@ -52,7 +52,7 @@ def load_splits(
     silent: bool = False,
     **options: Any,
 ) -> list[Split]:
-    """Load splits of a dataset; the options are those of `get_custom`."""
+    """Load splits of a dataset; the options are those of `RecordOptions`."""
     source = find_source(name, sources)
     place = source.label or name
     are_apart = has_splits(name, source)
@@ -61,7 +61,7 @@ def load_splits(
         split = wanted if are_apart else "train"
         origin = f"{place} ({split})" if are_apart else place
         if name in LOADERS:
-            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), **options)
+            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), RecordOptions(**options))
         else:
             rows = read_rows(name, source, split, cache_dir)
             prompts = Split()
@@ -88,21 +88,18 @@ def has_splits(name: str, source: Source) -> bool:
     return name in BUILT_IN or DATASETS[name]("test") is not None
 
 
-def _make_split(
-    name: str, entries: Entries, *, trains_on: str = "pairs", unpair: bool = False, **options: Any
-) -> Split:
-    """Make prompts of entries, with examples as `get_custom` makes them; its other options are for custom data."""
-    if trains_on == "labels" and not unpair:
-        raise PairsError(name)
+def _make_split(name: str, entries: Entries, options: RecordOptions) -> Split:
+    """Make prompts of entries, with examples as `get_custom` makes them; other options are for custom data."""
+    options.check_pairs(name)
+    mode: TruncationMode = "keep_start" if name in CUT_AT_END else "keep_end"
     split = Split()
     for text, entry in entries.items():
         responses = entry["responses"]
         examples = [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
-        if trains_on == "targets":
+        if options.trains_on == "targets":
             responses, examples = [entry["sft_target"]], [{"chosen": 0}]
-        elif trains_on == "labels":
+        elif options.trains_on == "labels":
             examples = [{role: index} for example in examples for role, index in example.items()]
-        mode: TruncationMode = "keep_start" if name in CUT_AT_END else "keep_end"
         split[text] = Prompt(text, responses, examples, mode)
     return split
 
@@ -142,7 +139,7 @@ def read_rows(
 
 
 def find_kind(plan: Plan) -> str:
-    """Find the kind of a run's examples, as `get_custom` names them."""
+    """Find the kind of a run's examples, as `RecordOptions` names them."""
     return "prompts" if plan.online else plan.loss.trains_on
 
 

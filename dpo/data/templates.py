@@ -4,6 +4,7 @@ The assistant's messages are scored, each with the end of its turn.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,25 +24,35 @@ ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles
 NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside a word
 TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
 LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"
-EARLIER = "leaves out thoughts of earlier turns, as it does where the model is served"
+EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 REWRITTEN = (
-    "renders earlier turns of the response differently once others follow, so only the last answer is scored: give one "
-    "record for each answer to train on all"
+    "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
+    "is scored: give one record for each answer to train on all"
 )
-Changes = dict[str, tuple[int, str]]  # what a template does to records, in how many, and an example
 
 
-def describe_changes(changes: Changes, origin: str, n_records: int) -> Iterator[str]:
-    for what, (n, example) in changes.items():
-        is_warning = what == REWRITTEN or (what != EARLIER and n >= WARNED_FROM * n_records)
-        begin = "warning: " if is_warning else ""
-        yield f"{begin}{origin}: the chat template {what}; in records: {n:,} of {n_records:,}, as in {shorten(example)}"
+class Note(NamedTuple):
+    """What was noticed in records: an example, from which share of the records on it is a warning, and in how many."""
+
+    example: str
+    warned_from: float = WARNED_FROM
+    n_records: int = 1
 
 
-def add_changes(changes: Changes, more: Changes) -> None:
-    for what, (n, example) in more.items():
-        n_earlier, first = changes.get(what, (0, example))
-        changes[what] = (n_earlier + n, first)
+Notes = dict[str, Note]  # by what was noticed
+
+
+def add_notes(notes: Notes, more: Notes) -> None:
+    for what, note in more.items():
+        n_earlier = notes[what].n_records if what in notes else 0
+        notes[what] = notes.get(what, note)._replace(n_records=n_earlier + note.n_records)
+
+
+def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
+    for what, (example, warned_from, n) in notes.items():
+        begin = "warning: " if n >= warned_from * n_records else ""
+        as_in = f", as in {shorten(example)}" if example else ""
+        yield f"{begin}{origin}: {what}; in records: {n:,} of {n_records:,}{as_in}"
 
 
 class Piece(NamedTuple):
@@ -127,15 +138,14 @@ def _spell(text: str) -> Iterator[tuple[str, str]]:
 
 
 class ChatTemplate:
-    """A tokenizer's template; `changes` has what it does to conversations."""
-
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.changes: Changes = {}
         self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")
 
-    def render(self, prompt: Prompt) -> Prompt:
+    def render(self, prompt: Prompt, said: Notes) -> Prompt:
         """Render a prompt's messages, whose last turn the responses continue if it is the assistant's.
+
+        What the template changes is added to `said`.
 
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
@@ -157,7 +167,6 @@ class ChatTemplate:
         control = self._find_control(prompt, [chat[n_before:] for chat in chats])
         close = partial(apply_template, self.tokenizer, tools=tools)
         begin = partial(render_open, self.tokenizer, tools=tools, continued=continued)
-        said: Changes = {}  # by the template, to this record
         try:
             dialogues = [close(chat) for chat in chats]
             open_text = begin(before)
@@ -170,8 +179,11 @@ class ChatTemplate:
                     f"known where the response starts: {FIX}, or use text instead"
                 )
             if len(text) < len(open_text):
-                lacking = "ends the prompt, where the model is served, with a text that the responses do not begin with"
-                said[f"{lacking}, so it is left out"] = (1, open_text[len(text) :])
+                what = (
+                    "the chat template ends the prompt, where the model is served, with a text that the responses do "
+                    "not begin with, so it is left out"
+                )
+                said[what] = Note(open_text[len(text) :])
             found = find_pieces(list_pieces(before, tools), text)
             _note(found, before, "prompts", said)
             roles = [message["role"] for message in before]
@@ -202,7 +214,6 @@ class ChatTemplate:
             what = "messages or tools" if tools else "messages"
             reason = f"the tokenizer's chat template rejects these {what}: {error}"
             raise InputError(f"{control}; {reason}" if control else reason) from error
-        add_changes(self.changes, said)
         return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
 
     def _find_control(self, prompt: Prompt, answers: Sequence[Messages]) -> str:
@@ -256,7 +267,7 @@ class ChatTemplate:
         dialogue: str,
         start: int,
         found: Sequence[Piece],
-        said: Changes,
+        said: Notes,
     ) -> list[tuple[int, int]]:
         """Find where the dialogue's scored turns begin and end; they belong to the answer, which begins at `start`.
 
@@ -279,7 +290,7 @@ class ChatTemplate:
                         f"the chat template leaves out or moves the last answer, so it is not known which text is "
                         f"scored: {FIX}, give responses of one message, or remove {shorten(chat[-1])}"
                     )
-                said[REWRITTEN] = (1, str(chat[-1]["content"]))
+                said[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
                 turns = [(last, begin, len(dialogue))]
                 break
             turns.append((i, begin, len(turn)))
@@ -303,18 +314,18 @@ class ChatTemplate:
         return None if before in (None, dialogue) else len(before)
 
 
-def _note(found: Sequence[Piece], messages: Messages, place: str, said: Changes) -> None:
+def _note(found: Sequence[Piece], messages: Messages, place: str, said: Notes) -> None:
     for piece in found:
         if not piece.change:
             continue
-        what = f"{piece.change} the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+        kind = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
         if piece.kind == "tool":
-            what = f"{piece.change} tools"
-        elif piece.kind == "thought" and piece.change == LEAVES_OUT:
-            is_earlier = any(message["role"] == "user" for message in messages[piece.index :])
-            if place == "prompts" or is_earlier:
-                what = EARLIER
-        said.setdefault(what, (1, piece.text))
+            kind = "tools"
+        what, note = f"the chat template {piece.change} {kind}", Note(piece.text)
+        is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
+        if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
+            what, note = EARLIER, Note(piece.text, warned_from=math.inf)
+        said.setdefault(what, note)
 
 
 def _find_lost(

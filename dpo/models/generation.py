@@ -40,7 +40,7 @@ class LoadedModel(NamedTuple):
     def write(self, messages: Messages) -> str:
         """Write messages in the form of its prompts; InputError if it cannot hold them."""
         if self.form == CHAT:
-            return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages)).text
+            return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages), {}).text
         return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
 
     def choose_sampling(self, options: Namespace) -> Sampling:

@@ -354,5 +354,5 @@ def test_a_response_in_which_nothing_is_scored_is_refused(mark, said, chat):
 
 def test_a_begun_answer_of_weight_zero_is_continued_by_one_that_is_scored(chat):
     begun = {**assistant("It is"), "weight": 0}
-    record = ChatTemplate(chat(PLAIN)).render(Prompt("", [[assistant(" blue.")]], [], messages=[*ASK, begun]))
+    record = ChatTemplate(chat(PLAIN)).render(Prompt("", [[assistant(" blue.")]], [], messages=[*ASK, begun]), {})
     assert (record.responses, record.cuts) == ([" blue."], [[]])

@@ -41,7 +41,9 @@ EOS = "<|endoftext|>"
 
 def asked(messages, tokenizer, tools=()) -> str:
     """A prompt as `scripts.sample` asks it."""
-    return ChatTemplate(tokenizer).render(Prompt("", [], [], messages=read_messages(messages), tools=list(tools))).text
+    return (
+        ChatTemplate(tokenizer).render(Prompt("", [], [], messages=read_messages(messages), tools=list(tools)), {}).text
+    )
 
 
 @pytest.mark.parametrize(
