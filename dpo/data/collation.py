@@ -102,7 +102,7 @@ def get_collate_fn(tokenizer: Any) -> Callable[[list[dict]], PaddedBatch]:
             name, _, kind = key.partition("_")
             if kind in pad_values:  # others are texts
                 batch[key] = pad_sequence(
-                    [torch.tensor(ids, dtype=torch.int64) for ids in batch[key]],
+                    [torch.LongTensor(ids) for ids in batch[key]],
                     batch_first=True,
                     padding_value=pad_values[kind],
                     padding_side="left" if name == "prompt" else "right",

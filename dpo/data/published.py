@@ -36,10 +36,16 @@ def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_firs
     return entry
 
 
-def _read_rows(source: Source, split: str, cache_dir: str | None, name: str, silent: bool) -> Iterator[tuple[Row, str]]:
+def _read_rows(
+    source: Source,
+    split: str,
+    cache_dir: str | None,
+    silent: bool,
+) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a split, each with its place for messages."""
+    rows = load_rows(source, split, cache_dir)
     # with None, silent unless stderr is a terminal
-    bar = tqdm.tqdm(load_rows(source, split, cache_dir), f"Processing {name}", disable=silent or None)
+    bar = tqdm.tqdm(rows, f"Processing {source.path}", disable=silent or None)
     for number, row in enumerate(bar, start=1):
         yield row, f"record {number} of {source.path} ({split})"
 
@@ -78,14 +84,17 @@ def strip_html_tags(html_string: str) -> str:
 
 
 def get_hh(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["hh"])
+    split: str,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    source: Source = Source(BUILT_IN["hh"]),
 ) -> Entries:
     """Load Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
 
     A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code.
     """
     entries: Entries = {}
-    for row, where in _read_rows(source, split, cache_dir, "HH", silent):
+    for row, where in _read_rows(source, split, cache_dir, silent):
         with naming(where):
             chosen = get_field(row, "chosen")
             rejected = get_field(row, "rejected")
@@ -97,12 +106,15 @@ def get_hh(
 
 
 def get_shp(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["shp"])
+    split: str,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    source: Source = Source(BUILT_IN["shp"]),
 ) -> Entries:
     """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
     entries: Entries = {}
     scores = defaultdict(dict)  # by prompt and response
-    for row, where in _read_rows(source, split, cache_dir, "SHP", silent):
+    for row, where in _read_rows(source, split, cache_dir, silent):
         with naming(where):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
             a = " " + get_field(row, "human_ref_A")
@@ -143,7 +155,10 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
 
 
 def get_se(
-    split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(BUILT_IN["se"])
+    split: str,
+    silent: bool = False,
+    cache_dir: str | None = None,
+    source: Source = Source(BUILT_IN["se"]),
 ) -> Entries:
     """Load every pair of a question's answers; of equal scores the later answer is preferred.
 
@@ -156,8 +171,14 @@ def get_se(
     indices = order[:n_test] if split == "test" else order[n_test:]
     placed_rows = ((rows[i], f"record {i + 1} of {source.path}") for i in indices)
     entries: Entries = {}
-    for questions in map_chunks(
-        _read_questions, placed_rows, len(indices), "Processing SE", QUESTIONS_PER_WORKER, silent=silent
-    ):
+    chunks = map_chunks(
+        _read_questions,
+        placed_rows,
+        len(indices),
+        f"Processing {source.path}",
+        QUESTIONS_PER_WORKER,
+        silent=silent,
+    )
+    for questions in chunks:
         entries.update(questions)
     return entries

@@ -78,7 +78,13 @@ def _decode(value: Any, feature: Any, key: str) -> Any:
     return kept
 
 
-def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
+def load_rows(
+    source: Source,
+    split: str,
+    cache_dir: str | None = None,
+    *,
+    limit: int | None = None,
+) -> Sequence[Row]:
     """Load a split, or all records of a source without splits; with `limit`, only so many of each local file.
 
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
@@ -120,7 +126,11 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
         name = names.pop(0)
         try:
             return datasets.load_dataset(
-                source.path, source.subset, split=name, cache_dir=cache_dir, revision=source.revision or None
+                source.path,
+                source.subset,
+                split=name,
+                cache_dir=cache_dir,
+                revision=source.revision or None,
             )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
             said = str(error)
@@ -150,14 +160,13 @@ def _find_files(source: Source, split: str) -> list[Path]:
     names = SPLIT_NAMES.get(split, (split,))
     entries = sorted([*folder.glob("*"), *folder.glob("data/*")])
     for name in names:
-        found = defaultdict(list)  # shards are together, by directory and suffix
+        found = defaultdict(list)  # shards of a directory are together
         for entry in entries:
             suffix = find_suffix(entry.name)
             stem = entry.name.lower().removesuffix(suffix)
-            if suffix and stem.startswith(f"{name}-"):
-                found[entry.parent, suffix].append(entry)
-            elif stem == name and (suffix or (entry / SAVED).is_file()):
-                found[entry].append(entry)
+            is_data = suffix or (entry / SAVED).is_file()
+            if is_data and (stem == name or stem.startswith(f"{name}-")):
+                found[entry.parent, suffix, stem == name].append(entry)
         if len(found) > 1:
             listed = ", ".join(str(file.relative_to(folder)) for file in chain(*found.values()))
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")

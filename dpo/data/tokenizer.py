@@ -5,7 +5,6 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,11 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(
-    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, chat: ChatPlan | None = None
+    name: str,
+    *,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    chat: ChatPlan | None = None,
 ) -> Any:
     """Load a tokenizer with a run's chat template; raises InputError if it has no EOS.
 
@@ -54,7 +57,9 @@ def load_tokenizer(
     """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
+            name,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
         )
         # settings of a wrong kind raise only when they are used
         tokenizer.decode(tokenizer("a")["input_ids"], clean_up_tokenization_spaces=False)
@@ -63,10 +68,7 @@ def load_tokenizer(
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
-    with contextlib.suppress(OSError):  # a tokenizer alone, without a model's config
-        config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
-        tokenizer.media_tokens = find_media_tokens(tokenizer, config)
-        tokenizer.end_tokens = find_end_tokens(tokenizer, name, config, cache_dir=cache_dir)
+    name_tokens(tokenizer, name, cache_dir)
     if chat is not None:
         bind_template(tokenizer, chat, date=chat.chat_template_date)
     return tokenizer
@@ -119,40 +121,26 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
         tokenizer.chat_template = bind(template)
 
 
-def find_media_tokens(tokenizer: Any, config: Mapping) -> list[str]:
-    """Find the tokens for images, video and audio that the tokenizer or config.json names."""
-    ids = [id for key, id in config.items() if re.fullmatch("(image|video|audio)_token_(id|index)", key)]
-    tokens = _list_added(tokenizer, ids)
-    for name in ("image_token", "video_token", "audio_token"):
-        token = getattr(tokenizer, name, None)
-        if isinstance(token, str) and token:
-            tokens.append(token)
-    return tokens
-
-
-def find_end_tokens(tokenizer: Any, name: str, config: Mapping, *, cache_dir: str | None) -> list[str]:
-    """Find the tokens that end an answer by the generation config, or, without one, by config.json."""
-    published = config.get("eos_token_id")
-    with contextlib.suppress(OSError):
-        published = transformers.GenerationConfig.from_pretrained(name, cache_dir=cache_dir).eos_token_id
-    return _list_added(tokenizer, published if isinstance(published, list) else [published])
-
-
-def _list_added(tokenizer: Any, ids: Sequence) -> list[str]:
-    return [token.content for id, token in tokenizer.added_tokens_decoder.items() if id in ids]
-
-
-def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
-    """A special token with an embedding that is not EOS.
-
-    A scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
-    """
-    added = tokenizer.added_tokens_decoder
-    named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]
-    for id in (tokenizer.pad_token_id, *named_pad, tokenizer.bos_token_id):
-        if id in added and added[id].special and id != tokenizer.eos_token_id and id < n_embeddings:
-            return id
-    return None
+def name_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
+    """Let a tokenizer name the tokens that end an answer, and those for images, video and audio, as the model does."""
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
+    except OSError:  # a tokenizer alone, without a model's config
+        return
+    end_ids = config.get("eos_token_id")
+    with contextlib.suppress(OSError):  # without a generation config
+        end_ids = transformers.GenerationConfig.from_pretrained(name, cache_dir=cache_dir).eos_token_id
+    if not isinstance(end_ids, list):
+        end_ids = [end_ids]
+    media_ids = [id for key, id in config.items() if re.fullmatch("(image|video|audio)_token_(id|index)", key)]
+    named = [getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")]
+    tokenizer.media_tokens = [token for token in named if isinstance(token, str) and token]
+    tokenizer.end_tokens = []
+    for id, token in tokenizer.added_tokens_decoder.items():
+        if id in media_ids:
+            tokenizer.media_tokens.append(token.content)
+        if id in end_ids:
+            tokenizer.end_tokens.append(token.content)
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:

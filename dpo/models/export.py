@@ -25,7 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
 from dpo.data.tokenization import list_ends
-from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token, load_tokenizer
+from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
 from dpo.errors import InputError, RunError, explaining, one_sentence
 from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
@@ -340,6 +340,19 @@ def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:
             shutil.copyfile(path, folder / file)
 
 
+def _find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
+    """Find a special token with an embedding that is not EOS.
+
+    A scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
+    """
+    added = tokenizer.added_tokens_decoder
+    named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]
+    for id in (tokenizer.pad_token_id, *named_pad, tokenizer.bos_token_id):
+        if id in added and added[id].special and id != tokenizer.eos_token_id and id < n_embeddings:
+            return id
+    return None
+
+
 def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
 
@@ -353,7 +366,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     n_tokens = len(tokenizer)
     bind_template(tokenizer, source.plan.chat)
     n_embeddings = model.get_input_embeddings().num_embeddings
-    pad = find_pad_token(tokenizer, n_embeddings)
+    pad = _find_pad_token(tokenizer, n_embeddings)
     if source.scalar_head:
         if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):  # an adapter adds no embedding
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})

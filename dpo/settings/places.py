@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ class Source(NamedTuple):
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
                 f"{', '.join(BUILT_IN)} are fixed"
             )
-        if source.reader is not None and source.reader not in READERS:
+        if source.reader not in (None, *READERS):
             known = ", ".join(READERS) or "those that plugins add, which are none here"
             raise InputError(f"{key}.reader={source.reader} must be one of {known}")
         subset = source.subset  # its name may be a number
@@ -163,39 +163,29 @@ class Source(NamedTuple):
 
 def place_datasets(values: Mapping) -> dict:
     """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
-    placed = dict(values)
-    if is_text(values["chat_template"]):  # a later command may run in another directory
-        placed["chat_template"] = _make_absolute(values["chat_template"])
-    if are_names(values["plugins"]):
-        placed["plugins"] = [_make_absolute(file) for file in values["plugins"]]
     datasets = values["datasets"]
     if is_text(datasets):
         datasets = [datasets]
     if not (are_names(datasets) and isinstance(values["dataset_sources"], Mapping)):
-        return placed
-    names = placed["datasets"] = []
-    sources = placed["dataset_sources"] = dict(values["dataset_sources"])
+        return dict(values)
+    names = []
+    sources = dict(values["dataset_sources"])
+    taken = {*BUILT_IN, *DATASETS}
+    for name, source in sources.items():
+        place = source.get("path") if isinstance(source, Mapping) else source
+        if place:
+            taken.add(name)
     for name in datasets:
         path = find_local(name)
         is_there = os.path.exists(path) if path else HUB_ID.fullmatch(name)
-        last_part = os.path.basename(_make_absolute(name))
+        last_part = os.path.basename(os.path.abspath(path or name))
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
-        if is_there and not has_source(name, sources) and not has_source(new_name, sources):
+        if is_there and taken.isdisjoint([name, new_name]):
+            taken.add(new_name)
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name
         names.append(name)
-    return placed
-
-
-def _make_absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
-
-
-def has_source(name: str, sources: Mapping) -> bool:
-    source = sources.get(name)
-    if isinstance(source, Mapping):
-        source = source.get("path")
-    return name in BUILT_IN or name in DATASETS or bool(source)
+    return {**values, "datasets": names, "dataset_sources": sources}
 
 
 def find_source(name: str, sources: Mapping) -> Source:
@@ -260,7 +250,7 @@ def _are_rows(value: Any) -> bool:
 
 def _simplify(value: Any) -> Any:
     """Make what JSON can write: of numpy's and pandas' values those of Python, of dates and the like their text."""
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, Set):
         return sorted(value, key=repr)
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")

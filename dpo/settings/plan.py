@@ -153,6 +153,10 @@ def resolve(
     values = place_datasets(flatten(composed))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
+    if keys.is_text(values["chat_template"]):  # a later command may run in another directory
+        values["chat_template"] = os.path.abspath(os.path.expanduser(values["chat_template"]))
+    if keys.are_names(values["plugins"]):
+        values["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
     if typed is not None:
         _drop_foreign_options(values, {*typed})
     has_new_run_dir = "get_local_run_dir" in str(composed)
