@@ -74,7 +74,7 @@ def _work(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None, log:
     for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
-    set_up_libraries(plan, bars=rank == 0 and sys.stderr.isatty())
+    set_up_libraries(plan, progress_bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)
     if run and resume_point is None:

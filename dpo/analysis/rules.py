@@ -101,11 +101,12 @@ def find_overfitting(run: LoggedRun) -> str:
 
 
 def find_better_checkpoint(run: LoggedRun) -> str:
+    """The checkpoint BEST scored better on held-out examples than the last evaluation."""
     name, sign = run.objective.best
     if run.eval.has(HELD_OUT_SCORE):
         name, sign = HELD_OUT_SCORE, +1
     examples, values = run.eval.points(name)
-    at_best = values[examples == run.best]  # two, if a resumed run evaluated again there
+    at_best = values[examples == run.best]  # a resumed run may have evaluated there again
     if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
         return ""
     return f"{name} {figure(at_best[-1])} at {count(run.best or 0, 'example')}, {figure(values[-1])} at last"

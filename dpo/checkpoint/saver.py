@@ -166,7 +166,11 @@ class Checkpoints:
         facts: Mapping,
         elsewhere: Path | None = None,
     ) -> None:
-        """Save to `step-N`, LATEST and, if the best so far, BEST; or only `elsewhere`. Every process must call it."""
+        """Save to `step-N`, and point LATEST to it, and BEST if its quality is the highest so far.
+
+        With `elsewhere`, save to that directory alone. `step_idx`, the reference code's name of N, is the number of
+        examples trained on. Every process must call it; rank 0 writes.
+        """
         links = [] if elsewhere else ["LATEST"]
         if links and quality is not None and quality > self.best:  # false for NaN
             self.best = quality
@@ -174,7 +178,7 @@ class Checkpoints:
             links.append("BEST")
         states = self._gather(parts)  # a generator: each part is gathered when taken from it
         if self.mesh.rank != 0:
-            for _ in states:  # take part in the collectives
+            for _ in states:  # gathering is collective, so the other ranks take part
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"

@@ -110,8 +110,10 @@ def find_gpus() -> list[Gpu]:
 
 
 def find_links(n_gpus: int) -> Counter[str]:
-    """Count the pairs of this machine's GPUs by their link: NV4 and the like, which is NVLink, or what else
-    `nvidia-smi topo -m` knows, which is PCIe; without that command, whether one GPU reads the other's memory.
+    """Count the pairs of this machine's GPUs by their link.
+
+    The links are those of `nvidia-smi topo -m`: NV4 and the like are NVLink, all others go over PCIe. Without that
+    command, pairs are counted by whether one GPU can read the other's memory.
     """
     import torch
 
@@ -120,7 +122,8 @@ def find_links(n_gpus: int) -> Counter[str]:
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
         rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]  # not the heading
         for i, row in enumerate(rows):
-            links.update(row[i + 2 : len(rows) + 1])  # each pair once, and none of a GPU with itself
+            # a row has GPUi, its link to each GPU (X to itself), and other columns: take the links to later GPUs
+            links.update(row[i + 2 : len(rows) + 1])
     if not links:
         for pair in combinations(range(n_gpus), 2):
             links["peer access" if torch.cuda.can_device_access_peer(*pair) else "no peer access"] += 1

@@ -175,7 +175,7 @@ class Reader:
                     continue
                 self._check(prompt)
                 if self.is_rendered:
-                    self._note_unread(prompt, said)
+                    self._note_unused_keys(prompt, said)
                     prompt = template.render(prompt, said)
                 else:
                     refuse_eos([*prompt.responses, prompt.text] if self.is_apart else prompt.responses, self.tokenizer)
@@ -272,11 +272,12 @@ class Reader:
         pairs = combinations(ranked, 2)
         return [{"chosen": better, "rejected": worse} for better, worse in pairs if scores[better] > scores[worse]]
 
-    def _note_unread(self, prompt: Prompt, said: Notes) -> None:
-        """Note the keys of a chat's messages that neither we nor the chat template read."""
+    def _note_unused_keys(self, prompt: Prompt, said: Notes) -> None:
+        """Add to `said` the keys of messages that are not used: we read none of them, nor does the chat template."""
         template = str(self.tokenizer.chat_template)
         for message in chain(prompt.messages or (), *prompt.responses):
             for key in sorted(message.keys() - READ):
+                # a template reads a key as message.key, message["key"] or message.get("key")
                 if not re.search(rf"""[.'"]{re.escape(key)}\b""", template):
                     said[f"not used: {key} of messages"] = Note("", warned_from=math.inf)
 

@@ -98,7 +98,7 @@ class TrainingData:
         )
         return cls(
             tokenizer,
-            TextEncoder(tokenizer, largest=facts["largest"]),
+            TextEncoder(tokenizer, largest_id=facts["largest"]),
             PromptTable(table / "train.jsonl"),
             PromptTable(table / "test.jsonl"),
             Preflight(train, test, facts["notes"], updates, per_epoch),
@@ -200,7 +200,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
     facts = {split: asdict(counter.report) for split, counter in counters.items()}
     facts["test"] |= find_near_duplicates(tables["train"], tables["test"], tokenizer)
-    return {**facts, "notes": notes, "largest": encode.largest}
+    return {**facts, "notes": notes, "largest": encode.largest_id}
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:

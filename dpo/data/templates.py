@@ -185,7 +185,7 @@ class ChatTemplate:
                 )
                 said[what] = Note(open_text[len(text) :])
             found = find_pieces(list_pieces(before, tools), text)
-            _note(found, before, "prompts", said)
+            _note_changes(found, before, "prompts", said)
             roles = [message["role"] for message in before]
             others = [role for role in roles if role not in ASK_NOTHING]
             asking = next(role for role in ("user", *others, *roles) if role in roles)
@@ -199,7 +199,7 @@ class ChatTemplate:
             cuts = []
             for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
                 found = find_pieces(list_pieces(answer), dialogue[len(text) :])
-                _note(found, answer, "responses", said)
+                _note_changes(found, answer, "responses", said)
                 lost = _find_lost("assistant", answer, found, close, dialogue, chat[: -len(answer)])
                 if lost is not None:
                     raise InputError(
@@ -314,18 +314,20 @@ class ChatTemplate:
         return None if before in (None, dialogue) else len(before)
 
 
-def _note(found: Sequence[Piece], messages: Messages, place: str, said: Notes) -> None:
+def _note_changes(found: Sequence[Piece], messages: Messages, place: str, said: Notes) -> None:
+    """Add to `said` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
     for piece in found:
         if not piece.change:
             continue
-        kind = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
-        if piece.kind == "tool":
-            kind = "tools"
-        what, note = f"the chat template {piece.change} {kind}", Note(piece.text)
+        # templates drop the thoughts before the user's last turn when the model is served, too: no warning
         is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
         if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
-            what, note = EARLIER, Note(piece.text, warned_from=math.inf)
-        said.setdefault(what, note)
+            said.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
+            continue
+        changed = "tools"
+        if piece.kind != "tool":
+            changed = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+        said.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
 
 
 def _find_lost(
@@ -346,7 +348,10 @@ def _find_lost(
 
 
 def _cut_response(dialogue: str, start: int, spans: Sequence[tuple[int, int]]) -> tuple[str, list[int]]:
-    """Take the response up to its last scored turn, and where a part that is not scored begins and ends in turn."""
+    """Cut the response off after its last scored turn, and list its unscored parts as [start, end, start, end, ...].
+
+    The spans are the scored turns, as positions in the dialogue; the unscored parts are positions in the response.
+    """
     cuts = []
     scored_end = start
     for begin, end in spans:

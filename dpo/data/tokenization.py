@@ -88,13 +88,13 @@ class TextEncoder:
     once `n_embeddings` is known.
     """
 
-    def __init__(self, tokenizer: Any, *, largest: int = -1):
+    def __init__(self, tokenizer: Any, *, largest_id: int = -1):
         self.tokenizer = tokenizer
-        self.largest = largest
-        self.n_embeddings = math.inf
-        self.eos = getattr(tokenizer, "eos_token_id", None)  # transformers looks it up at each access
-        self.ends = tuple(list_ends(tokenizer))
-        self._lock = Lock()  # backends are made once
+        self.largest_id = largest_id  # of all texts so far; -1 before the first
+        self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
+        self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
+        self.ends = tuple(list_ends(tokenizer))  # strings of the tokens that end an answer
+        self._lock = Lock()  # held while the backend is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize the distinct texts, each apart."""
@@ -145,17 +145,17 @@ class TextEncoder:
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         for ids_of_parts in encoded.values():
-            self.largest = max([self.largest, *chain.from_iterable(ids_of_parts or ())])
+            self.largest_id = max([self.largest_id, *chain.from_iterable(ids_of_parts or ())])
         self.check_vocabulary(self.n_embeddings)
         return encoded
 
     def check_vocabulary(self, n_embeddings: float) -> None:
         """Raise InputError for a token id without an embedding, now and in later texts."""
         self.n_embeddings = n_embeddings
-        if self.largest >= n_embeddings:
+        if self.largest_id >= n_embeddings:
             raise InputError(
-                f"the tokenizer gives token id {self.largest}, but the model has only {n_embeddings} embeddings; set "
-                f"model.tokenizer_name_or_path to the model's own tokenizer"
+                f"the tokenizer gives token id {self.largest_id}, but the model has only {n_embeddings} embeddings: "
+                f"set model.tokenizer_name_or_path to the model's own tokenizer"
             )
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:

@@ -17,7 +17,7 @@ from dpo.data.schema import Prompt, naming
 from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
-from dpo.models.adapters import switch
+from dpo.models.adapters import make_adapter_context
 from dpo.models.answers import Answer, Sampling, Tokens, generate, list_end_tokens, write_turns
 from dpo.models.generation import LoadedModel
 from dpo.models.weights import model_digest
@@ -115,7 +115,7 @@ def draw_answers(
     missing = [i for i, key in enumerate(keys) if key not in kept.lines]
     missing.sort(key=lambda i: -len(encoded[i]))
     with (
-        switch(model, loaded.adapter)(),
+        make_adapter_context(model, loaded.adapter)(),
         tqdm.tqdm(total=len(missing), desc=loaded.name, disable=not missing) as bar,
     ):
         for start in range(0, len(missing), batch_size):

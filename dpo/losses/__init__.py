@@ -137,6 +137,7 @@ class Loss:
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
+        """Compute the statistic of the global batch that the losses of its examples need."""
         return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 

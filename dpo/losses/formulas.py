@@ -190,7 +190,10 @@ def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) ->
 
 
 def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """EXO for pairs (arXiv 2402.00856, eq. 16)."""
+    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(p || q), the policy's preference and the smoothed label.
+
+    p is (sigmoid(margin), sigmoid(-margin)), q is (1 - label_smoothing, label_smoothing), which must be above 0.
+    """
     margin = beta * scores.h()
     chosen_term = margin.sigmoid() * (_log_sigmoid(margin) - math.log1p(-label_smoothing))
     rejected_term = (-margin).sigmoid() * (_log_sigmoid(-margin) - math.log(label_smoothing))

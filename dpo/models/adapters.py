@@ -348,19 +348,22 @@ def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
         layer.in_use = name
 
 
-def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager]:
-    """Make a function that opens contexts with the adapter `name` active, or none, and then the policy's."""
+def make_adapter_context(model: Any, name: str | None) -> Callable[[], AbstractContextManager]:
+    """Return a function that makes a context in which the adapter `name` is active, or without one the base model.
+
+    When the context ends, the policy's adapter is active again.
+    """
     layers = _adapted_layers(model)  # found once, as an update opens a context for every microbatch
 
     @contextmanager
-    def switched() -> Iterator:
+    def adapter_context() -> Iterator:
         _activate(layers, name)
         try:
             yield
         finally:
             _activate(layers, POLICY)
 
-    return switched
+    return adapter_context
 
 
 # --- what is trained, and saved --------------------------------------------------------------------------------------

@@ -433,16 +433,16 @@ def _find_end(tokenizer: Any, form: str | None) -> str:
     return tokenizer.eos_token
 
 
-def _list_data(names: Iterable[str], sources: Mapping) -> dict[str, Any]:
-    """Say where each dataset is: a Hub id, or a file's name without directory."""
-    places = {}
+def _describe_data(names: Iterable[str], sources: Mapping) -> dict[str, str]:
+    """Map each dataset to its Hub id, or to the name of its file; directories stay private, as cards are published."""
+    described = {}
     for name in names:
         given = sources.get(name)
         data = Source.parse(name, given or BUILT_IN.get(name) or name)
-        places[name] = data.path
-        if given and data.local:  # a directory that is named like one of BUILT_IN is not where that is read
-            places[name] = f"local files: {data.local.name}"
-    return places
+        described[name] = data.path
+        if given and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
+            described[name] = f"local files: {data.local.name}"
+    return described
 
 
 def _write_card(
@@ -461,7 +461,7 @@ def _write_card(
     if source.run_dir:
         form = find_prompt_format(source)
         values = redact(plan.values)
-    data = _list_data(values.get("datasets", ()), plan.data.dataset_sources)
+    data = _describe_data(values.get("datasets", ()), plan.data.dataset_sources)
     tags = [loss] if loss else []
     adapter = None
     if source.adapter is not None:

@@ -11,7 +11,7 @@ from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
-from dpo.models.adapters import load_adapter, switch
+from dpo.models.adapters import load_adapter, make_adapter_context
 from dpo.models.answers import Sampling, Tokens, choose_sampling, generate
 from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
@@ -56,7 +56,7 @@ class LoadedModel(NamedTuple):
 
     def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:
         """Answer a prompt, whose number in the session is part of the seed."""
-        with switch(self.model, self.adapter)():
+        with make_adapter_context(self.model, self.adapter)():
             [given] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
         return given.text
 

@@ -82,13 +82,16 @@ def seeded_generators(*numbers: int) -> Iterator:
             np.random.set_state(numpy_state)
 
 
-def load_function(function: str, path: Path) -> Callable:
-    """Take the function that `FILE.py:NAME` names; the file may import modules beside it."""
-    name = function.rpartition(":")[2]
-    module = load_module(path, f"{function}: {path} cannot be run")
+def load_function(spec: str, path: Path) -> Callable:
+    """Load the function NAME of `spec`, which is "FILE.py:NAME"; the file may import modules beside it.
+
+    Returns a scorer of prompts and answers, which passes their texts to the function.
+    """
+    name = spec.rpartition(":")[2]
+    module = load_module(path, f"{spec}: {path} cannot be run")
     users_function = getattr(module, name, None)
     if not callable(users_function):
-        raise InputError(f"{function}: {path} has no function {name}")
+        raise InputError(f"{spec}: {path} has no function {name}")
     return lambda prompts, answers: users_function(
         [prompt.text for prompt in prompts], [answer.text for answer in answers]
     )
@@ -225,7 +228,10 @@ class RewardModel:
 
 
 def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
-    """Load a model with its head; InputError if that is impossible, or if it has not exactly one output."""
+    """Load `online.reward_model`, a sequence classification model, and its tokenizer.
+
+    Raises InputError if it cannot be loaded, lacks weights, has not exactly one output, or cannot encode a prompt.
+    """
     name = plan.online.reward_model
     key = f"online.reward_model={name}"
     source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
@@ -246,6 +252,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     if form is None and getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT:
         form = POLICY_FORMAT
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
+    # before training, so that a format or template that does not fit is refused now
     reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model
 

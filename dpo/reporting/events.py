@@ -82,16 +82,16 @@ class Callback:
         return True
 
     def on_update(self, update: Update) -> None:
-        """Note an update, which was applied or refused."""
+        """Called after an update, which was applied or refused."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Note metrics of held-out examples."""
+        """Called after an evaluation on held-out examples, with its metrics."""
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        """Note an evaluation's samples; none if sampling failed."""
+        """Called with an evaluation's samples; none if sampling failed."""
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
-        """Note the policy's most probable answers to a few held-out prompts."""
+        """Called with the policy's most probable answers to a few held-out prompts."""
 
     def on_abort(self, reason: str) -> None:
         """Note that the run aborts on NaN; `on_end` follows."""

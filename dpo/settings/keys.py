@@ -422,12 +422,13 @@ def compose_config(**options: str) -> dict:
         return load(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
 
     def load_option(group: str) -> DictConfig | None:
+        """Load the file of the group's chosen option, or else its `none.yaml`, if there is one."""
         folder = CONFIG_DIR / group
         if group == "loss" and chosen["loss"] in plugins.ADDED_LOSSES:
             return load(describe_added_loss(chosen["loss"]), folder)
         for name in (chosen.get(group), "none"):
             file = folder / f"{name}.yaml"
-            if os.path.isfile(file) and "/" not in str(name):  # a recorded name may be anything
+            if os.path.isfile(file) and "/" not in str(name):  # a recorded name may be a path
                 return load_file(file)
         return None
 

@@ -29,7 +29,7 @@ class ParallelDims(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """Number of processes that see different examples."""
+        """Number of groups of processes that see different examples; the processes of a group share tensors."""
         return self.world_size // self.tensor_size
 
     @property

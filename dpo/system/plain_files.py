@@ -102,6 +102,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
     with replacing(path) as unfinished:
         unfinished.write_bytes(content)
 

@@ -7,7 +7,7 @@ from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.models.adapters import REFERENCE, policy_part, switch
+from dpo.models.adapters import REFERENCE, make_adapter_context, policy_part
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, refuse_offloading, unwrap
 from dpo.models.weights import load_archive
@@ -141,7 +141,7 @@ class TrainerParts:
         logps = ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
         if plan.reference in ("base", "adapter"):
             adapter = REFERENCE if plan.reference == "adapter" else None
-            return Reference(policy, frozen_digest, logps, switch(policy, adapter))
+            return Reference(policy, frozen_digest, logps, make_adapter_context(policy, adapter))
         if reference is None:
             if plan.reference == "model":
                 raise InputError(f"loss={plan.loss.name} needs a reference model")

@@ -41,14 +41,17 @@ TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilitie
 MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
 
 
-def set_up_libraries(plan: Plan, *, bars: bool = True) -> None:
-    """Seed random generators, choose kernels, and without `bars` hide those of libraries, which would fill a log."""
+def set_up_libraries(plan: Plan, *, progress_bars: bool = True) -> None:
+    """Seed the random generators and set up torch.
+
+    Without `progress_bars`, those of transformers and datasets are disabled, as they would fill a log.
+    """
     random.seed(plan.run.seed)
     np.random.seed(plan.run.seed)
     torch.manual_seed(plan.run.seed)  # `transformers.set_seed` would import PEFT, which takes a second
-    if not bars:
+    if not progress_bars:
         transformers.utils.logging.disable_progress_bar()
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
     set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
 
 

@@ -24,10 +24,10 @@ from dpo.models.adapters import (
     add_adapter,
     base_weights,
     load_adapter,
+    make_adapter_context,
     policy_part,
     read_adapter,
     seed_dropout,
-    switch,
 )
 from dpo.models.layouts import SharedPrefix
 from dpo.models.pretrained import checkpoint_activations, describe_model
@@ -57,7 +57,7 @@ def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(fami
     model, plain = build(family).eval(), build(family).eval()
     load_adapter(model, tmp_path)
     assert_near(model(IDS).logits, expected)
-    with switch(model, None)():
+    with make_adapter_context(model, None)():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
 
@@ -94,7 +94,7 @@ def test_adapters_of_other_sizes_and_layers_stand_beside_each_other_on_the_plain
     before = model(IDS).logits
     load_adapter(model, tmp_path, REFERENCE)
     assert_near(model(IDS).logits, expected)
-    with switch(model, "policy")():
+    with make_adapter_context(model, "policy")():
         assert torch.equal(model(IDS).logits, before)
     weights = base_weights(model)
     assert weights.keys() == alone.keys()
@@ -202,7 +202,7 @@ def test_only_the_policys_adapter_drops_in_train_mode_and_anew_in_each_update():
 
     def find_logits(*numbers: int, name: str | None = POLICY) -> torch.Tensor:
         seed_dropout(*numbers)
-        with switch(model, name)():
+        with make_adapter_context(model, name)():
             return model(IDS).logits
 
     first = find_logits(0, 1, 0)

@@ -19,7 +19,7 @@ from support.runs import TINY, assert_alike, compose, read_metrics
 from transformers import AutoModelForCausalLM
 
 from dpo.checkpoint.files import read_state
-from dpo.models.adapters import WEIGHTS, switch
+from dpo.models.adapters import WEIGHTS, make_adapter_context
 from dpo.models.export import export
 from dpo.models.generation import load_for_generation
 from dpo.models.loading import load_policy, model_loaders
@@ -132,7 +132,7 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
 
     policy, reference = load_for_generation(directory)
     assert reference.model is policy.model
-    with switch(policy.model, policy.adapter)():
+    with make_adapter_context(policy.model, policy.adapter)():
         assert torch.equal(policy.model(IDS).logits, ours(IDS).logits)
 
 
