@@ -163,20 +163,23 @@ def encode_examples(
     """
     if encode.eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    texts = []
+    apart = []  # texts that are tokenized by themselves
+    whole = []  # conversations that are tokenized as one text
     for prompt, index in examples:
         if prompt.apart:
-            texts += [prompt.text, *prompt.texts(index).values()]
-    ids = encode(texts)
-    # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
-    whole = iter(encode.encode_whole((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart))
+            apart += [prompt.text, *prompt.texts(index).values()]
+        else:
+            # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
+            whole.append((prompt.text, prompt.pieces))
+    ids = encode(apart)
+    conversations = iter(encode.encode_whole(whole))
     encoded = []
     for prompt, index in examples:
         if prompt.apart:
             responses = [[ids[text]] for text in prompt.texts(index).values()]
             tokens = Tokens(ids[prompt.text], responses, crosses=False)
         else:
-            tokens = next(whole)
+            tokens = next(conversations)
             tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
         encoded.append(_make_example(prompt, index, tokens, encode, max_length, max_prompt_length))
     return encoded
@@ -198,34 +201,37 @@ def _make_example(
         responses.append(response)
     longest = max(map(len, responses), default=0)
     kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
-    kept = responses
+    room = longest
     if len(kept_prompt) + longest > max_length:
         # by the reference code's rule a response may not use the room that a short prompt leaves
         room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
-        kept = [response[:room] for response in responses]
-    cuts = []
-    for text, pieces, response in zip(texts.values(), tokens.responses, kept, strict=True):
+    kept = []
+    all_cuts = []
+    for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
+        response = response[:room]
         # the ends of pieces are alternately the start and the end of what is not scored
         ends_of_pieces = accumulate(len(piece) for piece in pieces[:-1])
-        cuts.append(tuple(min(end, len(response)) for end in ends_of_pieces))
-        if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
+        cuts = tuple(min(end, len(response)) for end in ends_of_pieces)
+        if count_cut(cuts) == len(response):  # before a run, `SplitCounter` has refused such data
             raise InputError(
                 f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                 f"max_length, or remove the record"
             )
+        kept.append(tuple(response))
+        all_cuts.append(cuts)
     return Example(
         prompt=tuple(kept_prompt),
-        responses=tuple(map(tuple, kept)),
+        responses=tuple(kept),
         id=(prompt.index_in_split, index),
         dataset=prompt.dataset,
         digest=text_digest(prompt.text, texts),
         prompt_is_cut=kept_prompt != tokens.prompt,
-        response_is_cut=kept != responses,
+        response_is_cut=longest > room,
         crosses=tokens.crosses,
         roles=tuple(texts),
         weight=prompt.weights[index] if prompt.weights and texts else 1.0,
         margin=prompt.margins[index] if prompt.margins and texts else None,
-        cuts=tuple(cuts) if any(cuts) else (),
+        cuts=tuple(all_cuts) if any(all_cuts) else (),
     )
 
 
