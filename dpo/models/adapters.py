@@ -18,8 +18,8 @@ from dpo.checkpoint.saver import ModelPart
 from dpo.errors import InputError, needing
 from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.paths import CONFIG, explaining_adapter
+from dpo.models.published import rename_layers
 from dpo.models.quantization import Linear4bit
-from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import full_state, local_tensor, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes

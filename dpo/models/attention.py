@@ -57,8 +57,6 @@ def attend_by_segments(
     value: Tensor,
     attention_mask: Tensor | None,
     segments: Segments | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend by `segments` in bfloat16 or float16; without them, as transformers' "sdpa".
@@ -73,7 +71,8 @@ def attend_by_segments(
             f"scores: use sdpa"
         )
     if segments is None:
-        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return _sdpa(module, query, key, value, attention_mask, **kwargs)
+    sliding_window = kwargs.get("sliding_window")
     dtype = find_compute_dtype(query.device.type, value.dtype)
 
     def by_token(tensor: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def attend_by_segments(
         segments.queries,
         segments.keys,
         *segments.longest,
-        scale=scaling,
+        scale=kwargs.get("scaling"),
         # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **GROUPED,
@@ -103,8 +102,6 @@ def attend_in_bfloat16(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over twice as fast as torch does, in bfloat16 on a CPU; else as transformers' "sdpa".
@@ -114,20 +111,10 @@ def attend_in_bfloat16(
     dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
-    is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
-    if not (is_cpu_bfloat16 and has_fixed_mask and is_plain):
-        return _sdpa(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            **kwargs,
-        )
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
+    if not (is_cpu_bfloat16 and has_fixed_mask) or has_options:
+        return _sdpa(module, query, key, value, attention_mask, **kwargs)
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     out = masked_attention(query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -213,8 +200,5 @@ def _list_blocks(mask: Tensor) -> Iterator[tuple[slice, slice]]:
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), QUERIES_AT_ONCE):
         queries = slice(start, start + QUERIES_AT_ONCE)
-        keys = is_allowed[queries].any(0).nonzero()
-        if len(keys):
-            yield queries, slice(int(keys[0]), int(keys[-1]) + 1)
-        else:
-            yield queries, slice(None)
+        keys = is_allowed[queries].any(0).nonzero().flatten().tolist()
+        yield queries, slice(keys[0], keys[-1] + 1) if keys else slice(None)

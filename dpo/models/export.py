@@ -32,17 +32,23 @@ from dpo.models.answers import list_end_tokens
 from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
-from dpo.models.published import drop_copies, find_file, read_weights, rename_weights, spell_both_ways
+from dpo.models.published import (
+    drop_copies,
+    find_file,
+    is_text_part,
+    read_weights,
+    rename_weights,
+    spell_both_ways,
+)
 from dpo.models.quantization import layers_to_quantize, round_weight
 from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
-from dpo.models.text_part import is_text_part
 from dpo.models.weights import read_archive
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS, ResumeRule
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing, write_json
-from dpo.system.waiting import after_rank_0, barrier_before_exit
+from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
 SHARD_BYTES = 2 * 10**9
 # settings on the card: what determines the weights, but for what was said to the export and not to the run
@@ -135,8 +141,7 @@ def export(
             if (file.parent / MANIFEST).exists():  # the reference implementation writes none
                 check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
     problem = f"{out} could not be written, and nothing was left there"
-    failures = (OSError, SafetensorError)
-    with explaining(failures, lambda why: RunError(f"{problem}: {why}")), replacing(out) as folder:
+    with explaining((OSError, SafetensorError), lambda why: RunError(f"{problem}: {why}")), replacing(out) as folder:
         folder.mkdir(parents=True)
         if as_adapter:
             _write_adapter(folder, source)
@@ -161,19 +166,11 @@ def export_last(plan: Plan, rank: int) -> None:
     if not plan.run.export or plan.run.debug:
         return
     latest = Path(plan.run.local_run_dir) / "LATEST"
-
-    def export_latest() -> None:
-        if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
-            return
+    if rank == 0 and latest.exists() and not (latest / EXPORTED).exists():
         try:
             is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
-            out = export(
-                latest,
-                latest.resolve() / EXPORTED,
-                trust_remote_code=is_trusted,
-                verify=False,
-                plan=plan,
-            )
+            out = latest.resolve() / EXPORTED
+            out = export(latest, out, trust_remote_code=is_trusted, verify=False, plan=plan)
             print(describe_export(out), flush=True)
         except Exception as error:  # no error of an export may fail a run that is complete
             command = f"dpo export {plan.run.local_run_dir} DIR"
@@ -184,31 +181,24 @@ def export_last(plan: Plan, rank: int) -> None:
                 f"to export it, run {command}",
                 file=sys.stderr,
             )
-
-    after_rank_0("the export", export_latest)
+    meet_rank_0("the export")  # which may take longer than a barrier would wait
     barrier_before_exit()
 
 
-def _find_base_for_peft(source: ModelPath) -> str:
-    """Find the base's name; InputError if PEFT cannot load it."""
-    archive = source.archive
-    if archive is not None:
-        exported = archive.parent / EXPORTED
-        if (exported / "config.json").is_file():
-            return str(exported)
-        raise NeedsMerge(
-            f"the base of {source.adapter} is {archive}, which PEFT cannot load: add --merge, or export the base "
-            f"first: dpo export {archive} {exported}"
-        )
-    if source.plan.model.random_init:
-        raise NeedsMerge(f"the base of {source.adapter} has random weights, which PEFT cannot load: add --merge")
-    return resolve_name(source.name)
-
-
 def _write_adapter(folder: Path, source: ModelPath) -> None:
-    base_name = _find_base_for_peft(source)
+    base_name = resolve_name(source.name)
+    if source.archive is not None:
+        exported = source.archive.parent / EXPORTED
+        base_name = str(exported)
+        if not (exported / "config.json").is_file():
+            raise NeedsMerge(
+                f"the base of {source.adapter} is {source.archive}, which PEFT cannot load: add --merge, or export the "
+                f"base first: dpo export {source.archive} {exported}"
+            )
+    elif source.plan.model.random_init:
+        raise NeedsMerge(f"the base of {source.adapter} has random weights, which PEFT cannot load: add --merge")
     config, _ = read_adapter(source.adapter)
-    write_json(folder / CONFIG, dict(sorted({**config, "base_model_name_or_path": base_name}.items())))
+    write_json(folder / CONFIG, config | {"base_model_name_or_path": base_name})
     shutil.copyfile(source.adapter / WEIGHTS, folder / WEIGHTS)
     base = load_structure(source, dtype=torch.float32)
     tokenizer = _write_tokenizer(folder, source, base)
@@ -231,18 +221,29 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         tensors = _complete(model, state, read_weights(source), dtype)
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
     if tensors or not is_text_part(config):
-        written = dict(read_json(Path(find_file(source, "config.json"))))
+        written = read_json(Path(find_file(source, "config.json")))
     else:  # there are no weights of other parts
         config = config.get_text_config()
         written = json.loads(config.to_json_string())
+    text = written.get("text_config", written)
     if not tensors:
         rounded = dict(_round(model, state, dtype))
-        if source.scalar_head:
-            _embed(model, rounded, tokenizer.pad_token_id)
+        if source.scalar_head:  # a new pad token gets an embedding of zeros, which is only read as padding
+            embeddings = model.get_input_embeddings().weight
+            name = next(name for name, weight in model.named_parameters() if weight is embeddings)
+            n_missing = max(0, tokenizer.pad_token_id + 1 - len(embeddings))
+            rounded[name] = torch.nn.functional.pad(rounded[name], (0, 0, 0, n_missing))
+            text["vocab_size"] = len(rounded[name])
         tensors = revert_weight_conversion(model, rounded)
-    save_torch_state_dict(_separate(tensors), folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
+    storages = set()
+    for name, tensor in tensors.items():
+        # safetensors takes no shared storage, as of a tied weight that the base's files have twice, or of an expert
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
+            tensors[name] = tensor.clone()
+        storages.add(storage.data_ptr())
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
     dtype_name = str(dtype or max(state.values(), key=torch.numel).dtype).removeprefix("torch.")
-    text = written.get("text_config", written)
     for part in (written, text):
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
         if not state.keys().isdisjoint(model.all_tied_weights_keys):  # a head of its own, although the config ties it
@@ -256,8 +257,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         custom_object_save(model, folder, config=config)
         written["auto_map"] = config.auto_map
     if source.scalar_head:
-        n_embeddings = max(config.get_text_config().vocab_size, tokenizer.pad_token_id + 1)
-        text |= {"pad_token_id": tokenizer.pad_token_id, "vocab_size": n_embeddings}
+        text["pad_token_id"] = tokenizer.pad_token_id
         written |= {"id2label": config.id2label, "label2id": config.label2id, FORMAT_KEY: POLICY_FORMAT}
         written.pop("num_labels", None)
     else:
@@ -279,20 +279,11 @@ def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> dic
     return merge_adapter(base, source.adapter, dtype)
 
 
-def _embed(model: Any, state: dict[str, Tensor], token_id: int) -> None:
-    """Add a row of zeros for a token, which is only read as padding."""
-    embeddings = model.get_input_embeddings().weight
-    name = next(name for name, weight in model.named_parameters() if weight is embeddings)
-    n_missing = max(0, token_id + 1 - len(embeddings))
-    state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, n_missing))
-
-
-def _round(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
+def _round(model: Any, state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
     if dtype is None:
         return state
-    model = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype)
-    rounded = model.state_dict()
+    rounded = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype).state_dict()
     return {name: rounded[name] for name in state}
 
 
@@ -320,18 +311,6 @@ def _complete(
         elif name not in named and tensor.is_floating_point():
             complete[name] = tensor.to(dtype)
     return complete
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy what shares its storage: a tied weight that the base's files have twice, or an expert of several."""
-    storages = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        is_shared = storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes
-        separate[name] = tensor.clone() if is_shared else tensor
-        storages.add(storage.data_ptr())
-    return separate
 
 
 def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:
@@ -404,12 +383,11 @@ def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) ->
     """Write the base's settings of generation, with end tokens of which the first is the one that was trained."""
     published = load_generation_config(source)
     file = find_file(source, "generation_config.json")
-    values = dict(read_json(Path(file))) if file else published.to_diff_dict()
+    values = read_json(Path(file)) if file else published.to_diff_dict()
     values.pop("_from_model_config", None)  # by which transformers would make it anew
     values["eos_token_id"] = list_end_tokens(published, tokenizer)
-    values["pad_token_id"] = tokenizer.pad_token_id
-    if tokenizer.pad_token_id is None:
-        values["pad_token_id"] = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    values["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
     write_json(folder / "generation_config.json", values)
 
 
@@ -420,29 +398,6 @@ def escape_markdown(text: str) -> str:
     """Write a text on one line, as a page shows it: no markup, HTML or link of its own, as names come from others."""
     escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
-
-
-def _find_end(tokenizer: Any, form: str | None) -> str:
-    """Find the token that ends an answer in this form of prompts."""
-    if form == CHAT:
-        dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
-        behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
-        found = [token for token in list_ends(tokenizer) if token in behind]
-        if found:
-            return min(found, key=behind.index)
-    return tokenizer.eos_token
-
-
-def _describe_data(names: Iterable[str], sources: Mapping) -> dict[str, str]:
-    """Map each dataset to its Hub id, or to the name of its file; directories stay private, as cards are published."""
-    described = {}
-    for name in names:
-        given = sources.get(name)
-        data = Source.parse(name, given or BUILT_IN.get(name) or name)
-        described[name] = data.path
-        if given and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
-            described[name] = f"local files: {data.local.name}"
-    return described
 
 
 def _write_card(
@@ -461,14 +416,20 @@ def _write_card(
     if source.run_dir:
         form = find_prompt_format(source)
         values = redact(plan.values)
-    data = _describe_data(values.get("datasets", ()), plan.data.dataset_sources)
+    data = {}  # each dataset's Hub id, or its file's name: directories stay private, as cards are published
+    for name in values.get("datasets", ()):
+        given = plan.data.dataset_sources.get(name)
+        place = Source.parse(name, given or BUILT_IN.get(name) or name)
+        data[name] = place.path
+        if given and place.local:  # a built-in dataset is read from the Hub, even if its id is a path here
+            data[name] = f"local files: {place.local.name}"
     tags = [loss] if loss else []
-    adapter = None
+    adapter = {}
     if source.adapter is not None:
         tags.append("lora")
         config = read_json(source.adapter / CONFIG)
         adapter = {"r": config["r"], "alpha": config["lora_alpha"]}
-    is_base_on_hub = not Path(source.name).expanduser().exists() and HUB_ID.fullmatch(source.name) is not None
+    is_base_on_hub = HUB_ID.fullmatch(source.name) and not Path(source.name).exists()
     metadata = ModelCardData(
         base_model=source.name if is_base_on_hub and not (is_adapter and source.archive) else None,
         datasets=[place for place in data.values() if HUB_ID.fullmatch(place)] or None,
@@ -497,7 +458,12 @@ def _write_card(
     reward = ""
     if source.scalar_head:
         tokenizer = load_tokenizer(plan.model.tokenizer, **source.options, chat=plan.chat)
-        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(_find_end(tokenizer, form)))
+        end = tokenizer.eos_token
+        if form == CHAT:  # the first token behind an answer
+            dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+            behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
+            end = min((token for token in list_ends(tokenizer) if token in behind), key=behind.index, default=end)
+        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(end))
     checkpoint = read_file(source.policy_file) if source.policy_file else {}
     metrics = checkpoint.get("metrics") or {}
     facts = {

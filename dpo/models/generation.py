@@ -1,7 +1,6 @@
 """A policy and its reference, loaded for generation."""
 
 from argparse import Namespace
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +89,23 @@ def load_for_generation(
     bases = {}
     models = []
     for name, source in found.items():
-        base = _load_base(name, source, bases)
+        print(f"{name}: {source.describe()}")
+        plan = source.plan
+        dtype = None  # that of the model's own config
+        if source.run_dir is not None or source.archive is not None:
+            dtype = DTYPES[plan.model.policy_dtype]
+        init_seed = plan.run.seed if plan.model.random_init else None
+        key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
+        base = bases.get(key)
+        if base is None or (source.base_digest and source.base_digest != base.base_digest):
+            # not attention that needs a GPU
+            attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
+            device_map = None if plan.quantized else choose_device_map()
+            base = load_base(source, dtype, attention=attention, device_map=device_map)
+            base.base_digest = source.base_digest
+            if plan.quantized:
+                quantize(base)
+            bases[key] = base.eval()
         if source.adapter is not None:
             load_adapter(base, source.adapter, name)
         models.append(LoadedModel(name, base, tokenizer, form, source.adapter and name, source))
@@ -113,30 +128,4 @@ def _find_start(policy: ModelPath) -> ModelPath | None:
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
     # the digest is of the policy's base in the policy's dtype
-    return policy._replace(
-        plan=plan,
-        archive=archive,
-        adapter=adapter,
-        base_digest=None,
-    ).resolve()
-
-
-def _load_base(name: str, source: ModelPath, bases: dict[Hashable, Any]) -> Any:
-    """Load a model without its adapter, or take it from `bases`."""
-    print(f"{name}: {source.describe()}")
-    plan = source.plan
-    dtype = None  # that of the model's own config
-    if source.run_dir is not None or source.archive is not None:
-        dtype = DTYPES[plan.model.policy_dtype]
-    init_seed = plan.run.seed if plan.model.random_init else None
-    key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
-    if key not in bases or (source.base_digest and source.base_digest != bases[key].base_digest):
-        # not attention that needs a GPU
-        attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
-        device_map = None if plan.quantized else choose_device_map()
-        base = load_base(source, dtype, attention=attention, device_map=device_map)
-        base.base_digest = source.base_digest
-        if plan.quantized:
-            quantize(base)
-        bases[key] = base.eval()
-    return bases[key]
+    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).resolve()

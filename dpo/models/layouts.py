@@ -68,13 +68,7 @@ class Microbatch(NamedTuple):
         offsets = None
         if examples[0].margin is not None:
             offsets = torch.tensor([example.margin for example in fed[:n]], dtype=torch.float32)
-        return cls(
-            indices=torch.tensor(indices, dtype=torch.int64),
-            lengths=lengths[:, :n],
-            roles=roles[:, :n],
-            inputs=lay_out(fed),
-            offsets=offsets,
-        )
+        return cls(torch.tensor(indices, dtype=torch.int64), lengths[:, :n], roles[:, :n], lay_out(fed), offsets)
 
     @property
     def n_tokens(self) -> int:
@@ -148,10 +142,10 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         attention_mask[row, :end] = 1
         labels[row, start:end] = make_labels(response, cuts)
     return PaddedRows(
-        input_ids=torch.from_numpy(input_ids),
-        attention_mask=torch.from_numpy(attention_mask),
-        labels=torch.from_numpy(labels),
-        row_index=torch.from_numpy(row_index),
+        torch.from_numpy(input_ids),
+        torch.from_numpy(attention_mask),
+        torch.from_numpy(labels),
+        torch.from_numpy(row_index),
     )
 
 
@@ -217,18 +211,20 @@ def choose_layout(
     the model's layout.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
-    if isinstance(layout, SharedPrefix) and reference is not None and find_class(reference) is not find_class(model):
-        layout = Padded()
-        reason = f"has a reference of another class, {find_class(reference).__name__}"
     if isinstance(layout, SharedPrefix):
-        example = longest or max_length
-        row = 4 * max_length
-        if n_responses is not None:
-            row = min(n_responses * example, row)
-        reason = _find_difference(model, layout, example, row, TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE))
-        # processes that share the model must agree, as the order of their collectives follows from the layout
-        if on_any_process(reason is not None):
-            reason = reason or "does not support shared prefixes on another process"
+        if reference is not None and find_class(reference) is not find_class(model):
+            reason = f"has a reference of another class, {find_class(reference).__name__}"
+        else:
+            example = longest or max_length
+            row = 4 * max_length
+            if n_responses is not None:
+                row = min(n_responses * example, row)
+            tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
+            reason = _find_difference(model, layout, example, row, tolerance)
+            # processes that share the model must agree, as the order of their collectives follows from the layout
+            if on_any_process(reason is not None):
+                reason = reason or "does not support shared prefixes on another process"
+        if reason is not None:
             layout = Padded()
     if reason is None:
         return layout, None
@@ -249,14 +245,13 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
         return layout, None if name == "padded" else windows
     if name == "padded":
         return Padded(masked=False), None
-    layout = SharedPrefix(
+    return SharedPrefix(
         windows,
         max_length=max_length,
         alignment=GPU_ALIGNMENT if is_gpu(model.get_input_embeddings().weight.device) else 1,
         by_segments=attention == VARLEN,
         gives_rewards=find_scalar_head(model) is not None,
-    )
-    return layout, None
+    ), None
 
 
 # Config keys that limit attention to a number of columns, whatever the positions and the mask say: short rows would not

@@ -12,8 +12,8 @@ from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter
 from dpo.models.logprobs import install_scalar_head
 from dpo.models.paths import ModelPath, find_base, locate_weights
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure, take_model
+from dpo.models.published import check_names, is_text_part
 from dpo.models.quantization import quantize
-from dpo.models.text_part import check_names, is_text_part
 from dpo.models.weights import hash_base, model_digest, read_archive
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
@@ -29,7 +29,7 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 
 def resolve_name(name: str) -> str:
     """Make a directory's path absolute; a Hub id stays as it is."""
-    path = Path(name).expanduser()
+    path = Path(name)
     return str(path.resolve()) if path.exists() else name  # resolves links such as LATEST, which will move
 
 

@@ -112,7 +112,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 @dataclass
 class _Tree:
     prompt: tuple
-    branches: list[tuple]  # (index among the U responses, token ids, cuts)
+    branches: list[tuple]  # (index among the U responses, token ids, those that are fed, cuts)
     n_fed: int
 
 
@@ -139,13 +139,13 @@ def pack(
     latest = {}  # prompt -> the last tree with it
     for (prompt, (response, cuts)), index in indices.items():
         tree = latest.get(prompt)
-        n_fed = len(_fed_part(response, for_rewards))
-        if tree is None or (max_tree_tokens is not None and tree.n_fed + n_fed > max_tree_tokens):
+        fed = response if for_rewards else response[:-1]
+        if tree is None or (max_tree_tokens is not None and tree.n_fed + len(fed) > max_tree_tokens):
             tree = _Tree(prompt, [], len(prompt))
             latest[prompt] = tree
             trees.append(tree)
-        tree.branches.append((index, response, cuts))
-        tree.n_fed += n_fed
+        tree.branches.append((index, response, fed, cuts))
+        tree.n_fed += len(fed)
     trees.sort(key=lambda tree: tree.n_fed, reverse=True)  # first-fit-decreasing wastes little space
     n_tokens = sum(tree.n_fed for tree in trees)
     if max_tree_tokens is None:
@@ -159,26 +159,15 @@ def pack(
     # longer rows waste less space but cost more attention
     lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
-
-    def find_cost(n: int) -> float:
-        """A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention."""
-        return len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH)
-
-    cheapest = min(lengths, key=find_cost)
+    # a token costs 1 for the matrix products, and n / ATTENTION_LENGTH for attention
+    cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
     longest = 1  # a reward
     if not for_rewards:
         longest = max(len(response) for example in examples for response in example.responses)
-    # where an example has fewer responses than others, any index will do
-    response_index = by_side(indices_of_examples, fill=0)
-    shape = (len(indices), longest)
-    packed = _write(rows_by_length[cheapest], cheapest, response_index, shape, for_rewards=for_rewards)
+    packed = _write(rows_by_length[cheapest], cheapest, (len(indices), longest), indices_of_examples, for_rewards)
     if max_tree_tokens is None:
         packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
     return packed
-
-
-def _fed_part(response: tuple, for_rewards: bool) -> tuple:
-    return response if for_rewards else response[:-1]
 
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
@@ -204,9 +193,8 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 def _write(
     rows: list[list[_Tree]],
     length: int,
-    response_index: Tensor,
     shape: tuple[int, int],
-    *,
+    indices_of_examples: list[list[int]],
     for_rewards: bool,
 ) -> Packed:
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
@@ -223,34 +211,33 @@ def _write(
             position_ids[row, start : start + n_prompt] = range(n_prompt)
             start += n_prompt
             end_of_prompt = start
-            for index, token_ids, cuts in tree.branches:
-                fed = _fed_part(token_ids, for_rewards)
+            for index, token_ids, fed, cuts in tree.branches:
                 end = start + len(fed)
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
                 kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
+                # the prompt's last token predicts a response's first token
+                columns = [end_of_prompt - 1, *range(start, end)]
                 if for_rewards:
                     kept = kept[-1:]
-                    columns = range(start, end)
-                else:
-                    if not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
-                        kept = kept[1:]
-                    # the prompt's last token predicts a response's first token
-                    columns = [end_of_prompt - 1, *range(start, end)]
+                    columns = columns[1:]
+                elif not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
+                    kept = kept[1:]
                 scored += [row * length + columns[i] for i in kept]
                 targets += [token_ids[i] for i in kept]
                 slots += range(index * shape[1], index * shape[1] + len(kept))
                 start = end
+    scored, targets, slots = torch.tensor([scored, targets, slots], dtype=torch.int64)
     return Packed(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         tree=torch.from_numpy(tree_of),
         branch=torch.from_numpy(branch_of),
-        scored=torch.tensor(scored, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        response_index=response_index,
+        scored=scored,
+        targets=targets,
+        slots=slots,
+        response_index=by_side(indices_of_examples, fill=0),  # any index where there are fewer responses
         shape=shape,
     )
 

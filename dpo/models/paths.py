@@ -62,8 +62,10 @@ class ModelPath(NamedTuple):
 
     def resolve(self) -> "ModelPath":
         """Make its paths absolute, without links."""
-        archive = self.archive and self.archive.resolve()
-        return self._replace(archive=archive, adapter=self.adapter and self.adapter.resolve())
+        return self._replace(
+            archive=self.archive and self.archive.resolve(),
+            adapter=self.adapter and self.adapter.resolve(),
+        )
 
 
 def find_base(plan: Plan) -> ModelPath:
@@ -133,17 +135,21 @@ def find_model(
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        plan = resolve({"model": {"name_or_path": str(path), "trust_remote_code": trust_remote_code}})
-        return find_base(_choose_template(plan, template, {}, path))
-    found = locate_weights(path).resolve()
-    if model is not None and found.adapter:
-        found = ModelPath(model, adapter=found.adapter)  # without the base or archive that the adapter names
-    folder = found.adapter or found.archive.parent
+        found = ModelPath(str(path))
+        folder = path
+    else:
+        found = locate_weights(path).resolve()
+        if model is not None and found.adapter:
+            found = ModelPath(model, adapter=found.adapter)  # without the base or archive that the adapter names
+        folder = found.adapter or found.archive.parent
     run_dir = None
+    manifest = {}
     if found.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
         for parent in (folder.parent, folder):
             if (parent / RUN_CONFIG).is_file():
                 run_dir = parent
+        if (folder / MANIFEST).exists():
+            manifest = read_manifest(folder)
     if run_plan is None and run_dir is not None:
         # the keys that decide anything here; others may be wrong
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
@@ -153,13 +159,12 @@ def find_model(
         if run_plan is None:
             raise InputError(f"{path} names no base, and has no {RUN_CONFIG} of its run beside it: add --model")
         base = run_plan.model.name_or_path
-    plan = (run_plan or resolve({"model": {"name_or_path": base}})).change("model.name_or_path", base)
+    plan = (run_plan or resolve({})).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if found.adapter and model:  # it has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
     if found.adapter and run_dir is None and list(folder.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(folder))
-    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     return find_base(_choose_template(plan, template, manifest, path))._replace(
         archive=found.archive,
         adapter=found.adapter,

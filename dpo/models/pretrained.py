@@ -17,7 +17,7 @@ from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath
-from dpo.models.text_part import is_text_part, name_in_class
+from dpo.models.published import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
@@ -51,7 +51,7 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
     """Load a model's config; InputError if there is none, or for a model that cannot be trained here."""
     name = source.name
     auto_class = source.auto_class.__name__
-    if (Path(name).expanduser() / CONFIG).is_file():
+    if Path(name, CONFIG).is_file():
         raise InputError(
             f"model.name_or_path={name} is an adapter: set model.archive to it, with lora=lora, and "
             f"model.name_or_path to its base; or merge both: dpo export {name} DIR --merge"
@@ -81,20 +81,15 @@ def load_structure(source: ModelPath, *, dtype: torch.dtype, attn_implementation
     """Make the model of `load_model` on the meta device."""
     config = load_config(source)
     with explaining_load_errors("model", source.name), torch.device("meta"):
-        return _complete(_make(source, config, dtype, choose_attention(attn_implementation)), source, config)
+        return _complete(_make(source, config, dtype, attn_implementation), source, config)
 
 
-def _make(
-    source: ModelPath,
-    config: Any,
-    dtype: torch.dtype,
-    attention: str | None,
-) -> Any:
+def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str) -> Any:
     """Make a model with weights that its class draws."""
     return source.auto_class.from_config(
         config,
         dtype=dtype,
-        attn_implementation=attention,
+        attn_implementation=choose_attention(attention),
         trust_remote_code=source.trust_remote_code,
     )
 
@@ -104,18 +99,14 @@ def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> 
 
     Without accelerate, its weights go to a device by way of the CPU.
     """
-    if not transformers.utils.is_accelerate_available():
-        model, loading = load(**options, output_loading_info=True)
-        if isinstance(device_map, dict):
-            model = model.to(device_map[""])
-        return model, loading
-    model, loading = load(
-        **options,
-        device_map=device_map,
-        output_loading_info=True,
-    )
-    if not (isinstance(device_map, dict) and "" in device_map):  # "" stands for the whole model, on one device
+    has_accelerate = transformers.utils.is_accelerate_available()
+    if has_accelerate:
+        options["device_map"] = device_map
+    model, loading = load(**options, output_loading_info=True)
+    if not isinstance(device_map, dict) or "" not in device_map:  # "" stands for the whole model, on one device
         refuse_offloading(model)
+    elif not has_accelerate:
+        model = model.to(device_map[""])
     return model, loading
 
 
@@ -144,7 +135,6 @@ def load_model(
     is drawn; InputError if they lack others.
     """
     config = load_config(source)
-    attention = choose_attention(attn_implementation)
     structure = None
     state = {}  # empty for the model's own weights
     with explaining_load_errors("model", source.name):
@@ -155,7 +145,7 @@ def load_model(
             # drawn on the CPU in float32, so models of the same seed are equal up to rounding, whatever their dtype
             with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs
                 torch.manual_seed(seed)
-                structure = _make(source, config, torch.float32, attention)
+                structure = _make(source, config, torch.float32, attn_implementation)
             state = structure.state_dict()
         if state:
             own_config = config.get_text_config() if is_text_part(config) else config
@@ -163,6 +153,7 @@ def load_model(
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
         # transformers casts and places the weights one by one, so that there is no second copy
+        attention = choose_attention(attn_implementation)
         model, loading = load_onto(device_map, load, dtype=dtype, attn_implementation=attention)
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
             loading["missing_keys"].remove(HEAD_WEIGHT)
@@ -200,8 +191,8 @@ def load_generation_config(source: ModelPath) -> transformers.GenerationConfig:
 
 def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
     """Raise InputError for weights that `from_pretrained` would draw at random."""
-    if missing := sorted(loading["missing_keys"]):
-        raise InputError(f"{what} has no weights for {', '.join(missing[:5])}: {advice}")
+    if loading["missing_keys"]:
+        raise InputError(f"{what} has no weights for {', '.join(sorted(loading['missing_keys'])[:5])}: {advice}")
 
 
 def check_positions(model: Any, max_length: int) -> None:
@@ -257,10 +248,10 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
         # a layer's experts are one tensor of three dims, as is a depthwise convolution's kernel, whose second dim is 1
-        experts = [weight for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1]
-        if n_experts := sum(weight.numel() for weight in experts):
-            n_frozen = n_total - n_trainable
-            notes.append(f"warning: the experts, {percent(n_experts / n_frozen)} of the weights, get no adapter")
+        n_experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1)
+        if n_experts:
+            share = n_experts / (n_total - n_trainable)
+            notes.append(f"warning: the experts, {percent(share)} of the weights, get no adapter")
     return notes
 
 

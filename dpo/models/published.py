@@ -1,12 +1,15 @@
-"""The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5."""
+"""The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5.
+
+A checkpoint may have a vision part, too.
+"""
 
 from collections.abc import Mapping, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -20,8 +23,7 @@ LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has the
 
 def find_file(source: Any, file: str) -> str | None:
     """Find a file of a `ModelPath` by its path; it may be fetched from the Hub."""
-    name = str(Path(source.name).expanduser())
-    return cached_file(name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
+    return cached_file(source.name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
 def read_weights(source: Any) -> dict[str, Tensor]:
@@ -34,8 +36,7 @@ def read_weights(source: Any) -> dict[str, Tensor]:
                 continue
             paths: Any = [path]
             if file.endswith(".json"):
-                name = str(Path(source.name).expanduser())
-                paths = get_checkpoint_shard_files(name, path, cache_dir=source.cache_dir)[0]
+                paths, _ = get_checkpoint_shard_files(source.name, path, cache_dir=source.cache_dir)
             for part in paths:
                 if part.endswith(".safetensors"):
                     weights |= load_file(part)
@@ -49,12 +50,11 @@ def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Leave out tied weights, unless they differ from what they are tied to."""
     kept = dict(state)
     for name, source in model.all_tied_weights_keys.items():
-        tensor = kept.pop(name, None)
-        if tensor is None:
+        if name not in kept:
             continue
-        if source not in kept:  # a file may have either name
-            kept[source] = tensor
-        elif tensor is not kept[source] and not torch.equal(tensor, kept[source]):
+        tensor = kept.pop(name)
+        first = kept.setdefault(source, tensor)  # a file may have either name
+        if tensor is not first and not torch.equal(tensor, first):
             kept[name] = tensor
     return kept
 
@@ -88,13 +88,8 @@ def match_names(
     embeddings = model.get_input_embeddings()
     [path] = [name for name, module in model.named_modules() if module is embeddings]
     base = path.partition(".")[0] + "."
-    of_base = {}
-    of_head = {}
-    for name in weights:
-        if name.startswith(base):
-            of_base[name.removeprefix(base)] = name
-        else:
-            of_head[name] = name
+    of_base = {name.removeprefix(base): name for name in weights if name.startswith(base)}
+    of_head = {name: name for name in weights if not name.startswith(base)}
     names = {}
     for group in (of_base, of_head):
         required = {short: name for short, name in group.items() if name not in optional}
@@ -108,13 +103,6 @@ def match_names(
         for prefix in prefixes:
             names |= {name: prefix + short for short, name in group.items() if prefix + short in shapes}
     return names
-
-
-def ambiguity(model: Any, place: str) -> InputError:
-    return InputError(
-        f"in {place} the weights of the text part ({type(model).__name__}) cannot be told from the others: use "
-        f"a text-only model"
-    )
 
 
 def spell_both_ways(written: dict, config: Any) -> None:
@@ -141,3 +129,54 @@ def spell_both_ways(written: dict, config: Any) -> None:
         old["rotary_pct"] = whole["partial_rotary_factor"]
     for key, value in old.items():
         written.setdefault(key, value)
+
+
+# --- the text part of a checkpoint that also has a vision part. A model of `AutoModelForCausalLM` has other names for
+# --- its weights than the checkpoint's files (and our exports) or its class (and adapters)
+
+
+def ambiguity(model: Any, place: str) -> InputError:
+    return InputError(
+        f"in {place} the weights of the text part ({type(model).__name__}) cannot be told from the others: use "
+        f"a text-only model"
+    )
+
+
+def is_text_part(config: Any) -> bool:
+    """Return whether `AutoModelForCausalLM` takes the `text_config` alone, by its own rule."""
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text_config = config.sub_configs.get("text_config")
+    return text_config is not None and getattr(model_class, "config_class", None) is text_config
+
+
+def name_in_class(model: Any, config: Any) -> None:
+    """Note in a text model its weights' names in the checkpoint's class."""
+    if not is_text_part(config) or type(model.config) is type(config):
+        return
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(config)
+    model.checkpoint_class = type(whole).__name__
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+    model.names_in_class = match_names(model, model.state_dict(), shapes, model.all_tied_weights_keys.keys())
+    if not model.names_in_class:
+        raise ambiguity(model, f"the class {model.checkpoint_class}")
+
+
+def rename_layers(model: Any, names: Mapping[str, Tensor], *, to_class: bool) -> dict[str, Tensor]:
+    """Rename an adapter's weights to those in the checkpoint's class, or back."""
+    new_names = getattr(model, "names_in_class", {})
+    if not to_class:
+        new_names = {theirs: own for own, theirs in new_names.items()}
+    renamed = {}
+    for name, tensor in names.items():
+        layer, factor, rest = name.partition(".lora_")
+        weight = f"{layer}.weight"
+        renamed[new_names.get(weight, weight).removesuffix(".weight") + factor + rest] = tensor
+    return renamed
+
+
+def check_names(model: Any, source: Any) -> None:
+    """Raise InputError unless each weight of a text model has one place in the files."""
+    state = drop_copies(model, model.state_dict(keep_vars=True))
+    if not rename_weights(model, state, read_weights(source)):
+        raise ambiguity(model, f"the files of model.name_or_path={source.name}")

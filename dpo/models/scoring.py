@@ -123,10 +123,10 @@ class RewardModel:
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
-        limits = [count_positions(model)]
-        limits += [length for _, length in find_changing_ropes(config)]
+        limits = [length for _, length in find_changing_ropes(config)]
+        # a tokenizer that knows no limit has a huge number
+        limits += [count_positions(model), tokenizer.model_max_length]
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
-        limits.append(tokenizer.model_max_length)  # a tokenizer that knows no limit has a huge number
         limit = min(limit for limit in limits if limit > 0)
         self.limit = int(limit) if limit < 10**9 else None
         separator = tokenizer.sep_token_id
@@ -164,9 +164,20 @@ class RewardModel:
         """
         text = remove_control(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
-            texts = self._write_texts(prompt, text)
+            question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
+            separator = ""
+            if prompt.messages is not None:  # written without the policy's template
+                *asked, last = self._clean(as_messages(prompt, text))
+                question = write_dialogue(asked)
+                if self.form == "pair" and len(asked) == 1 and asked[0]["role"] == "user":
+                    question = asked[0]["content"]
+                text = last["content"]
+                separator = " "
             if answer.ended:
-                texts[-1] += self.eos
+                text += self.eos
+            texts = [question, text]
+            if self.form != "pair":
+                texts = [separator.join(texts)]
             encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
@@ -194,19 +205,6 @@ class RewardModel:
 
     def _clean(self, value: Any) -> Any:
         return change_texts(value, lambda text: remove_control(text, self.tokenizer))
-
-    def _write_texts(self, prompt: Prompt, answer: str) -> list[str]:
-        """Write prompt and answer as one text, or as two in the form pair; messages, without the policy's template."""
-        question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
-        separator = ""
-        if prompt.messages is not None:
-            *asked, last = self._clean(as_messages(prompt, answer))
-            question = write_dialogue(asked)
-            if self.form == "pair" and len(asked) == 1 and asked[0]["role"] == "user":
-                question = asked[0]["content"]
-            answer = last["content"]
-            separator = " "
-        return [question, answer] if self.form == "pair" else [question + separator + answer]
 
     def digest(self) -> str:
         content = (self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items()))
@@ -266,23 +264,21 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
     online = plan.online
     if online.scorer == "reward_model":
         reward_model = after_rank_0("the reward model", lambda: load_reward_model(plan, device, rows))
-        name = f"online.reward_model={online.reward_model}"
         digest = reward_model.digest() if str(device) != "meta" else ""
         check_alike({"online.reward_model": digest})  # each process scores its own answers
         note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
         if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
             note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
         check = partial(reward_model.encode, answer=NO_ANSWER)
-        return Scorer(name, reward_model, digest, True, [note], check)
+        return Scorer(f"online.reward_model={online.reward_model}", reward_model, digest, True, [note], check)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
         # rank 0 scores all answers: other ranks do not load the function
         score = load_function(online.function, file) if is_rank_0() else None
-        name = f"online.function={online.function}"
-        digest = from_rank_0(hash_code(file) if is_rank_0() else "")
-        # a resumed run may have another rank 0
-        check_alike({"online.function": hash_code(file) if file.is_file() else digest})
-        return Scorer(name, score, digest, file=file)
+        own_digest = hash_code(file) if file.is_file() else None
+        digest = from_rank_0(own_digest)
+        check_alike({"online.function": own_digest or digest})  # a resumed run may have another rank 0
+        return Scorer(f"online.function={online.function}", score, digest, file=file)
     scores = {
         "keyword": lambda prompts, answers: [answer.text.count(online.keyword) for answer in answers],
         "shorter": lambda prompts, answers: [-len(answer.tokens) for answer in answers],

@@ -49,7 +49,7 @@ def distribute(
     fsdp_mesh = mesh.device_mesh[axes]
     # no variable may hold the tensors, so that each unit's are freed
     tensors = (*model.named_parameters(), *model.named_buffers())
-    specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
+    specs = {name: tensor.detach().to("meta") for name, tensor in tensors}
     del tensors
     specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
@@ -160,7 +160,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
 
 def _receive_tensors(
     modules: Mapping[str, nn.Module],
-    specs: Mapping[str, tuple],
+    specs: Mapping[str, Tensor],
     mesh: Mesh,
     *,
     frozen_dtype: torch.dtype | None,
@@ -171,8 +171,7 @@ def _receive_tensors(
     for prefix, module in modules.items():
         for name, tensor in (*module.named_parameters(prefix, **own), *module.named_buffers(prefix, **own)):
             if tensor not in replacements:
-                shape, dtype = specs[name]
-                replacement = broadcast(tensor, shape, dtype, mesh)
+                replacement = broadcast(tensor, specs[name], mesh)
                 if isinstance(tensor, nn.Parameter):
                     if not tensor.requires_grad:
                         replacement = replacement.to(frozen_dtype)
@@ -181,17 +180,12 @@ def _receive_tensors(
             setattr(module, name.rpartition(".")[2], replacements[tensor])
 
 
-def broadcast(
-    tensor: Tensor | None,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    mesh: Mesh,
-) -> Tensor:
-    """Send rank 0's `tensor` to every process's device; other ranks may pass None."""
+def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
+    """Send rank 0's `tensor`, of the shape and dtype of `spec`, to every process's device; others may pass None."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
     else:
-        data = torch.empty(shape, dtype=dtype, device=mesh.device)
+        data = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
     if mesh.world_size > 1:
         dist.broadcast(data, src=0)
     return data
@@ -405,8 +399,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     for i, values in received["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
-                tensor = states[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
-                tensor = broadcast(tensor, value.shape, value.dtype, mesh)
+                tensor = broadcast(states[i][key] if mesh.rank == 0 else None, value, mesh)
                 whole = tensors[i].whole
                 everywhere = [Replicate()] * whole.device_mesh.ndim
                 replicated = join_parts(tensor, whole.device_mesh, everywhere, like=whole)

@@ -182,32 +182,26 @@ def find_plan(model: Any) -> dict[str, Style]:
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
         if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
             raise _refusal(model, f"does not say how to shard {name}")
-    return plan | _plan_adapters(model, plan)
 
-
-def _refusal(model: Any, problem: str) -> InputError:
-    return InputError(f"the tensor-parallel plan of {type(model).__name__} {problem}; use trainer=FSDPTrainer")
-
-
-def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Find the styles of the parts of adapted layers, W x + B A x.
-
-    Conversions are linear, so those of W convert the sum's input and output.
-    """
-    styles = {}
-    for name, module in model.named_modules():
+    # The parts of an adapted layer, W x + B A x: conversions are linear, so those of W convert the sum's input and
+    # output.
+    for module, name in names.items():
         if not hasattr(module, "base_layer"):
             continue
         style = plan.get(name, STYLES["replicate"])
         w_style = style._replace(enter=None, leave=None)
         a_style, b_style = ADAPTER_STYLES.get(style.cut, (w_style, w_style))
-        styles[name] = Style(None, style.enter, style.leave)
-        styles[f"{name}.base_layer"] = w_style
+        plan[name] = Style(None, style.enter, style.leave)
+        plan[f"{name}.base_layer"] = w_style
         for adapter in module.lora_A:
-            styles[f"{name}.lora_A.{adapter}"] = a_style
-            styles[f"{name}.lora_B.{adapter}"] = b_style
-            styles[f"{name}.lora_dropout.{adapter}"] = a_style  # its output is the input of A
-    return styles
+            plan[f"{name}.lora_A.{adapter}"] = a_style
+            plan[f"{name}.lora_B.{adapter}"] = b_style
+            plan[f"{name}.lora_dropout.{adapter}"] = a_style  # its output is the input of A
+    return plan
+
+
+def _refusal(model: Any, problem: str) -> InputError:
+    return InputError(f"the tensor-parallel plan of {type(model).__name__} {problem}; use trainer=FSDPTrainer")
 
 
 def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
@@ -220,13 +214,13 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
-                slices[parameter] = _slice(parameter, _find_cut_dim(module, key, style.cut), mesh)
+                slices[parameter] = _slice(module, key, style.cut, mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
         if style.cut == "in" and isinstance(module, nn.Dropout):
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
-            module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
+            module.forward = partial(_drop_own_features, module, mesh, width)
         if style.divided:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
@@ -259,32 +253,21 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     module.forward = local_forward
 
 
-def _drop_own_features(
-    dropout: Any,
-    x: Tensor,
-    *,
-    width: int,
-    mesh: DeviceMesh,
-) -> Tensor:
+def _drop_own_features(dropout: nn.Dropout, mesh: DeviceMesh, width: int, x: Tensor) -> Tensor:
     """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
-    ones = x.new_ones(*x.shape[:-1], width)
-    kept = nn.functional.dropout(ones, dropout.p, dropout.training)
+    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
     return x * kept[..., _own_slice(width, mesh)]
 
 
-def _find_cut_dim(module: nn.Module, name: str, cut: str | None) -> int | None:
-    """Find the dim along which a module's parameter `name` is cut; None: it is whole."""
-    if cut is None or (cut == "in" and name == "bias"):
-        return None
-    is_transposed = isinstance(module, Conv1D) and name == "weight"
-    return int((cut == "in") != is_transposed)
-
-
-def _slice(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    """Make this process's slice of a parameter along `dim`, or a replica."""
-    placements = [Replicate() if dim is None else Shard(dim)]
+def _slice(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
+    """Make this process's slice of a module's parameter, or a replica."""
+    parameter = module.get_parameter(name)
+    placements: list[Placement] = [Replicate()]
+    if cut is not None and (cut, name) != ("in", "bias"):
+        is_transposed = isinstance(module, Conv1D) and name == "weight"
+        placements = [Shard(int((cut == "in") != is_transposed))]
     local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None).to_local()
-    if dim is not None:
+    if placements[0].is_shard():
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
     sliced = join_parts(local, mesh, placements, like=parameter)
     return nn.Parameter(sliced, requires_grad=parameter.requires_grad)

@@ -11,7 +11,7 @@ from support.runs import read_metrics, run_card, run_here
 
 from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_structure
-from dpo.models.text_part import check_names
+from dpo.models.published import check_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
 SIGLIP = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
