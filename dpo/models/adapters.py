@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from dpo.checkpoint.saver import ModelPart
 from dpo.errors import InputError, needing
 from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.paths import CONFIG, explaining_adapter
-from dpo.models.published import rename_layers
+from dpo.models.published import Tensors, rename_layers
 from dpo.models.quantization import Linear4bit
 from dpo.parallel.sharding import full_state, local_tensor, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
@@ -49,13 +49,12 @@ KNOWN_KEYS = (
 )
 SAVED_HEADS = {HEAD, "classifier"}  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
-IS_FACTOR = re.compile(r"\.lora_[AB]\.")  # found in the names of the weights of all adapters
 
 
 # --- files in PEFT's format ------------------------------------------------------------------------------------------
 
 
-def read_adapter(directory: Path) -> tuple[dict, dict[str, Tensor]]:
+def read_adapter(directory: Path) -> tuple[dict, Tensors]:
     """Read an adapter's config, and its weights by their names in the model.
 
     Raises InputError if the adapter is damaged, or more than LoRA and a scalar head.
@@ -95,8 +94,7 @@ def read_adapter(directory: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def _list_layers(names: Iterable[str]) -> list[str]:
     """List the layers of an adapter's weights."""
-    matches = map(FACTOR_NAME.fullmatch, names)
-    return sorted({match[1] for match in matches if match})
+    return sorted({match[1] for match in map(FACTOR_NAME.fullmatch, names) if match})
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -242,9 +240,7 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
 
 def _is_linear(layer: Any) -> bool:
     """Return whether a layer computes what torch's does, unlike Llama 4's routers."""
-    if isinstance(layer, (Conv1D, Linear4bit)):
-        return True
-    return getattr(type(layer), "forward", None) is nn.Linear.forward
+    return isinstance(layer, (Conv1D, Linear4bit)) or type(layer).forward is nn.Linear.forward
 
 
 def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
@@ -272,12 +268,11 @@ def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
             f"{directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
             f"{', '.join(sorted(differing)[:3])}: set lora.target_modules as in its {CONFIG}, and its base"
         )
-    with torch.no_grad():
-        for key, parameter in parameters.items():
-            parameter.copy_(weights[key])
+    for key, parameter in parameters.items():
+        parameter.data.copy_(weights[key])
 
 
-def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
+def adapter_weights(model: Any, name: str) -> Tensors:
     """Find an adapter's parameters, by names without its own; the policy's has a scalar head, too."""
     ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
     weights = {}
@@ -290,17 +285,17 @@ def adapter_weights(model: Any, name: str) -> dict[str, Tensor]:
     return weights
 
 
-def base_weights(model: Any) -> dict[str, Tensor]:
+def base_weights(model: Any) -> Tensors:
     """Return the base's state dict, with its original names."""
     weights = {}
     for key, tensor in model.state_dict().items():
-        if not IS_FACTOR.search(key):
+        if ".lora_" not in key:
             weights[key.replace(".base_layer.", ".")] = tensor
     return weights
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Tensors:
     """Merge a stored adapter into a model, and return the weights.
 
     Each sum is rounded once to the base's dtype, if that is `dtype` or None; else sums are in float32, for the caller
@@ -320,7 +315,7 @@ def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> dic
 def weights_in_use(model: Any) -> list[Tensor]:
     """List the base's weights, and the active adapter's unless it adds nothing."""
     # without the buffers of a 4-bit base, which never change
-    weights = [parameter for key, parameter in model.named_parameters() if not IS_FACTOR.search(key)]
+    weights = [parameter for key, parameter in model.named_parameters() if ".lora_" not in key]
     if layers := _adapted_layers(model):  # all have the same adapter in use
         adapter = adapter_weights(model, layers[0].in_use)
         if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
@@ -339,8 +334,12 @@ def seed_dropout(*numbers: int) -> None:
 
 def list_dropouts(model: Any) -> list[nn.Dropout]:
     """List the adapted layers' dropout, if `lora.dropout` is above 0."""
-    modules = [module for layer in _adapted_layers(model) for module in layer.lora_dropout.values()]
-    return [module for module in modules if isinstance(module, nn.Dropout)]
+    return [
+        module
+        for layer in _adapted_layers(model)
+        for module in layer.lora_dropout.values()
+        if isinstance(module, nn.Dropout)
+    ]
 
 
 def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
@@ -397,12 +396,11 @@ def policy_part(model: nn.Module) -> ModelPart:
 class AdapterPart(ModelPart):
     """A policy's adapter, also in PEFT's format."""
 
-    def gather(self) -> dict[str, Tensor]:
+    def gather(self) -> Tensors:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
-        weights = adapter_weights(self.source, POLICY)
-        return full_state({PREFIX + key: weight for key, weight in weights.items()})
+        return full_state({PREFIX + key: weight for key, weight in adapter_weights(self.source, POLICY).items()})
 
-    def convert(self, state: Mapping[str, Tensor]) -> dict[str, bytes]:
+    def convert(self, state: Tensors) -> dict[str, bytes]:
         config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]

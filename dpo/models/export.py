@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -33,6 +32,7 @@ from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.published import (
+    Tensors,
     drop_copies,
     find_file,
     is_text_part,
@@ -266,7 +266,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     _write_card(folder, source, model, dtype=dtype_name)
 
 
-def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
     if source.adapter is None:
         return read_archive(source.archive, model)
     base_dtype = None
@@ -279,7 +279,7 @@ def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> dic
     return merge_adapter(base, source.adapter, dtype)
 
 
-def _round(model: Any, state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _round(model: Any, state: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
     if dtype is None:
         return state
@@ -289,10 +289,10 @@ def _round(model: Any, state: dict[str, Tensor], dtype: torch.dtype | None) -> d
 
 def _complete(
     model: Any,
-    state: Mapping[str, Tensor],
-    stored: dict[str, Tensor],
+    state: Tensors,
+    stored: Tensors,
     dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Put trained tensors in their places among a base's; none if these are unclear.
 
     With `dtype`, what is in float32 in files of 16 bits stays so.

@@ -47,12 +47,10 @@ def find_structure(plan: Plan, dtype: str | None = None) -> Any:
 
 def find_policy_structure(plan: Plan) -> Any:
     """Make the policy on the meta device, quantized and with its adapters."""
-    adapters = {}
-    if plan.lora:
-        adapters[POLICY] = None
+    adapters = [POLICY] if plan.lora else []
     if plan.reference == "adapter":
-        adapters[REFERENCE] = None
-    return _prepare(find_structure(plan), plan, adapters)
+        adapters.append(REFERENCE)
+    return _prepare(find_structure(plan), plan, dict.fromkeys(adapters))
 
 
 def find_start(plan: Plan) -> ModelPath:
@@ -114,13 +112,11 @@ def check_parts(plan: Plan) -> None:
     _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})
 
 
-def model_loaders(plan: Plan, *, rank: int = 0, resume_from: Path | None = None) -> tuple[Callable, Callable | None]:
+def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable, Callable | None]:
     """Make functions that load policy and separate reference (else None), on ranks but 0 without weights."""
-    start = check_model(plan).archive
-    policy_archive = start
+    policy_archive = reference_archive = check_model(plan).archive
     if resume_from and plan.lora is None:  # a checkpoint with an adapter has no weights of the base
         policy_archive = resume_from
-    reference_archive = start
     if resume_from and plan.follow_every:  # a reference that follows the policy is in the checkpoint too
         reference_archive = resume_from / f"{FOLLOWING}.pt"
     # a model that will be sharded or quantized stays on the CPU until then
@@ -128,7 +124,7 @@ def model_loaders(plan: Plan, *, rank: int = 0, resume_from: Path | None = None)
     device_map = None if stays_on_cpu else choose_device_map()
 
     def load(dtype: str, archive: Path | None) -> Any:
-        if rank != 0:
+        if not is_rank_0():
             return find_structure(plan, dtype)
         return load_base(find_base(plan)._replace(archive=archive), DTYPES[dtype], device_map=device_map)
 
@@ -166,13 +162,7 @@ def load_base(
     return base
 
 
-def load_policy(
-    policy: Any,
-    plan: Plan,
-    *,
-    rank: int,
-    resume_from: Path | None,
-) -> tuple[Any, str | None]:
+def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
     """Load the policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
 
     `policy` is a model or a function that loads it.
@@ -182,19 +172,18 @@ def load_policy(
     if plan.reference == "adapter":
         adapters[REFERENCE] = start.adapter
     is_reference = plan.lora is not None and plan.reference != "model"
-    model, digest = _load_on_all_ranks(policy, plan, adapters, rank=rank, is_reference=is_reference)
+    model, digest = _load_on_all_ranks(policy, plan, adapters, is_reference=is_reference)
     if plan.lora and (start.archive is not None or not plan.model.random_init):
         base = resolve_name(str(start.archive or plan.model.name_or_path))
         model.adapter_configs[POLICY]["base_model_name_or_path"] = base
     return model, digest
 
 
-def load_reference(reference: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
+def load_reference(reference: Any, plan: Plan) -> tuple[Any, str | None]:
     """Load a separate reference, as `load_policy` does; without a digest if it is to follow the policy."""
     directory = find_start(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    is_fixed = plan.follow_every is None
-    model, digest = _load_on_all_ranks(reference, plan, adapters, rank=rank, is_reference=is_fixed)
+    model, digest = _load_on_all_ranks(reference, plan, adapters, is_reference=plan.follow_every is None)
     return model.eval().requires_grad_(False), digest
 
 
@@ -203,7 +192,6 @@ def _load_on_all_ranks(
     plan: Plan,
     adapters: dict[str, Path | None],
     *,
-    rank: int,
     is_reference: bool,
 ) -> tuple[Any, str | None]:
     """Load on rank 0, then the structure on others, and add adapters; a model that is given is not loaded.
@@ -219,10 +207,14 @@ def _load_on_all_ranks(
     untie(model, from_rank_0(list_ties(model)))
 
     def adapt() -> str | None:
-        if POLICY in adapters and rank == 0:
+        if POLICY in adapters and is_rank_0():
             model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
-        _prepare(model, plan, adapters, rank=rank, compile_blocks=True)
-        if not is_reference or rank != 0:
+        _prepare(model, plan, adapters)
+        if plan.training.compile:
+            for block in find_blocks(model, plan.model.block_name):
+                # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
+                block.compile(dynamic=True, options={"fallback_random": True})
+        if not is_reference or not is_rank_0():
             return None
         adapter = REFERENCE if REFERENCE in adapters else None
         return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
@@ -230,15 +222,8 @@ def _load_on_all_ranks(
     return model, after_rank_0("a model's adapters", adapt)
 
 
-def _prepare(
-    model: Any,
-    plan: Plan,
-    adapters: dict[str, Path | None],
-    *,
-    rank: int = 0,
-    compile_blocks: bool = False,
-) -> Any:
-    """Quantize, adapt and compile a model.
+def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> Any:
+    """Quantize and adapt a model.
 
     `adapters` maps names to directories, which rank 0 reads for all, or to None for a new adapter; the first is active.
     """
@@ -258,12 +243,6 @@ def _prepare(
             dropout=dropout,
             seed=plan.run.seed,
         )
-        if directory is not None and rank == 0:
+        if directory is not None and is_rank_0():
             load_adapter(model, directory, name)
-    if plan.model.block_name or plan.training.compile:
-        blocks = find_blocks(model, plan.model.block_name)
-        if compile_blocks and plan.training.compile:
-            for block in blocks:
-                # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
-                block.compile(dynamic=True, options={"fallback_random": True})
     return model

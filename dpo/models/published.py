@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
 
+Tensors = dict[str, Tensor]  # weights by their names
 LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has these with rope for each kind of layers
 
 
@@ -26,7 +27,7 @@ def find_file(source: Any, file: str) -> str | None:
     return cached_file(source.name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
-def read_weights(source: Any) -> dict[str, Tensor]:
+def read_weights(source: Any) -> Tensors:
     """Map all tensors from the files that transformers reads; none if there are no files."""
     weights = {}
     with explaining_library(lambda error: InputError(f"files of {source.name} cannot be read: {one_sentence(error)}")):
@@ -46,7 +47,7 @@ def read_weights(source: Any) -> dict[str, Tensor]:
     return weights
 
 
-def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def drop_copies(model: Any, state: Tensors) -> Tensors:
     """Leave out tied weights, unless they differ from what they are tied to."""
     kept = dict(state)
     for name, source in model.all_tied_weights_keys.items():
@@ -59,7 +60,7 @@ def drop_copies(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
     """Rename weights of `drop_copies` as in files, which may have each expert apart; none if that is unclear.
 
     A tied weight is there twice if the files have it twice.
@@ -77,7 +78,7 @@ def rename_weights(model: Any, state: Mapping[str, Tensor], stored: Mapping[str,
 
 def match_names(
     model: Any,
-    weights: Mapping[str, Tensor],
+    weights: Tensors,
     shapes: Mapping[str, tuple[int, ...]],
     optional: Set[str],
 ) -> dict[str, str]:
@@ -162,7 +163,7 @@ def name_in_class(model: Any, config: Any) -> None:
         raise ambiguity(model, f"the class {model.checkpoint_class}")
 
 
-def rename_layers(model: Any, names: Mapping[str, Tensor], *, to_class: bool) -> dict[str, Tensor]:
+def rename_layers(model: Any, names: Tensors, *, to_class: bool) -> Tensors:
     """Rename an adapter's weights to those in the checkpoint's class, or back."""
     new_names = getattr(model, "names_in_class", {})
     if not to_class:

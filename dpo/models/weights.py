@@ -14,13 +14,14 @@ from dpo.errors import InputError, explaining
 from dpo.models.adapters import POLICY, adapter_weights, base_weights
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.models.paths import find_archive
+from dpo.models.published import Tensors
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
 
-def read_archive(archive: str | Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
     """Read the weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
 
     A reward model takes those of a language model too, which have no scalar head.
@@ -78,7 +79,7 @@ def hash_base(model: Any) -> str:
     return _hash_weights(base_weights(model), "")
 
 
-def _hash_weights(weights: Mapping[str, torch.Tensor], facts: str) -> str:
+def _hash_weights(weights: Tensors, facts: str) -> str:
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

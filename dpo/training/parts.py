@@ -115,12 +115,12 @@ class TrainerParts:
         model = self.plan.model
         stored = resume_from or model.archive or (not model.random_init and model.name_or_path)
         self.progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
-        return model_loaders(self.plan, rank=self.mesh.rank, resume_from=resume_from)
+        return model_loaders(self.plan, resume_from)
 
     def _make_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
         """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
         plan = self.plan
-        policy, frozen_digest = load_policy(policy, plan, rank=self.mesh.rank, resume_from=resume_from)
+        policy, frozen_digest = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, plan.data.max_length)
         if plan.training.activation_checkpointing:
@@ -146,7 +146,7 @@ class TrainerParts:
             if plan.reference == "model":
                 raise InputError(f"loss={plan.loss.name} needs a reference model")
             return None
-        model, digest = load_reference(reference, plan, rank=self.mesh.rank)
+        model, digest = load_reference(reference, plan)
         model = place(plan, model, self.mesh, self.frozen_whole, plan.reference_dtype)
         return Reference(model, digest, logps)
 

@@ -305,7 +305,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
     settings += ("n_eval_examples=8", "n_eval_model_samples=8", "optimizer=AdamW", "lr=1e-3")
     config = compose(run_dir.parent, run_dir.name, *settings, *overrides)
     run_dir.mkdir(exist_ok=True)
-    policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
+    policy, reference = model_loaders(resolve(config, world_size=world_size))
     return getattr(trainers, config.trainer)(policy, config, config.seed, run_dir, reference, rank, world_size)
 
 

@@ -66,7 +66,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
     run("run", "lora=lora", "lr=1e-2", "model.policy_dtype=bfloat16", "model.reference_dtype=null", "n_examples=8")
     config, checkpoint = OmegaConf.load(tmp_path / "run" / "config.yaml"), tmp_path / "run" / "LATEST"
     plan = resolve(config)
-    trained, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=checkpoint)
+    trained, _ = load_policy(model_loaders(plan)[0], plan, checkpoint)
 
     loaded = run_card(checkpoint / "hf")
 
