@@ -155,14 +155,16 @@ def dpo(
     label_smoothing: FlippedLabels,
     reference_free: bool,
 ) -> Losses:
-    chosen = scores.chosen - scores.offset / beta  # the offset is in units of rewards, which it does not change
-    logps = (
-        chosen,
+    losses, _, _ = preference_loss(
+        scores.chosen - scores.offset / beta,  # the offset is in units of rewards, which it does not change
         scores.rejected,
         scores.reference_chosen,
         scores.reference_rejected,
+        beta,
+        label_smoothing,
+        reference_free=reference_free,
     )
-    return Losses(preference_loss(*logps, beta, label_smoothing, reference_free=reference_free)[0])
+    return Losses(losses)
 
 
 def dpo_norm(scores: Scores, *, beta: Positive) -> Losses:
@@ -315,9 +317,8 @@ def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
     """For each of the policy's margins, the reference's of the same rank, (B, 1)."""
-    policy_margins = scores.chosen - scores.rejected
-    reference_margins = scores.reference_chosen - scores.reference_rejected
-    return _take_at_same_rank(policy_margins, reference_margins)[:, None]
+    partners = _take_at_same_rank(scores.chosen - scores.rejected, scores.reference_chosen - scores.reference_rejected)
+    return partners[:, None]
 
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
@@ -394,14 +395,8 @@ def apo_zero_unpaired(
     undesirable_weight: Weight,
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
-    without_kl = scores._replace(batch_statistic=None)
-    losses = kto(
-        without_kl,
-        beta=beta,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-    )
-    return losses._replace(metrics={})
+    output = kto(scores, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    return Losses(output.losses)
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
@@ -441,9 +436,8 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
 
 def weigh_tails(scores: Scores, alpha: float) -> Scores:
     """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
-    names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
     weighted = {}
-    for name in names:
+    for name in ("chosen", "rejected", "reference_chosen", "reference_rejected"):
         weighted[name] = getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail")
     return scores._replace(**weighted)
 
@@ -466,12 +460,10 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
     """Apply f-DPO: f' of the ratios in place of the log-ratios."""
     u_w, u_l = scores.log_ratios()
-    chosen = f_derivative(u_w, divergence, alpha)
-    rejected = f_derivative(u_l, divergence, alpha)
-    zeros = chosen.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
+    zeros = u_w.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
     return scores._replace(
-        chosen=chosen,
-        rejected=rejected,
+        chosen=f_derivative(u_w, divergence, alpha),
+        rejected=f_derivative(u_l, divergence, alpha),
         reference_chosen=zeros,
         reference_rejected=zeros,
     )

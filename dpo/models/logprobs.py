@@ -45,8 +45,7 @@ def sequence_logps(
     logps = _log_softmax(logits)
     targets = labels[:, 1:].to(logits.device)  # (B, T-1)
     is_scored = targets != IGNORE_INDEX
-    vocab_index = targets.where(is_scored, 0).unsqueeze(2)  # gather does not take -100
-    by_column = [logps.gather(2, vocab_index).squeeze(2)]
+    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # it does not take -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move the scored tokens of each row to its beginning, in their order
@@ -93,12 +92,10 @@ def packed_logps(
         by_token = TokenLogps(reward(model, hidden))
     else:
         by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
-    n_responses, longest = packed.shape
 
     def by_response(values: Tensor) -> Tensor:
-        table = values.new_zeros(n_responses * longest)
-        table = table.index_put((packed.slots.to(values.device),), values)
-        return table.view(n_responses, longest).clone()  # FSDP warns of a view, even if nobody writes to it
+        table = values.new_zeros(math.prod(packed.shape)).index_put((packed.slots.to(values.device),), values)
+        return table.view(packed.shape).clone()  # FSDP warns of a view, even if nobody writes to it
 
     return map_tensors(by_response, by_token)
 
@@ -132,8 +129,7 @@ def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tenso
         masks = {}
         for kind, window in windows.items():
             mask = tree_mask(packed, window=window)
-            additive = torch.zeros(mask.shape, dtype=dtype, device=device)
-            masks[kind] = additive.masked_fill_(~mask, torch.finfo(dtype).min)
+            masks[kind] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         packed.masks = (dtype, masks)
     return packed.masks[1]
 
@@ -165,11 +161,8 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
-    n_rows = len(logits)
-    if is_cpu(logits.device):
-        n_rows = IN_CACHE // logits.shape[1]
-    splits = [tensor.split(max(1, n_rows)) for tensor in (logits, *others)]
-    return zip(*splits, strict=True)
+    n_rows = IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
+    return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
 
 
 # logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
@@ -206,8 +199,7 @@ def token_logps(
         by_chunk.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
     # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
     by_chunk.append(score(*last_chunk))
-    joined = [torch.cat(values) for values in zip(*by_chunk, strict=True)]
-    return TokenLogps(*joined)
+    return TokenLogps(*map(torch.cat, zip(*by_chunk, strict=True)))
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:
@@ -246,7 +238,7 @@ def install_scalar_head(model: Any) -> None:
     """Make a model's head a `ScalarHead`; InputError unless it classifies sequences with one output."""
     head = getattr(model, HEAD, None)
     if type(head) is nn.Linear and head.out_features == 1 and head.bias is None:
-        setattr(model, HEAD, ScalarHead(head.weight))
+        model.score = ScalarHead(head.weight)
     elif not isinstance(head, ScalarHead):
         raise InputError(
             f"{type(model).__name__} is no sequence classification model with a linear head `{HEAD}`, one output "
@@ -258,10 +250,9 @@ def draw_head(model: Any, seed: int) -> Tensor:
     """Draw a head's weight, (1, H) in float32, as transformers does."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
-    return std * torch.randn(1, getattr(model, HEAD).in_features, generator=generator)
+    return std * torch.randn(1, model.score.in_features, generator=generator)
 
 
 def reward(model: Any, hidden: Tensor) -> Tensor:
     """Compute rewards, (n,), from hidden states of last tokens, (n, H)."""
-    head = getattr(model, HEAD)
-    return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs
+    return model.score(hidden.to(model.score.weight.device)).squeeze(-1)  # the layers may be on several GPUs
