@@ -107,23 +107,17 @@ class Loss:
             losses = losses * formulas.find_wpo_weights(scores)
         if sft_weight := self.shared.get("sft_weight"):
             losses = losses - sft_weight * scores.chosen / scores.chosen_lengths
-        return output._replace(losses=losses, rewards=self._find_rewards(transformed))
-
-    def _find_rewards(self, scores: Scores) -> dict:
-        """Detached rewards, (B,): beta times log-ratios, or log-probabilities without a reference."""
-        if self.trains_on == "targets":
-            return {}
-        chosen = scores.chosen  # a scalar head's scores are rewards
-        rejected = scores.rejected
-        if self.reference:
-            chosen, rejected = scores.mean_log_ratios() if self.per_token else scores.log_ratios()
-        elif self.per_token:
-            chosen, rejected = scores.mean_logps()
-        beta = self.options.get("beta", 1.0)
-        return {
-            "chosen": (beta * chosen).detach(),
-            "rejected": (beta * rejected).detach(),
-        }
+        rewards = {}
+        if self.trains_on != "targets":  # beta times log-ratios, or log-probabilities without a reference, (B,)
+            chosen = transformed.chosen  # a scalar head's scores are rewards
+            rejected = transformed.rejected
+            if self.reference:
+                chosen, rejected = transformed.mean_log_ratios() if self.per_token else transformed.log_ratios()
+            elif self.per_token:
+                chosen, rejected = transformed.mean_logps()
+            beta = self.options.get("beta", 1.0)
+            rewards = {"chosen": (beta * chosen).detach(), "rejected": (beta * rejected).detach()}
+        return output._replace(losses=losses, rewards=rewards)
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,8 +130,9 @@ def generate(
             processors.append(transformers.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             processors.append(transformers.TopPLogitsWarper(sampling.top_p))
-        seeds = [[*sampling.seed, number] for number in numbers]
-        processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
+        generators = [np.random.default_rng([*sampling.seed, number]) for number in numbers]
+        uniform = np.stack([generator.random(sampling.max_new_tokens) for generator in generators])  # (B, new tokens)
+        processors.append(partial(_draw_token, torch.from_numpy(uniform).to(device), n_prompt))
     own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
@@ -139,7 +141,7 @@ def generate(
                 ids,
                 attention_mask=batch["attention_mask"],
                 max_new_tokens=sampling.max_new_tokens,
-                do_sample=False,  # `_DrawToken` draws
+                do_sample=False,  # `_draw_token` draws
                 eos_token_id=list(sampling.end_tokens) or None,
                 pad_token_id=tokenizer.pad_token_id,
                 logits_processor=processors,
@@ -157,24 +159,15 @@ def generate(
     return answers
 
 
-class _DrawToken(transformers.LogitsProcessor):
-    """A processor that leaves of each row's logits (B, V) only the token drawn, by the row's seed."""
-
-    def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int):
-        self.n_prompt = n_prompt
-        by_row = [np.random.default_rng(seed).random(n_new) for seed in seeds]
-        self.uniform = torch.from_numpy(np.stack(by_row))  # (B, n_new)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.uniform = self.uniform.to(scores.device)
-        cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
-        step = input_ids.shape[1] - self.n_prompt
-        # a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1)
-        threshold = self.uniform[:, step, None] * cumulative[:, -1:]
-        # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
-        drawn = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
-        drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+def _draw_token(uniform: torch.Tensor, n_prompt: int, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Leave of each row's logits, (B, V), only the token drawn."""
+    cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
+    # a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1)
+    threshold = uniform[:, input_ids.shape[1] - n_prompt, None] * cumulative[:, -1:]
+    # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
+    drawn = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+    drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
+    return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
 CUT = "[...]"  # replaces the truncated part of a prompt

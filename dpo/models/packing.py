@@ -104,8 +104,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         nearest = int(np.searchsorted(middles, ends[-1] * part / n_filled))
         latest = len(order) - (n_filled - part)  # leaves one example for this part and for each later one
         starts.append(min(max(nearest, starts[-1] + 1), latest))
-    limits = pairwise([*starts, len(order)])
-    filled = [sorted(order[start:stop]) for start, stop in limits]
+    filled = [sorted(order[start:stop]) for start, stop in pairwise([*starts, len(order)])]
     return filled + [[]] * (parts - n_filled)
 
 
@@ -172,8 +171,7 @@ def pack(
 
 def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
     """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
-    columns = list(zip_longest(*rows, fillvalue=fill))
-    return torch.tensor(columns, dtype=torch.int64).reshape(-1, len(rows))
+    return torch.tensor([*zip_longest(*rows, fillvalue=fill)], dtype=torch.int64).reshape(-1, len(rows))
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:

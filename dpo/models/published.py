@@ -3,7 +3,7 @@
 A checkpoint may have a vision part, too.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from functools import partial
 from typing import Any
 from zipfile import is_zipfile
@@ -65,44 +65,43 @@ def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
 
     A tied weight is there twice if the files have it twice.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     twice = dict(state)
     for name, source in model.all_tied_weights_keys.items():
         twice.setdefault(name, state[source])
     for convert in (dict, partial(revert_weight_conversion, model)):
         weights = convert(twice)
-        if names := match_names(model, weights, shapes, weights.keys() - convert(state).keys()):
+        if names := match_names(model, weights, stored, weights.keys() - convert(state).keys()):
             return {theirs: weights[own] for own, theirs in names.items()}
     return {}
 
 
-def match_names(
-    model: Any,
-    weights: Tensors,
-    shapes: Mapping[str, tuple[int, ...]],
-    optional: Set[str],
-) -> dict[str, str]:
-    """Find the names of weights elsewhere, which differ in a prefix; none if that is ambiguous.
+def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[str, str]:
+    """Find the names of weights in `stored`, which differ in a prefix; none if that is ambiguous.
 
     The base model's weights share a prefix, those of its head perhaps another. The `optional` may be missing.
     """
     embeddings = model.get_input_embeddings()
     [path] = [name for name, module in model.named_modules() if module is embeddings]
     base = path.partition(".")[0] + "."
-    of_base = {name.removeprefix(base): name for name in weights if name.startswith(base)}
-    of_head = {name: name for name in weights if not name.startswith(base)}
+    of_base = {}
+    of_head = {}
+    for name in weights:
+        group = of_base if name.startswith(base) else of_head
+        group[name.removeprefix(base)] = name
     names = {}
     for group in (of_base, of_head):
         required = {short: name for short, name in group.items() if name not in optional}
         first = next(iter(required or group), "")
-        # every prefix of the first weight's name elsewhere is a candidate
-        prefixes = {key.removesuffix(first) for key in shapes if f".{key}".endswith(f".{first}")}
+        # every prefix of the first weight's name there is a candidate
+        prefixes = {key.removesuffix(first) for key in stored if f".{key}".endswith(f".{first}")}
         for short, name in required.items():
-            prefixes = {prefix for prefix in prefixes if shapes.get(prefix + short) == weights[name].shape}
+            for prefix in list(prefixes):
+                if prefix + short not in stored or stored[prefix + short].shape != weights[name].shape:
+                    prefixes.remove(prefix)
         if len(prefixes) != 1 and required:
             return {}
         for prefix in prefixes:
-            names |= {name: prefix + short for short, name in group.items() if prefix + short in shapes}
+            names |= {name: prefix + short for short, name in group.items() if prefix + short in stored}
     return names
 
 
@@ -157,8 +156,8 @@ def name_in_class(model: Any, config: Any) -> None:
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
     model.checkpoint_class = type(whole).__name__
-    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
-    model.names_in_class = match_names(model, model.state_dict(), shapes, model.all_tied_weights_keys.keys())
+    tied = model.all_tied_weights_keys.keys()
+    model.names_in_class = match_names(model, model.state_dict(), whole.state_dict(), tied)
     if not model.names_in_class:
         raise ambiguity(model, f"the class {model.checkpoint_class}")
 

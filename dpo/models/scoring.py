@@ -35,6 +35,7 @@ from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike
 
 LARGEST = 3.4e38  # the largest float32
+NO_LIMIT = 10**9  # tokens of a text; a tokenizer that knows no limit has a huge number
 
 
 class Scorer(NamedTuple):
@@ -124,11 +125,9 @@ class RewardModel:
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
         limits = [length for _, length in find_changing_ropes(config)]
-        # a tokenizer that knows no limit has a huge number
-        limits += [count_positions(model), tokenizer.model_max_length]
+        limits += [count_positions(model), tokenizer.model_max_length, NO_LIMIT]
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
-        limit = min(limit for limit in limits if limit > 0)
-        self.limit = int(limit) if limit < 10**9 else None
+        self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
         if form == "pair" and not separates:
@@ -178,17 +177,16 @@ class RewardModel:
             texts = [question, text]
             if self.form != "pair":
                 texts = [separator.join(texts)]
-            encoded = self.tokenizer(*texts, truncation=self.limit is not None, max_length=self.limit)
+            encoded = self.tokenizer(*texts, truncation=True, max_length=self.limit)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
-            try:
+            rejected = (
+                f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
+                f"{prompt.text[:200]!r}"
+            )
+            with explaining(TemplateRejects, lambda why: InputError(f"{rejected}: {why}")):
                 chat = self._clean(as_messages(prompt, text))
                 whole = apply_template(self.tokenizer, chat, tools=self._clean(prompt.tools))
-            except TemplateRejects as error:
-                raise InputError(
-                    f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
-                    f"{prompt.text[:200]!r}: {error}"
-                ) from error
             token_ids = self._encode([whole])[whole]
         elif prompt.apart:
             ids = self._encode([prompt.text, text])
@@ -201,7 +199,7 @@ class RewardModel:
             if prompt.rendered and answer.tokens:  # a turn may end in another token
                 end = answer.tokens[-1]
             token_ids = [*token_ids, end]
-        return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
+        return {"input_ids": token_ids[-self.limit :]}
 
     def _clean(self, value: Any) -> Any:
         return change_texts(value, lambda text: remove_control(text, self.tokenizer))
@@ -267,7 +265,7 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         digest = reward_model.digest() if str(device) != "meta" else ""
         check_alike({"online.reward_model": digest})  # each process scores its own answers
         note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
-        if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
+        if reward_model.limit < plan.data.max_length:
             note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
         check = partial(reward_model.encode, answer=NO_ANSWER)
         return Scorer(f"online.reward_model={online.reward_model}", reward_model, digest, True, [note], check)

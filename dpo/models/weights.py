@@ -42,12 +42,16 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
         named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
     # tied weights are one object with several names in the model, and a file may have any of these names
-    given = {id(expected[name]) for name in named.keys() & expected}
-    problems = [f"{name} is not in the model" for name in named if name not in expected]
-    for name in named.keys() & expected:
-        if named[name].shape != expected[name].shape:
+    given = set()
+    problems = []
+    for name, tensor in named.items():
+        if name not in expected:
+            problems.append(f"{name} is not in the model")
+            continue
+        given.add(expected[name])
+        if tensor.shape != expected[name].shape:
             problems.append(f"{name} has another shape")
-    problems += [f"it lacks {name}" for name, weight in expected.items() if id(weight) not in given]
+    problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in given]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
     return named

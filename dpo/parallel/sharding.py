@@ -47,10 +47,8 @@ def distribute(
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
     fsdp_mesh = mesh.device_mesh[axes]
-    # no variable may hold the tensors, so that each unit's are freed
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    specs = {name: tensor.detach().to("meta") for name, tensor in tensors}
-    del tensors
+    # no variable holds the tensors, so that each unit's are freed
+    specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
     distributed = set()
@@ -91,9 +89,9 @@ def distribute(
 
 def list_ties(model: nn.Module) -> dict[str, str]:
     """Map all names of parameters to their first names; a tied parameter has several."""
-    first: dict[int, str] = {}
+    first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: first.setdefault(parameter, name) for name, parameter in named}
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
@@ -227,8 +225,8 @@ def gathered_weights(model: Any) -> Iterator:
     units = _list_units(model)
     device = next(model.parameters()).device
     if units and is_gpu(device):
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
-        free = torch.cuda.mem_get_info(device)[0] + cached
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
         fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
         dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
         if not fits_everywhere.item():

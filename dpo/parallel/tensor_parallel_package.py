@@ -3,7 +3,6 @@
 Its rules for GPT-2, GPT-NeoX and Llama are corrected for transformers 5 and for training. No other file uses it.
 """
 
-import importlib
 import re
 from collections.abc import Sequence
 from operator import attrgetter
@@ -34,13 +33,6 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "Sp
             f"whose heads fill hidden_size; this {config.model_type} is none: use tensor_parallel.backend=dtensor"
         )
     check_tensor_parallel(config, len(devices))
-    try:
-        importlib.import_module("tensor_parallel")
-    except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
-        raise InputError(
-            f"the package tensor_parallel cannot be imported ({error}); pip install tensor_parallel==2.0.0 "
-            f"'setuptools>=77,<82', or use tensor_parallel.backend=dtensor"
-        ) from error
     return SplitModel(model, [torch.device(device) for device in devices])
 
 
@@ -51,9 +43,14 @@ class SplitModel(torch.nn.Module):
     """
 
     def __init__(self, model: Any, devices: Sequence[torch.device]):
-        from tensor_parallel import TensorParallel
-
         super().__init__()
+        try:
+            from tensor_parallel import TensorParallel
+        except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
+            raise InputError(
+                f"the package tensor_parallel cannot be imported ({error}); pip install tensor_parallel==2.0.0 "
+                f"'setuptools>=77,<82', or use tensor_parallel.backend=dtensor"
+            ) from error
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         # a tied weight has two keys in a state dict, and one name here
@@ -61,38 +58,30 @@ class SplitModel(torch.nn.Module):
         package_config, first_device_rule = _make_rules(model, devices)
         self.rules = dict.fromkeys(self.name_of_key.values())  # how to slice each tensor; None: it is whole everywhere
         for name in self.rules:
-            rules = [rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)]
-            if rules:
-                self.rules[name] = rules[0]
+            matching = (rule for pattern, rule in package_config.state_rules.items() if pattern.search(name))
+            self.rules[name] = next(matching, None)
         self.sliced = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
         for name, rule in self.rules.items():
             if rule is first_device_rule:
-                for device_slice in self._list_slices(name)[1:]:  # zeros, which must stay zeros
-                    device_slice.requires_grad_(False)
+                for shard in self.sliced.module_shards[1:]:
+                    attrgetter(name)(shard).requires_grad_(False)  # zeros, which must stay zeros
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._forget_gathered()
+        # the package gathers norm layers' weights anew, as no gradient flows through those of an evaluation
+        self.sliced.sharding_manager._last_versions = None
         return self.sliced(*args, **kwargs)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Make the whole model's state dict, with slices joined, on the CPU."""
-        self._forget_gathered()
+        self.sliced.sharding_manager._last_versions = None
         self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
         joined = {}
         for name, rule in self.rules.items():
-            slices = self._list_slices(name)
-            whole = rule.undo(slices) if rule else slices[0]
-            joined[name] = whole.detach()
+            slices = [attrgetter(name)(shard) for shard in self.sliced.module_shards]
+            joined[name] = (rule.undo(slices) if rule else slices[0]).detach()
         return {key: joined[name] for key, name in self.name_of_key.items()}
-
-    def _list_slices(self, name: str) -> list[torch.Tensor]:
-        return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
-
-    def _forget_gathered(self) -> None:
-        """Make the package gather norm layers' weights anew, as no gradient flows through those of an evaluation."""
-        self.sliced.sharding_manager._last_versions = None
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
