@@ -395,7 +395,8 @@ def apo_zero_unpaired(
     undesirable_weight: Weight,
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
-    output = kto(scores, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    without_kl = scores._replace(batch_statistic=None)
+    output = kto(without_kl, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     return Losses(output.losses)
 
 

@@ -72,7 +72,6 @@ def attend_by_segments(
         )
     if segments is None:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
-    sliding_window = kwargs.get("sliding_window")
     dtype = find_compute_dtype(query.device.type, value.dtype)
 
     def by_token(tensor: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ def attend_by_segments(
         *segments.longest,
         scale=kwargs.get("scaling"),
         # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=((kwargs.get("sliding_window") or 0) - 1, 0),  # -1: all tokens
         **GROUPED,
     )
     return out[None], None
