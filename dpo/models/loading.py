@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, REFERENCE, add_adapter, load_adapter
+from dpo.models.adapters import POLICY, REFERENCE, add_adapter, base_weights, load_adapter
 from dpo.models.logprobs import install_scalar_head
 from dpo.models.paths import ModelPath, find_base, locate_weights
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure, take_model
 from dpo.models.published import check_names, is_text_part
 from dpo.models.quantization import quantize
-from dpo.models.weights import hash_base, model_digest, read_archive
+from dpo.models.weights import hash_weights, model_digest, read_archive
 from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
@@ -154,7 +154,7 @@ def load_base(
         attn_implementation=attention or model.attn_implementation,
         **options,
     )
-    if source.base_digest is not None and hash_base(base) != source.base_digest:
+    if source.base_digest is not None and hash_weights(base_weights(base)) != source.base_digest:
         raise InputError(
             f"the base {source.name} has other weights than those that the adapter was trained on: restore its files, "
             f"or add --model DIR"
@@ -208,7 +208,7 @@ def _load_on_all_ranks(
 
     def adapt() -> str | None:
         if POLICY in adapters and is_rank_0():
-            model.base_digest = hash_base(model)  # before it is quantized, as an export loads it
+            model.base_digest = hash_weights(base_weights(model))  # before it is quantized, as an export loads it
         _prepare(model, plan, adapters)
         if plan.training.compile:
             for block in find_blocks(model, plan.model.block_name):

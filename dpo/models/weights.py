@@ -75,15 +75,11 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
         weights |= adapter_weights(model, adapter)
         adapter_config = model.adapter_configs[adapter]
         facts += f"scaled by {adapter_config['lora_alpha'] / adapter_config['r']}"
-    return _hash_weights(weights, facts)
+    return hash_weights(weights, facts)
 
 
-def hash_base(model: Any) -> str:
-    """Hash a base's weights, and not its config, whose keys differ between versions of transformers."""
-    return _hash_weights(base_weights(model), "")
-
-
-def _hash_weights(weights: Tensors, facts: str) -> str:
+def hash_weights(weights: Tensors, facts: str = "") -> str:
+    """Hash weights, without the config, whose keys differ between versions of transformers."""
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
