@@ -347,8 +347,7 @@ def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     """Step; return how many weights changed, and of how many: a sample of those that this process has gradients of."""
     tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
     every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
-    if every % 2 == 0:  # an odd number meets all columns of a matrix
-        every += 1
+    every |= 1  # an odd number meets all columns of a matrix
     before = []
     for tensor in tensors:
         has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
