@@ -35,6 +35,21 @@ class SamplingFailed(Exception):
     """Samples could not be drawn; every process raises it if one fails, and training goes on."""
 
 
+class WarningLine(str):
+    """A line that begins with `warning: `; a run records those that are printed."""
+
+    text: str  # without the beginning
+
+    def __new__(cls, text: str) -> "WarningLine":
+        line = super().__new__(cls, f"warning: {text}")
+        line.text = text
+        return line
+
+    def __str__(self) -> str:
+        """Return the line as it is, so that `print` writes an object of this class."""
+        return self
+
+
 def one_sentence(error: BaseException) -> str:
     """An error's message on one readable line without lone surrogates and secrets, or its class."""
     if is_disk_full(error):

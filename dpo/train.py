@@ -7,7 +7,7 @@ second.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dpo.errors import InputError, RunError, explaining_full_disk
+from dpo.errors import InputError, RunError, WarningLine, explaining_full_disk
 from dpo.settings.command_line import check_command_line, exit_with, place_job
 from dpo.settings.keys import CONFIG_DIR, load_plugins
 from dpo.settings.places import store_rows
@@ -24,7 +24,7 @@ from dpo.settings.plan import Plan, describe, resolve
 from dpo.settings.validation import find_plan_warnings, find_problems, raise_problems
 from dpo.system import host
 from dpo.system.launching import choose_backend, get_open_port, init_distributed, launch
-from dpo.system.run_directory import RunLog, exiting_on_failure, read_run_facts
+from dpo.system.run_directory import LOG_FILE, RunLog, exiting_on_failure, read_run_facts
 from dpo.system.signals import INTERRUPT_STATUS, Stopped, end_process, ending_on_stop_signals
 
 RUN_LOG = RunLog()
@@ -68,7 +68,7 @@ def run(plan: Plan) -> None:
     is_rank_0 = host.is_launched_as_rank_0()
     if is_rank_0:
         for warning in find_plan_warnings(plan):
-            print(f"warning: {warning}")
+            print(WarningLine(warning))
     if plan.run.dry_run:
         if is_rank_0:
             from dpo.recipe import dry_run
@@ -101,7 +101,7 @@ def work(
     world_size: int,
     plan: Plan,
     models: tuple | None = None,
-    printed: str = "",
+    printed: Mapping[str, str] = {},
 ) -> None:
     """Do the work of one process; `printed` is for the run's log."""
     if rank == 0:
@@ -159,7 +159,7 @@ def worker_main(
     if rank == 0:
         print(described, end="", flush=True)
     try:
-        work(rank, world_size, plan, (policy, reference_model), described)
+        work(rank, world_size, plan, (policy, reference_model), {LOG_FILE: described})
     finally:
         RUN_LOG.close()
     if makes_group:

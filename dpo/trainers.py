@@ -19,7 +19,7 @@ from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import load_data
-from dpo.errors import NonFinite, SamplingFailed, ScorerFailed
+from dpo.errors import NonFinite, SamplingFailed, ScorerFailed, WarningLine
 from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
@@ -175,10 +175,11 @@ class Trainer(TrainerParts):
             return {}
         share = n_changed / n_weights
         if share < FEW_CHANGED:
-            self.progress.line(
-                f"warning: update {number}, the first at the full lr, changed {100 * share:.2g} % of the weights: "
+            warning = (
+                f"update {number}, the first at the full lr, changed {100 * share:.2g} % of the weights: "
                 f"{self.plan.model.policy_dtype} rounds small steps away; set {self.plan.precise_settings}"
             )
+            self.progress.line(WarningLine(warning))
         return {"changed_weights": share}
 
     def clip_gradient(self) -> Tensor:
@@ -261,9 +262,8 @@ class Trainer(TrainerParts):
             if state.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)
         except SamplingFailed as error:
-            self.progress.line(
-                f"warning: no samples after {n_examples:,} examples, as they could not be drawn: {error}"
-            )
+            warning = f"no samples after {n_examples:,} examples, as they could not be drawn: {error}"
+            self.progress.line(WarningLine(warning))
         if state.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False

@@ -17,9 +17,8 @@ from dpo.numbers import count, figure
 from dpo.redaction import redact
 from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
-from dpo.system.run_directory import FIRST_EXAMPLES, LOG_FILE, is_locked
+from dpo.system.run_directory import FIRST_EXAMPLES, WARNINGS_FILE, is_locked
 
-WARNING_LEVEL = "warning: "  # how a line of log.txt that is a warning begins
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
@@ -74,7 +73,7 @@ class LoggedRun:
     answers: Sequence[dict] = ()  # the policy's most probable, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
     best: int | None = None  # number of examples at the checkpoint that BEST names
-    warnings: dict[str, int] = field(default_factory=dict)  # how often log.txt has each
+    warnings: dict[str, int] = field(default_factory=dict)  # how often each was printed
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
@@ -167,8 +166,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
     run.drawn = [line for line in samples if "completions" in line]
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
-    logged = [line for line in _read_lines(run, LOG_FILE) if line.startswith(WARNING_LEVEL)]
-    run.warnings = Counter(line.removeprefix(WARNING_LEVEL) for line in logged)
+    run.warnings = Counter(line["warning"] for line in _read_objects(run, WARNINGS_FILE, {"warning"}))
     for entry in run.path.iterdir():
         if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):
             run.last_nonfinite = max(run.last_nonfinite, int(found[1]))
@@ -212,21 +210,16 @@ def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
     return {}
 
 
-def _read_lines(run: LoggedRun, name: str) -> list[str]:
-    """Return the complete lines of a file; none if it does not exist."""
+def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
+    """Return the objects with these keys in a file, none if it does not exist; other lines are a problem."""
     file = run.path / name
     if not file.exists():
         return []
     check_readable(file)
-    # what follows the last newline is being written, or was when the run died
-    return file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-
-
-def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
-    """Return objects with these keys; other lines are a problem."""
     objects = []
     n_unreadable = 0
-    for line in _read_lines(run, name):
+    # what follows the last newline is being written, or was when the run died
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

@@ -23,7 +23,7 @@ from dpo.checkpoint.files import (
 )
 from dpo.data.preflight import TrainingData
 from dpo.data.tokenizer import KeptTemplate
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.plugins import find_digests
 from dpo.redaction import redact
 from dpo.settings.keys import FORMER_DEFAULTS, KEYS, PACKAGE, PRECISION, ResumeRule, dotted, update_recorded
@@ -160,7 +160,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             if missing:
                 raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(missing)}")
         except DamagedCheckpoint as error:
-            print(f"warning: checkpoint skipped: {error}")
+            print(WarningLine(f"checkpoint skipped: {error}"))
             reasons += f"; {error}"
         else:
             manifest |= {"config": update_recorded(manifest["config"])}

@@ -28,7 +28,7 @@ from dpo.data.schema import (
 )
 from dpo.data.templates import ChatTemplate, Note, Notes, add_notes, describe_notes
 from dpo.data.tokenization import refuse_eos, remove_final_eos
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.losses import LONGEST_LIST, TRAINS_ON
 from dpo.redaction import redact, shorten
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
@@ -121,7 +121,7 @@ def get_custom(
     split.notes += (f"{origin}: {sentence}" for sentence in said)
     split.notes += describe_notes(notes, origin, n_read)
     if bad:
-        split.notes.append(f"warning: left out: {list_bad(name, bad)}")
+        split.notes.append(WarningLine(f"left out: {list_bad(name, bad)}"))
     return split
 
 

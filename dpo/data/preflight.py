@@ -21,7 +21,7 @@ from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain
 from dpo.data.table import FOLDER, Facts, PromptTable, find_or_build, number_prompts, read_facts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.settings.keys import PACKAGE_DIR
@@ -91,6 +91,7 @@ class TrainingData:
     @classmethod
     def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
         facts = read_facts(table)
+        notes = [*facts["notes"], *map(WarningLine, facts["warnings"])]
         train, test = (SplitReport(**facts[split]) for split in SPLITS)
         per_epoch = train.prompts if plan.online else train.examples
         updates = count_updates(
@@ -101,7 +102,7 @@ class TrainingData:
             TextEncoder(tokenizer, largest_id=facts["largest"]),
             PromptTable(table / "train.jsonl"),
             PromptTable(table / "test.jsonl"),
-            Preflight(train, test, facts["notes"], updates, per_epoch),
+            Preflight(train, test, notes, updates, per_epoch),
         )
 
 
@@ -124,7 +125,7 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
         check_alike({**facts, "tokenizer": str(identify_tokenizer(tokenizer))})
     check_fits(plan, data)
     if not silent:
-        warnings = (f"warning: {warning}" for warning in find_warnings(plan, data))
+        warnings = map(WarningLine, find_warnings(plan, data))
         print(*data.report.describe(plan.data.batch_size), *warnings, sep="\n", flush=True)
     return data
 
@@ -200,7 +201,9 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
     facts = {split: asdict(counter.report) for split, counter in counters.items()}
     facts["test"] |= find_near_duplicates(tables["train"], tables["test"], tokenizer)
-    return {**facts, "notes": notes, "largest": encode.largest_id}
+    warnings = [note.text for note in notes if isinstance(note, WarningLine)]
+    plain = [note for note in notes if not isinstance(note, WarningLine)]
+    return {**facts, "notes": plain, "warnings": warnings, "largest": encode.largest_id}
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:

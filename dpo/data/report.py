@@ -14,6 +14,7 @@ from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, 
 from dpo.data.schema import WARNED_FROM, Prompt, naming
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
+from dpo.errors import WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
@@ -96,7 +97,7 @@ class SplitReport:
             if name == "too_long":
                 total = self.examples + n
             if n and n >= WARNED_FROM * total:
-                yield f"warning: in {n:,} of {count(total, 'example')} ({split}) {warning}"
+                yield WarningLine(f"in {n:,} of {count(total, 'example')} ({split}) {warning}")
 
     def find_leaks(self) -> Iterator[str]:
         leaks = []

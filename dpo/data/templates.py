@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, iterate_texts, render_open
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
 from dpo.data.tokenization import find_control, list_ends, remove_final_eos
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.redaction import redact, shorten
 
 SHOWN = 60  # characters beside a control token in a message
@@ -50,9 +50,9 @@ def add_notes(notes: Notes, more: Notes) -> None:
 
 def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
     for what, (example, warned_from, n) in notes.items():
-        begin = "warning: " if n >= warned_from * n_records else ""
         as_in = f", as in {shorten(example)}" if example else ""
-        yield f"{begin}{origin}: {what}; in records: {n:,} of {n_records:,}{as_in}"
+        note = f"{origin}: {what}; in records: {n:,} of {n_records:,}{as_in}"
+        yield WarningLine(note) if n >= warned_from * n_records else note
 
 
 class Piece(NamedTuple):

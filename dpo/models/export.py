@@ -25,7 +25,7 @@ from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
 from dpo.data.tokenization import list_ends
 from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
-from dpo.errors import InputError, RunError, explaining, one_sentence
+from dpo.errors import InputError, RunError, WarningLine, explaining, one_sentence
 from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
 from dpo.models.loading import load_base, resolve_name
@@ -176,11 +176,11 @@ def export_last(plan: Plan, rank: int) -> None:
             command = f"dpo export {plan.run.local_run_dir} DIR"
             if isinstance(error, NeedsMerge):
                 command += " --merge"
-            print(
-                f"warning: the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
-                f"to export it, run {command}",
-                file=sys.stderr,
+            warning = (
+                f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
+                f"to export it, run {command}"
             )
+            print(WarningLine(warning), file=sys.stderr)
     meet_rank_0("the export")  # which may take longer than a barrier would wait
     barrier_before_exit()
 

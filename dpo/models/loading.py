@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, base_weights, load_adapter
 from dpo.models.logprobs import install_scalar_head
 from dpo.models.paths import ModelPath, find_base, locate_weights
@@ -79,7 +79,8 @@ def notes_on_base(plan: Plan) -> list[str]:
     name = plan.model.name_or_path
     if not base or resolve_name(base) == resolve_name(name):
         return []
-    return [f"warning: model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"]
+    warning = f"model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"
+    return [WarningLine(warning)]
 
 
 # --- checking and loading --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dpo.data.tokenizer import explaining_load_errors
-from dpo.errors import InputError
+from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
@@ -242,7 +242,8 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
-        notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
+        warning = f"max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for"
+        notes.append(WarningLine(warning))
     n_trainable, n_total = count_parameters(model)
     if n_trainable < n_total:
         share = n_trainable / n_total
@@ -251,7 +252,7 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
         n_experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1)
         if n_experts:
             share = n_experts / (n_total - n_trainable)
-            notes.append(f"warning: the experts, {percent(share)} of the weights, get no adapter")
+            notes.append(WarningLine(f"the experts, {percent(share)} of the weights, get no adapter"))
     return notes
 
 

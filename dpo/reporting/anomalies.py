@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dpo.analysis.rules import COLLAPSE_ADVICE, find_collapse
 from dpo.analysis.runs import read_run
-from dpo.errors import NonFinite
+from dpo.errors import NonFinite, WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -45,7 +45,7 @@ class NonFiniteGuard(Callback):
             raise NonFinite(f"{problem}; set nan_policy=skip to skip such updates")
         if self.skipped > MAX_SKIPPED:
             raise NonFinite(f"{problem}; {MAX_SKIPPED} updates were skipped before")
-        self.log(f"warning: {problem}; the update was skipped")
+        self.log(WarningLine(f"{problem}; the update was skipped"))
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
@@ -99,4 +99,4 @@ class CollapseWarner(Callback):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._has_warned and (numbers := find_collapse(read_run(self.run_dir))):
             self._has_warned = True
-            self.log(f"warning: the run has collapsed: {numbers}; {COLLAPSE_ADVICE}")
+            self.log(WarningLine(f"the run has collapsed: {numbers}; {COLLAPSE_ADVICE}"))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.runs import describe_answers
+from dpo.errors import WarningLine
 from dpo.models.answers import OnlinePair
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, Sample, Update
@@ -50,7 +51,7 @@ class Appender(Callback):
 
     def _move_aside(self, path: Path, end: int) -> None:
         """Rename a file that the checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
-        warning = f"warning: {path} is not as the run's checkpoint knows it"
+        warning = f"{path} is not as the run's checkpoint knows it"
         for file in (*(self.run_dir / name for name in self.derived), path):
             if file.exists():
                 moved = move_aside(file)
@@ -58,7 +59,7 @@ class Appender(Callback):
                 if file == path:
                     with moved.open("rb") as old_file:
                         path.write_bytes(old_file.read(end))
-        self.log(warning)
+        self.log(WarningLine(warning))
 
     def state_dict(self) -> dict:
         """Return the sizes of files, which are synced first."""

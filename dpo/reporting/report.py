@@ -1,5 +1,6 @@
 import subprocess
 
+from dpo.errors import WarningLine
 from dpo.reporting.events import Callback, RunContext
 from dpo.system.host import python_command
 from dpo.system.run_directory import REPORT
@@ -29,4 +30,4 @@ class ReportWriter(Callback):
             self.log(f"report: {page}")
         except subprocess.SubprocessError as error:
             why = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2] or "it took too long"
-            self.log(f"warning: the report was not written: {why}; try dpo report {self.run_dir}")
+            self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))

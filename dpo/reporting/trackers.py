@@ -9,7 +9,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from dpo.errors import InputError, explaining, one_sentence
+from dpo.errors import InputError, WarningLine, explaining, one_sentence
 from dpo.redaction import redact
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.host import is_installed
@@ -167,7 +167,8 @@ class WandbLogger(Callback):
         except self._errors as error:
             self._is_disabled = True
             problem = f"{type(error).__name__}: {error}"
-            print(f"warning: W&B logging disabled after an error ({problem}); metrics.jsonl is complete", flush=True)
+            warning = f"W&B logging disabled after an error ({problem}); metrics.jsonl is complete"
+            print(WarningLine(warning), flush=True)
 
     def state_dict(self) -> dict:
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}

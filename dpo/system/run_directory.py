@@ -2,6 +2,7 @@
 
 import fcntl
 import getpass
+import json
 import os
 import platform
 import secrets
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -23,7 +24,7 @@ from typing import IO, Any
 import yaml
 
 from dpo import __version__
-from dpo.errors import InputError, RunError, explaining, find_advice
+from dpo.errors import InputError, RunError, WarningLine, explaining, find_advice
 from dpo.redaction import redact
 from dpo.system.host import is_installed
 from dpo.system.plain_files import list_wrong, read_json, replacing, write_json
@@ -35,10 +36,11 @@ REPORT = Path("report", "report.html")  # with report=true
 LOCK_SECS = 1.0  # a report that reads the run holds the lock for a moment
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 LOG_FILE = "log.txt"
+WARNINGS_FILE = "warnings.jsonl"  # the warnings among the lines of the log
 FACTS = "env.json"  # the facts of a run
 FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
 PROBLEMS = "data_problems.jsonl"  # records that have problems
-FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE)
+FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE, WARNINGS_FILE)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 FACT_TYPES = {"run": str, "seconds_before": (float, NoneType)}  # what is read from env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
@@ -90,7 +92,7 @@ def lock_run_dir(run_dir: Path) -> IO:
                 raise InputError(f"{problem}: stop that process first, or choose another directory") from error
             time.sleep(0.02)
         except OSError as error:  # some network file systems have no locks
-            print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
+            print(WarningLine(f"{run_dir} cannot be locked ({error}): do not start a second run there"))
             return file
     file.truncate(0)
     print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -189,35 +191,37 @@ def timestamp() -> str:
 
 
 class RunLog:
-    """Copies finished lines of Python's standard streams to `log.txt`, without redraws of progress bars; until `open`
-    they are kept, as a refused run leaves no directory.
+    """Copies finished lines of Python's standard streams to `log.txt`, without redraws of progress bars, and warnings
+    to `warnings.jsonl`; until `open` they are kept, as a refused run leaves no directory.
     """
 
-    _kept = ""
+    _run_dir: Path | None = None  # once it is open
     _unfinished = ""
-    _path: Path | None = None  # the log, once it is open
 
-    def begin(self, kept: str = "") -> None:
+    def __init__(self):
+        self._kept: dict[str, str] = {}  # by file
+
+    def begin(self, kept: Mapping[str, str] = {}) -> None:
         """Begin to copy, after `kept`, which was printed before."""
         self.close()
-        self._kept = kept
+        self._kept = {**kept}
         self._unfinished = ""
         sys.stdout = RecordedStream(sys.stdout, self)
         sys.stderr = RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
-        self._path = Path(run_dir, LOG_FILE)
+        self._run_dir = Path(run_dir)
         self.add("")
 
     def close(self) -> None:
-        self._path = None
+        self._run_dir = None
         sys.stdout = getattr(sys.stdout, "screen", sys.stdout)
         sys.stderr = getattr(sys.stderr, "screen", sys.stderr)
 
-    def hand_over(self) -> str:
+    def hand_over(self) -> dict[str, str]:
         """Return, and forget, what is not written yet."""
         kept = self._kept
-        self._kept = ""
+        self._kept = {}
         return kept
 
     def add(self, text: str) -> None:
@@ -225,10 +229,16 @@ class RunLog:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             # a bar draws itself again after a carriage return: its last state is a line
-            self._kept += redact(line.rstrip("\r").rpartition("\r")[2]) + "\n"
-        if self._path is not None:
-            with suppress(OSError), self._path.open("ab", buffering=0) as file:  # a full disk must not end a run
-                file.write(self.hand_over().encode("utf-8", "backslashreplace"))
+            self._keep(LOG_FILE, redact(line.rstrip("\r").rpartition("\r")[2]))
+        if isinstance(text, WarningLine):
+            self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.text)}))
+        if self._run_dir is not None:
+            for name, lines in self.hand_over().items():
+                with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
+                    file.write(lines.encode("utf-8", "backslashreplace"))  # a full disk must not end a run
+
+    def _keep(self, name: str, line: str) -> None:
+        self._kept[name] = f"{self._kept.get(name, '')}{line}\n"
 
 
 class RecordedStream:

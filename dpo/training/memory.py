@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError, is_memory_error, one_sentence
+from dpo.errors import RunError, WarningLine, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
@@ -154,7 +154,8 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
         # as if the inputs and outputs of all its matrices were kept
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
-        notes.append(f"warning: activations are estimated roughly, as the model cannot run here: {one_sentence(error)}")
+        problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"
+        notes.append(WarningLine(problem))
     block = kept // n_blocks
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
         kept = block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size

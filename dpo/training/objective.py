@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError, one_sentence
+from dpo.errors import RunError, WarningLine, one_sentence
 from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
@@ -416,8 +416,8 @@ class Objective:
             try:
                 logps.save(path)
             except OSError as error:  # this run, and its checkpoints, have them
-                message = (
-                    f"warning: {path} could not be written, so another run scores the reference's examples again: "
+                message = WarningLine(
+                    f"{path} could not be written, so another run scores the reference's examples again: "
                     f"{one_sentence(error)}"
                 )
         if reference.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model

@@ -169,11 +169,13 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
 
 def test_all_warnings_of_all_runs_are_listed(tmp_path):
     one, other = made(tmp_path / "a"), made(tmp_path / "b", name="b")
-    (one / "log.txt").write_text("begins\nwarning: a cable is loose\nwarning: a cable is loose\nwarning: it rains\n")
+    write_rows(
+        one / "warnings.jsonl", [{"warning": text} for text in ("a cable is loose", "a cable is loose", "it rains")]
+    )
     page = page_of(one)
     assert "a cable is loose (2 times)it rains" in page.texts["li"]
     assert "2 warnings." in page.texts["p"]
-    (other / "log.txt").write_text("warning: it snows\n")
+    write_rows(other / "warnings.jsonl", [{"warning": "it snows"}])
     assert "made: it rains" in page_of(one, other).texts["li"]
     assert "b: it snows" in page_of(one, other).texts["li"]
 

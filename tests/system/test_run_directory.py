@@ -15,8 +15,9 @@ import tqdm
 import yaml
 from support.faults import start_run
 from support.pytests import refused, slow
-from support.runs import ROOT
+from support.runs import ROOT, read_rows
 
+from dpo.errors import WarningLine
 from dpo.redaction import redact
 from dpo.system.host import harden_stdio
 from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_run_facts
@@ -127,13 +128,17 @@ def test_a_bar_leaves_no_redraws_and_a_secret_no_trace(tmp_path, capsys, monkeyp
     log = RunLog()
     log.begin()
     print("before the directory, with sk-0123456789")
+    print(WarningLine("of sk-0123456789"), "a line", sep="\n")
+    print("warning: of a library")
     log.open(tmp_path)
     for _ in tqdm.tqdm(range(3), file=sys.stderr, miniters=1, mininterval=0):
         pass
     log.close()
     print("after the run")
-    first, last = (tmp_path / "log.txt").read_text().splitlines()
+    first, *lines, last = (tmp_path / "log.txt").read_text().splitlines()
     assert first == "before the directory, with REDACTED"
+    assert lines == ["warning: of REDACTED", "a line", "warning: of a library"]
+    assert read_rows(tmp_path / "warnings.jsonl") == [{"warning": "of REDACTED"}]
     assert ("3/3" in last, "1/3" in last) == (True, False)
 
 
