@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command,
 
 # --- whole runs ----------------------------------------------------------------------------------------------------
 
-OF_EVERY_RUN = {".lock", "config.yaml", "env.json", "preflight.json", "examples.jsonl", "log.txt"}
+OF_EVERY_RUN = {".lock", "config.yaml", "env.json", "preflight.json", "examples.jsonl", "log.txt", "warnings.jsonl"}
 
 
 def test_a_run_writes_all_it_promises_and_another_starts_from_it(command, tmp_path):
