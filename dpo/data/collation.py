@@ -81,10 +81,17 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             prompts.add(tuple(ids[:n_prompt]))
             responses.append(tuple(ids[n_prompt:]))
             # a cut is where scoring stops or starts again
-            neighbours = pairwise([True, *scored[role][row, n_prompt:length].tolist(), True])
-            cuts.append(tuple(i for i, (before, here) in enumerate(neighbours) if before != here))
+            flags = scored[role][row, n_prompt:length].tolist()
+            neighbours = enumerate(pairwise([True, *flags, True]))
+            cuts.append(tuple(i for i, (before, here) in neighbours if before != here))
         [prompt] = prompts  # chosen and rejected have the same
-        examples.append(Example(prompt, tuple(responses), roles=roles, cuts=tuple(cuts)))
+        example = Example(
+            prompt,
+            tuple(responses),
+            roles=roles,
+            cuts=tuple(cuts),
+        )
+        examples.append(example)
     return examples
 
 
@@ -118,5 +125,9 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, Tensor]:
     for kind in ("input_ids", "attention_mask", "labels"):
         rows = [*batch[f"chosen_{kind}"], *batch[f"rejected_{kind}"]]
         pad_value = IGNORE_INDEX if kind == "labels" else 0
-        concatenated[f"concatenated_{kind}"] = pad_sequence(rows, batch_first=True, padding_value=pad_value)
+        concatenated[f"concatenated_{kind}"] = pad_sequence(
+            rows,
+            batch_first=True,
+            padding_value=pad_value,
+        )
     return concatenated

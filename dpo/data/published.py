@@ -32,7 +32,10 @@ def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_firs
     first = len(entry["responses"])
     second = first + 1
     entry["responses"] += responses
-    entry["pairs"].append((first, second) if is_first_better else (second, first))
+    if is_first_better:
+        entry["pairs"].append((first, second))
+    else:
+        entry["pairs"].append((second, first))
     return entry
 
 
@@ -144,9 +147,12 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
                 raise InputError("answers is empty")
             responses = [" " + strip_html_tags(get_field(answer, "text")) for answer in answers]
             scores = [get_field(answer, "pm_score", int, float) for answer in answers]
-        pairs = []
+        pairs = []  # (better, worse)
         for earlier, later in combinations(range(len(scores)), 2):
-            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
+            if scores[earlier] > scores[later]:
+                pairs.append((earlier, later))
+            else:
+                pairs.append((later, earlier))
         prompt = f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:"
         # the first score of a repeated text counts, and index() finds the first
         target = max(responses, key=lambda response: scores[responses.index(response)])

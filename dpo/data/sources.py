@@ -94,7 +94,18 @@ def load_rows(
         return ArrowRows(_load_from_hub(source, split, cache_dir))
     rows = []
     for file in files:
-        rows.extend(islice(_read_file(file), limit))
+        try:
+            for number, row in enumerate(islice(_parse_file(file), limit), start=1):
+                if not isinstance(row, (Mapping, InputError)):
+                    row = InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
+                rows.append(row)
+        except InputError:
+            raise
+        except Exception as error:  # the libraries that parse files raise anything for damage
+            why = one_sentence(error)
+            if isinstance(error, UnicodeError):
+                why += ": save it as UTF-8 (in a spreadsheet as CSV UTF-8)"
+            raise InputError(f"{file} cannot be read: {why}") from error
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -181,21 +192,8 @@ def _find_files(source: Source, split: str) -> list[Path]:
     )
 
 
-def _read_file(file: Path) -> Iterator[Row]:
-    """Yield records, with an error in place of each that cannot be parsed."""
-    try:
-        for number, row in enumerate(_parse_file(file), start=1):
-            if not isinstance(row, (Mapping, InputError)):
-                row = InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
-            yield row
-    except InputError:
-        raise
-    except Exception as error:  # the libraries that parse files raise anything for damage
-        fix = ": save it as UTF-8 (in a spreadsheet as CSV UTF-8)" if isinstance(error, UnicodeError) else ""
-        raise InputError(f"{file} cannot be read: {one_sentence(error)}{fix}") from error
-
-
 def _parse_file(file: Path) -> Iterator:
+    """Yield records, with an error in place of each that cannot be parsed."""
     if file.is_dir():
         import datasets
 
@@ -218,7 +216,7 @@ def _parse_file(file: Path) -> Iterator:
                 f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
             )
     if not suffix:
-        raise InputError(f"{file} is not one of {', '.join(f'*{each}' for each in SUFFIXES)}")
+        raise InputError(f"{file} is not one of *{', *'.join(SUFFIXES)}")
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         if suffix.startswith((".csv", ".tsv")):

@@ -158,7 +158,8 @@ class Source(NamedTuple):
     @property
     def has_no_splits(self) -> bool:
         """Whether one file or saved dataset holds all records."""
-        return self.local is not None and (not self.local.is_dir() or (self.local / SAVED).is_file())
+        path = self.local
+        return path is not None and (not path.is_dir() or (path / SAVED).is_file())
 
 
 def place_datasets(values: Mapping) -> dict:
@@ -229,15 +230,17 @@ def store_rows(config: Mapping) -> dict:
     Raises InputError for rows that cannot be written.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
-    sources = values.get("dataset_sources") or {}
+    given = values.get("dataset_sources")
+    sources = dict(given) if isinstance(given, Mapping) else {}
     if _are_rows(values.get("datasets")):
-        sources = {**sources, "rows": values["datasets"]}
+        sources["rows"] = values["datasets"]
         values["datasets"] = ["rows"]
-    if isinstance(sources, Mapping):
-        local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
-        for name, rows in sources.items():
-            if _are_rows(rows) or rows == []:
-                values["dataset_sources"] = sources = {**sources, name: _store(rows, name, local_dir)}
+    local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
+    for name, rows in sources.items():
+        if _are_rows(rows) or rows == []:
+            sources[name] = _store(rows, name, local_dir)
+    if sources:
+        values["dataset_sources"] = sources
     return values
 
 
