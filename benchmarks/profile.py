@@ -114,7 +114,7 @@ def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
         step = Trainer.train_step
 
         def measured_step(trainer: Trainer, batch: Any) -> Any:
-            watch.is_on = trainer.state.batch_counter < n_updates - 1
+            watch.is_on = trainer.batch_counter < n_updates - 1
             if watch.is_on:
                 update = step(trainer, batch)
                 watch.end_update(**batch.seconds)

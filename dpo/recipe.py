@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from dpo.analysis.verdict import print_result
@@ -38,17 +39,12 @@ def dry_run(plan: Plan) -> None:
 
     Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
     """
-    resume_point = preview_resume(plan, list_logs())
-    plan = keep_choices(plan, resume_point)
-    set_up_libraries(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
-    check_optimizer(plan.training)
-    check_columns(plan)
+    run = OpenRun(Path(plan.run.local_run_dir), preview_resume(plan, list_logs()))
+    plan, data = _load(run, 0, plan, None)
     check_parts(plan)
-    data = load_data(plan.change("chat_template", keep_template(plan, resume_point)))
-    check_inputs(resume_point, data, find_model_config(plan))
     for role, text in list_first_examples(plan, data)[0].items():
         print(f"{role} of the first example: {text!r}")
-    if resume_point is None:
+    if run.resume_point is None:
         print(list_first_tasks(plan))
     if plan.online:
         print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
@@ -56,24 +52,37 @@ def dry_run(plan: Plan) -> None:
 
 
 def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
-    """Open the run's directory on rank 0, then load, train and export on every rank."""
-    if rank != 0:
-        _work(None, rank, plan, models, log)
-        return
-    with opening_run(plan, list_logs()) as run:
-        _work(run, rank, plan, models, log)
+    """Open the run's directory on rank 0, then load data, train and export on every rank."""
+    with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
+        # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
+        meet_rank_0("the run's directory")
+        resume_from = from_rank_0(run and run.resume_point and run.resume_point.path)
+        plan, data = _load(run, rank, plan, models)
+        is_complete = from_rank_0(run is not None and run.is_finished(data.report.updates))
+        if not is_complete:
+            if run:
+                run.record(plan)
+                data.report.write(run.directory / "preflight.json")
+                write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
+                log.open(run.directory)
+            with explain_memory_error(plan, data):
+                _train(rank, plan, data, models, resume_from)
+        elif run:
+            print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
+        export_last(plan, rank)
+        if run and not is_complete:
+            print_result(run.directory)
 
 
-def _work(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
-    """Load data, train and export; `run` is None on all ranks but 0."""
-    meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
+def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> tuple[Plan, TrainingData]:
+    """Find what all ranks train by and on, and refuse what cannot be trained; `run` is None on all ranks but 0."""
     resume_point = run and run.resume_point
-    resume_from = from_rank_0(resume_point and resume_point.path)
     if run:
         plan = keep_choices(plan, resume_point)
     for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
+    # attention's kernel depends on these settings, and the predicted memory on the kernel
     set_up_libraries(plan, progress_bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)
@@ -90,20 +99,7 @@ def _work(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None, log:
     check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
     if run:
         check_inputs(resume_point, data, model_config)
-
-    is_complete = from_rank_0(run is not None and run.is_finished(data.report.updates))
-    if not is_complete:
-        if run:
-            run.record(plan)
-            data.report.write(run.directory / "preflight.json")
-            write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
-            log.open(run.directory)
-        _train(rank, plan, data, models, resume_from)
-    elif run:
-        print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
-    export_last(plan, rank)
-    if run and not is_complete:
-        print_result(run.directory)
+    return plan, data
 
 
 def _train(
@@ -114,8 +110,7 @@ def _train(
     resume_from: Path | None,
 ) -> None:
     """Train; afterwards nothing of the trainer is held."""
-    with explain_memory_error(plan, data):
-        trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
-        if resume_from is not None:
-            trainer.checkpoints.restore(resume_from, trainer.parts)
-        trainer.train()
+    trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
+    if resume_from is not None:
+        trainer.checkpoints.restore(resume_from, trainer.list_parts())
+    trainer.train()

@@ -46,7 +46,7 @@ def start(arguments: list[str]) -> None:
 def main(config: DictConfig) -> None:
     """Run a job of a sweep (-m); without one, Hydra only shows the config."""
     try:
-        plan = place_job(resolve(config, with_plugins=True, typed=()), HydraConfig.get())
+        plan = place_job(resolve(config, with_plugins=True), HydraConfig.get())
         if problems := find_problems(plan):  # a launcher may use another machine
             exit_with([problem.sentence for problem in problems])
         run_or_exit(plan)

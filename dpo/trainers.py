@@ -6,7 +6,8 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.host import count_gpus, list_own_gpus
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch
-from dpo.training.objective import REFERENCE_PREFIX
+from dpo.training.objective import REFERENCE_PREFIX, BatchContext
 from dpo.training.parts import TrainerParts
 from dpo.training.start import list_notes, self_test
 
@@ -57,14 +58,6 @@ class Trainer(TrainerParts):
         reference = self.objective.reference
         return None if reference is None or reference.model is self.policy else reference.model
 
-    @property
-    def example_counter(self) -> int:
-        return self.state.example_counter
-
-    @property
-    def batch_counter(self) -> int:
-        return self.state.batch_counter
-
     @cached_property
     def train_iterator(self) -> Iterator:
         """The batches on which the run has not trained, once the state is restored."""
@@ -74,14 +67,14 @@ class Trainer(TrainerParts):
 
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
-        n_updates = self.data.report.updates
         n_done = self.batch_counter
         for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
             self.progress.line(note)
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
-            for item in self.progress.track_updates(self.train_iterator, total=n_updates, done=n_done):
+            total = self.data.report.updates
+            for item in self.progress.track_updates(self.train_iterator, total=total, done=n_done):
                 metrics = self.evaluate_if_due()
                 self.save_if_due(metrics)
                 self.sample_if_due()
@@ -97,18 +90,16 @@ class Trainer(TrainerParts):
         """Make one update on a global batch; all processes get the same, each with its own microbatches."""
         start = time.perf_counter()
         objective = self.objective
-        state = self.state
         self.policy.train()
         if self.plan.lora and self.plan.lora.dropout:
             # not by rank: the slices of a layer draw the same masks
-            seed_dropout(self.plan.run.seed, state.batch_counter, self.mesh.data_rank)
+            seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
         context = objective.prepare(batch)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            is_last = i == len(batch.microbatches)
             announce_backward(
                 self.policy,
-                is_last=is_last,
+                is_last=i == len(batch.microbatches),
                 reduce_once=self.plan.fsdp.fsdp_reduce_once,
             )
             microbatch = microbatch.to(objective.device)
@@ -130,27 +121,26 @@ class Trainer(TrainerParts):
         )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
-        state.batch_counter += 1  # an update that a callback refuses counts too
-        state.example_counter += len(batch.examples)
+        self.batch_counter += 1  # an update that a callback refuses counts too
+        self.example_counter += len(batch.examples)
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
         if objective.loss_scale.is_adapted:
             means["loss_scale"] = objective.loss_scale.value
         update = Update(
-            state.batch_counter,
-            state.example_counter,
+            self.batch_counter,
+            self.example_counter,
             batch.examples,
             reduced.examples,
             means,
             batch.drawn,
         )
-        has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
         is_allowed = self.callbacks.allow(update)
         if is_allowed and not objective.loss_scale.adapt(means["grad_norm"]):
             self.progress.line(
                 f"update {update.number} was not applied: its gradient overflows float16 at "
                 f"loss_scale={means['loss_scale']:g}, which is halved"
             )
-        elif is_allowed and has_loss:
+        elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
             means |= self.step_optimizer(update.number)
             self.scheduler.step()
             objective.after_step(update.metrics)
@@ -161,8 +151,9 @@ class Trainer(TrainerParts):
             "lr": lr,
             **batch.metrics,
             **reduced.find_kl(list(batch.drawn)),
+            **measure_costs(batch, time.perf_counter() - start),
         }
-        return update._replace(metrics=logged | measure_costs(batch, time.perf_counter() - start))
+        return update._replace(metrics=logged)
 
     def step_optimizer(self, number: int) -> dict[str, float]:
         """Step; after the first step at the full rate, return the share of 16-bit weights that it changed."""
@@ -189,16 +180,15 @@ class Trainer(TrainerParts):
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
-        objective = self.objective
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.batch_counter == 0 and self.plan.training.self_test:
-            self.progress.line(self_test(objective, self.evaluator.prompts[0], self.plan))
+            self.progress.line(self_test(self.objective, self.evaluator.prompts[0], self.plan))
         if self.plan.caches_reference_first:
             # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
             batches = self.progress.track(batches, total=n_batches, what="score")
-            self.progress.line(objective.cache_reference(batches, folder=self.plan.run.local_dir))
+            self.progress.line(self.objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
     @contextmanager
     def _finishing(self) -> Iterator:
@@ -232,41 +222,39 @@ class Trainer(TrainerParts):
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
         """Return the mean metrics, if it evaluated."""
-        state = self.state
-        n_examples = state.example_counter
+        n_examples = self.example_counter
         is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
         is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
-        if not (is_due or is_last) or state.evaluated_at == n_examples:
+        if not (is_due or is_last) or self.evaluated_at == n_examples:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        evaluation = Evaluation(state.batch_counter, n_examples, metrics, examples, evaluated.examples)
+        evaluation = Evaluation(self.batch_counter, n_examples, metrics, examples, evaluated.examples)
         self.callbacks.emit("evaluation", evaluation)
-        state.evaluated_at = n_examples
-        state.samples_due = self.evaluator.draws_samples(n_examples)
-        state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
+        self.evaluated_at = n_examples
+        self.samples_due = self.evaluator.draws_samples(n_examples)
+        self.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
 
     def sample_if_due(self) -> None:
         """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
-        state = self.state
-        n_examples = state.example_counter
-        is_first = state.batch_counter == 0
-        is_last = state.batch_counter == self.data.report.updates
+        n_examples = self.example_counter
+        is_first = self.batch_counter == 0
+        is_last = self.batch_counter == self.data.report.updates
         samples = []
         try:
-            if self.plan.evaluation.sample_during_eval and (is_first or (is_last and state.samples_due)):
+            if self.plan.evaluation.sample_during_eval and (is_first or (is_last and self.samples_due)):
                 self.callbacks.emit("answers", n_examples, self.evaluator.answers())
-            if state.samples_due:
+            if self.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)
         except SamplingFailed as error:
             warning = f"no samples after {n_examples:,} examples, as they could not be drawn: {error}"
             self.progress.line(WarningLine(warning))
-        if state.samples_due:
+        if self.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
-        state.samples_due = False
+        self.samples_due = False
 
     def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
@@ -276,7 +264,7 @@ class Trainer(TrainerParts):
 
     def _is_unsaved(self) -> bool:
         n_examples = self.example_counter
-        return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
+        return n_examples > 0 and n_examples != self.saved_at and not self.plan.run.debug
 
     def save(
         self,
@@ -284,19 +272,18 @@ class Trainer(TrainerParts):
         metrics: dict[str, float] | None = None,
     ) -> None:
         """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
-        state = self.state
         ranking_metric, sign = self.plan.best
         if output_dir is None:
-            state.saved_at = state.example_counter
+            self.saved_at = self.example_counter
         self.checkpoints.save(
-            self.parts,
-            step_idx=state.example_counter,
+            self.list_parts(),
+            step_idx=self.example_counter,
             metrics=metrics,
             quality=None if metrics is None else sign * metrics.get(ranking_metric, math.nan),
             facts={
-                "updates": state.batch_counter,
-                "evaluated": state.evaluated_at == state.example_counter,
-                "samples_due": state.samples_due,
+                "updates": self.batch_counter,
+                "evaluated": self.evaluated_at == self.example_counter,
+                "samples_due": self.samples_due,
                 **self.facts,
             },
             elsewhere=output_dir and Path(output_dir),
@@ -371,15 +358,16 @@ class BasicTrainer(Trainer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss of this process's batch, and its detached metrics, (B,) each."""
         split = "train" if train else "eval"
-        losses, columns = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
+        objective = replace(self.objective, loss=find_loss(loss_config))
+        microbatch = self._make_microbatch(batch)
+        equally = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
+        losses, columns = objective.losses(microbatch, equally, split=split)
         metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}
         return losses.mean(), metrics
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
-        texts = []
-        for model in self.evaluator.sampled_models():
-            texts.append(self.evaluator.continuations(model, batch, n_examples=self.example_counter))
+        texts = self.evaluator.apply(partial(self.evaluator.continue_batch, batch, self.example_counter))
         return texts[0], texts[1] if len(texts) > 1 else []
 
     def write_state_dict(
@@ -391,11 +379,8 @@ class BasicTrainer(Trainer):
         dir_name: str | Path | None = None,
     ) -> None:
         """Write one file of a checkpoint of the caller's own, by default to LATEST in the run's directory."""
-        directory = Path(dir_name or self.run_dir / "LATEST")
-        write_state(
-            directory / filename,
-            {"step_idx": step, "state": state, "metrics": metrics or {}},
-        )
+        content = {"step_idx": step, "state": state, "metrics": metrics or {}}
+        write_state(Path(dir_name or self.run_dir / "LATEST", filename), content)
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)

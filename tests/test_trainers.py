@@ -179,7 +179,7 @@ def test_the_reference_scores_every_pair_once_in_a_run(make_trainer):
     )
     calls = count_forwards(trainer.reference_model)
     trainer.train()
-    assert trainer.state.batch_counter == 6
+    assert trainer.batch_counter == 6
     assert len(read_metrics(trainer.run_dir, "eval")) == 7
     assert len(calls) == 1 + 2  # one evaluation batch, and the training batches of the first epoch
 

@@ -175,7 +175,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 def tidy(run_dir: Path) -> None:
     """Clean up after a kill while saving; restore a checkpoint that was about to be replaced."""
     for former in run_dir.glob(f".step-*.{FORMER_ENDING}"):
-        directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER_ENDING}")
+        directory = run_dir / former.stem.removeprefix(".")
         if not os.path.lexists(directory):
             former.rename(directory)
     for pattern in (
@@ -192,13 +192,12 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
     try:
         manifest = read_manifest(directory)
         for name, facts in manifest["files"].items():
-            if only is not None and name not in only:
-                continue
             path = directory / name
-            check_readable(path)
-            # the size first, as it takes no time
-            if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
-                raise DamagedCheckpoint(f"{path}: checksum mismatch")
+            if only is None or name in only:
+                check_readable(path)
+                # the size first, as it takes no time
+                if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
+                    raise DamagedCheckpoint(f"{path}: checksum mismatch")
     except DamagedCheckpoint:
         raise
     except (OSError, *WRONG_FORM) as error:

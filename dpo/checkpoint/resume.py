@@ -26,7 +26,7 @@ from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError, WarningLine
 from dpo.plugins import find_digests
 from dpo.redaction import redact
-from dpo.settings.keys import FORMER_DEFAULTS, KEYS, PACKAGE, PRECISION, ResumeRule, dotted, update_recorded
+from dpo.settings.keys import KEYS, PACKAGE, PRECISION, ResumeRule, dotted, update_recorded
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
@@ -61,15 +61,9 @@ class OpenRun(NamedTuple):
 
     def record(self, plan: Plan) -> None:
         former = None
-        if self.resume_point is not None:
-            saved_at = (self.resume_point.path / MANIFEST).stat().st_mtime
-            former = (self.resume_point.manifest["run"], saved_at)
-        write_run_facts(
-            self.directory,
-            plan.nested_values(),
-            processes=plan.dims.world_size,
-            former=former,
-        )
+        if point := self.resume_point:
+            former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
+        write_run_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
 
 @contextmanager
@@ -134,8 +128,13 @@ def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoi
     resume_point = _find_resume_point(source, plan)
     if resume_point is None:
         return None
-    if not is_own:
-        _copy_checkpoint(resume_point, run_dir, logs)
+    if not is_own:  # copied completely or not at all
+        checkpoint = resume_point.path
+        _copy_files([name for name in logs if (checkpoint.parent / name).exists()], checkpoint.parent, run_dir)
+        with replacing(run_dir / checkpoint.name) as copy:
+            copy.mkdir()
+            _copy_files([*resume_point.manifest["files"], MANIFEST], checkpoint, copy)
+        sync(run_dir)
     print(f"continuing from {resume_point.path}")
     for checkpoint in find_checkpoints(run_dir):
         if parse_step(checkpoint) > parse_step(resume_point.path):
@@ -162,36 +161,23 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
         except DamagedCheckpoint as error:
             print(WarningLine(f"checkpoint skipped: {error}"))
             reasons += f"; {error}"
-        else:
-            manifest |= {"config": update_recorded(manifest["config"])}
-            config = record_config(plan)
-            not_set = [key for key in FORMER_DEFAULTS if config[key] is None]
-            if plan.model.autocast == "auto":  # the run computes as it began
-                not_set += [key for key in PRECISION if config[key] in ("auto", None)]
-            for key in not_set:
-                config[key] = manifest["config"].get(key)
-            check_config(manifest, config, where=checkpoint)
-            return ResumePoint(checkpoint, manifest)
+            continue
+        recorded = update_recorded(manifest["config"])
+        config = record_config(plan)
+        kept = ["holdout"]
+        if plan.model.autocast == "auto":  # the run computes as it began
+            kept += PRECISION
+        for key in kept:
+            if config[key] in ("auto", None):
+                config[key] = recorded.get(key)
+        check_config(recorded, config, where=checkpoint)
+        return ResumePoint(checkpoint, {**manifest, "config": recorded})
     if plan.run.resume == "auto" and not candidates:
         return None
     raise InputError(
         f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; name another run or step-N, or "
         "start a new run with model.archive"
     )
-
-
-def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Copy a checkpoint and logs, completely or not at all."""
-    checkpoint = resume_point.path
-    _copy_files(
-        [name for name in logs if (checkpoint.parent / name).exists()],
-        checkpoint.parent,
-        run_dir,
-    )
-    with replacing(run_dir / checkpoint.name) as copy:
-        copy.mkdir()
-        _copy_files([*resume_point.manifest["files"], MANIFEST], checkpoint, copy)
-    sync(run_dir)
 
 
 def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
@@ -204,9 +190,8 @@ def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     """The plan with what a run keeps from its beginning: holdout, the date that a chat template writes, precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
-    for key, value in FORMER_DEFAULTS.items():
-        if resume_point and plan.values[key] is None:
-            plan = plan.change(key, recorded.get(key, value))
+    if plan.data.holdout is None:
+        plan = plan.change("holdout", recorded.get("holdout"))
     today = recorded.get("chat_template_date") or date.today().isoformat()
     plan = plan.change("chat_template_date", plan.chat.chat_template_date or today)
     return decide_autocast(plan, recorded if resume_point else None)
@@ -220,14 +205,15 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
     """
     if plan.model.autocast != "auto":
         return plan
+    several = plan.trainer.multi_process
     dtype = None
     if recorded is not None:
         dtype = recorded.get("model.autocast") or recorded.get("model.fsdp_policy_mp")
-    elif plan.trainer.multi_process and plan.model.fsdp_policy_mp:
+    elif several and plan.model.fsdp_policy_mp:
         dtype = plan.model.fsdp_policy_mp
     elif plan.gpus and plan.trainer != PACKAGE and has_bfloat16():
         dtype = "bfloat16"
-    if plan.trainer.multi_process:
+    if several:
         return plan.change("model.autocast", None).change("model.fsdp_policy_mp", dtype)
     return plan.change("model.autocast", dtype)
 
@@ -251,14 +237,12 @@ def record_config(plan: Plan) -> dict:
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
-def check_config(manifest: Mapping, config: Mapping, *, where: Path) -> None:
+def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
     changed = defaultdict(list)
-    for key, saved_value in manifest["config"].items():
+    for key, saved_value in recorded.items():
         if config.get(key) != saved_value:
-            rule = (
-                KEYS[key].resume if key in KEYS else ResumeRule.FIXED
-            )  # this version of the code may lack a saved key
+            rule = KEYS[key].resume if key in KEYS else ResumeRule.FIXED  # a saved key may be one that this code lacks
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[ResumeRule.FIXED]:
         raise InputError(

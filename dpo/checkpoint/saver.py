@@ -1,6 +1,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ COUNTERS = (
 # --- the parts of a checkpoint -------------------------------------------------------------------------------------
 
 
+@dataclass
 class Part:
     """A state in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
-    def __init__(self, name: str, source: Any):
-        self.name = name
-        self.source = source
+    name: str
+    source: Any
 
     def gather(self) -> Any:
         return full_state(self.source.state_dict())
@@ -40,38 +41,33 @@ class Part:
         """Further files made from a gathered state, by name."""
         return {}
 
-    def restore(self, file: Path) -> None:
-        """Load the state, whose file rank 0 reads for all."""
-        self.source.load_state_dict(from_rank_0(read_state(file) if is_rank_0() else None))
+    def restore(self, state: Any) -> None:
+        """Load the state, which rank 0 has read for all; on others it is None."""
+        self.source.load_state_dict(from_rank_0(state))
 
 
 class ModelPart(Part):
     """Weights are read before the model is distributed (`dpo.models.loading`)."""
 
-    def restore(self, file: Path) -> None:
+    def restore(self, state: Any) -> None:
         pass
 
 
+@dataclass
 class OptimizerPart(Part):
     """An optimizer's state, saved whole; each process restores its shards."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh):
-        super().__init__("optimizer", optimizer)
-        self.mesh = mesh
+    mesh: Mesh
 
     def gather(self) -> Any:
         return full_state(optimizer_state(self.source))
 
-    def restore(self, file: Path) -> None:
-        load_optimizer(self.source, read_state(file) if is_rank_0() else None, self.mesh)
+    def restore(self, state: Any) -> None:
+        load_optimizer(self.source, state, self.mesh)
 
 
 class RandomPart(Part):
-    """The states of random generators, without which another number of processes continues."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__("random", None)
-        self.mesh = mesh
+    """The states of random generators of a mesh's processes, without which another number of them continues."""
 
     def gather(self) -> dict:
         generator, keys, *others = np.random.get_state()
@@ -81,13 +77,13 @@ class RandomPart(Part):
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all(),
         }
-        return {"states": self.mesh.gather_all(state)}
+        return {"states": self.source.gather_all(state)}
 
-    def restore(self, file: Path) -> None:
-        states = from_rank_0(read_state(file)["states"] if is_rank_0() else None)
-        if len(states) != self.mesh.world_size:
+    def restore(self, state: Any) -> None:
+        states = from_rank_0(state)["states"]
+        if len(states) != self.source.world_size:
             return
-        state = states[self.mesh.rank]
+        state = states[self.source.rank]
         random.setstate(state["python"])
         generator, keys, *others = state["numpy"]
         np.random.set_state((generator, np.array(keys, dtype=np.uint32), *others))
@@ -97,7 +93,9 @@ class RandomPart(Part):
 
 
 class RunState:
-    """The part `trainer`; of frozen weights (of the reference or an adapted base) only a digest is saved."""
+    """The part `trainer`, whose class builds on it; of frozen weights (of the reference or an adapted base) only a
+    digest is saved.
+    """
 
     example_counter = 0  # examples trained on
     batch_counter = 0  # updates applied or skipped
@@ -134,27 +132,20 @@ class RunState:
 # --- saving and restoring ------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Checkpoints:
     """A run's checkpoints, of which BEST is the best by evaluations of the same `n_evaluated` examples."""
 
+    run_dir: Path
+    mesh: Mesh
+    keep: int | None
+    log: Callable
+    n_evaluated: int = 0
     best_at: int | None = None  # number of examples at BEST
-    best = -math.inf  # quality of BEST; higher is better
+    best: float = -math.inf  # quality of BEST; higher is better
 
-    def __init__(
-        self,
-        run_dir: Path,
-        mesh: Mesh,
-        *,
-        keep: int | None,
-        log: Callable,
-        n_evaluated: int = 0,
-    ):
-        self.run_dir = run_dir
-        self.mesh = mesh
-        self.keep = keep
-        self.log = log
-        self.n_evaluated = n_evaluated
-        self.run = read_run_facts(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
+    def __post_init__(self):
+        self.run = read_run_facts(self.run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
         self,
@@ -182,12 +173,7 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        facts = {
-            **facts,
-            "version": __version__,
-            "run": self.run,
-            "best_at": self.best_at,
-        }
+        facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
         write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
         for link in links:
             set_link(self.run_dir / link, directory)
@@ -215,7 +201,7 @@ class Checkpoints:
             file = checkpoint / f"{part.name}.pt"
             wrong = f"{file} does not hold the state of a run"
             with explaining_library(lambda why, wrong=wrong: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}")):
-                part.restore(file)
+                part.restore(read_state(file) if self.mesh.rank == 0 else None)
 
     def state_dict(self) -> dict:
         return {

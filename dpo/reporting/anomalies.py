@@ -1,10 +1,10 @@
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from dpo.analysis.rules import COLLAPSE_ADVICE, find_collapse
 from dpo.analysis.runs import read_run
+from dpo.data.schema import write_lines
 from dpo.errors import NonFinite, WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -51,7 +51,7 @@ class NonFiniteGuard(Callback):
     def _write(self, folder: Path, update: Update) -> None:
         """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
         trains_on = self.plan.loss.trains_on
-        lines = []
+        records = []
         columns = {name: column.tolist() for name, column in update.table.items()}
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
@@ -60,11 +60,8 @@ class NonFiniteGuard(Callback):
             texts = prompt.texts(index)
             record = {"prompt": prompt.text, "prompt_number": prompt_number}
             if i in update.drawn:
-                chosen, rejected = update.drawn[i].pair
-                record["chosen"] = chosen.text
-                record["rejected"] = rejected.text
-                record["score_chosen"] = chosen.score
-                record["score_rejected"] = rejected.score
+                for role, answer in zip(TRAINS_ON["pairs"], update.drawn[i].pair, strict=True):
+                    record |= {role: answer.text, f"score_{role}": answer.score}
             elif trains_on == "targets":
                 record["completion"] = texts["chosen"]
             elif trains_on == "labels":
@@ -79,10 +76,10 @@ class NonFiniteGuard(Callback):
                 record["weight"] = example.weight
             if prompt.margins is not None:
                 record["margin"] = example.margin
-            lines.append(json.dumps(record) + "\n")
+            records.append(record)
         folder.mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):  # a dataset needs both
-            (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+            write_lines(folder / f"{split}.jsonl", records)
 
     def state_dict(self) -> dict:
         return {"skipped": self.skipped}

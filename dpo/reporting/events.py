@@ -124,18 +124,16 @@ class Callbacks:
         return all(decisions)
 
     def state_dict(self) -> dict:
-        """Return the states that are not empty.
-
-        Raises TypeError for what a checkpoint, which is read as data, cannot restore.
-        """
+        """Return the states by name; raise TypeError for what a checkpoint, which is read as data, cannot restore."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()
         torch.save(states, content)
+        content.seek(0)
         try:
-            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+            torch.load(content, weights_only=True)
         except pickle.UnpicklingError as error:
             raise TypeError(f"state_dict() must have only tensors, numbers, texts, lists and dicts: {error}") from error
-        return {name: state for name, state in states.items() if state}
+        return states
 
     def load_state_dict(self, states: Mapping[str, Mapping]) -> None:
         for name, callback in self.callbacks.items():

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dpo.analysis.runs import describe_answers
+from dpo.checkpoint.files import sync
 from dpo.errors import WarningLine
-from dpo.models.answers import OnlinePair
 from dpo.numbers import count
 from dpo.reporting.events import Callback, Evaluation, Sample, Update
 from dpo.system.plain_files import move_aside
@@ -44,22 +44,17 @@ class Appender(Callback):
             end = 0
             if logged > 0 and size > 0:
                 end = self.find_end(path, min(logged, size))
-            if end < logged or logged < 0 < size:
-                self._move_aside(path, end)
+            if end < logged or logged < 0 < size:  # rename it, with what was made of it
+                complete = path.read_bytes()[:end] if size else b""
+                warning = f"{path} is not as the run's checkpoint knows it"
+                for file in (*(self.run_dir / made for made in self.derived), path):
+                    if file.exists():
+                        warning += f"; {file.name} is renamed to {move_aside(file).name}"
+                self.log(WarningLine(warning))
+                if size:
+                    path.write_bytes(complete)
             elif size > end:
                 os.truncate(path, end)
-
-    def _move_aside(self, path: Path, end: int) -> None:
-        """Rename a file that the checkpoint does not know so, with what was made of it; keep its first `end` bytes."""
-        warning = f"{path} is not as the run's checkpoint knows it"
-        for file in (*(self.run_dir / name for name in self.derived), path):
-            if file.exists():
-                moved = move_aside(file)
-                warning += f"; {file.name} is renamed to {moved.name}"
-                if file == path:
-                    with moved.open("rb") as old_file:
-                        path.write_bytes(old_file.read(end))
-        self.log(WarningLine(warning))
 
     def state_dict(self) -> dict:
         """Return the sizes of files, which are synced first."""
@@ -67,8 +62,7 @@ class Appender(Callback):
         for name in self.files:
             path = self.run_dir / name
             if path.exists():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(path)
                 sizes[name] = path.stat().st_size
         return {"log_bytes": sizes}
 
@@ -88,9 +82,22 @@ class FileLogger(Appender):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        n_recorded = self.plan.evaluation.n_eval_model_samples
-        newest = list(update.drawn.values())[:n_recorded]
-        self._drawn = [_make_record(update.n_examples, drawn) for drawn in newest]
+        self._drawn = []
+        for drawn in list(update.drawn.values())[: self.plan.evaluation.n_eval_model_samples]:
+            record = {
+                "examples": update.n_examples,
+                "prompt": drawn.prompt,
+                "turns": drawn.turns,
+                "completions": [
+                    {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
+                    for answer in drawn.answers
+                ],
+                "best": drawn.best,  # an index in `completions`
+                "worst": drawn.worst,
+            }
+            if drawn.is_flipped:
+                record["flipped"] = True
+            self._drawn.append(record)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
@@ -101,17 +108,18 @@ class FileLogger(Appender):
             self._append_text(heading, record["prompt"], answers)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        heading = f"after {count(n_examples, 'example')}"
         for sample in samples:
             self._append_record("samples.jsonl", {"examples": n_examples, **sample._asdict()})
             answers = [("policy", sample.policy), ("reference", sample.reference)]
-            self._append_text(f"after {count(n_examples, 'example')}", sample.prompt, answers)
+            self._append_text(heading, sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         for prompt, answer in answers.items():
             self._append_record("answers.jsonl", {"examples": n_examples, "prompt": prompt, "answer": answer})
 
     def state_dict(self) -> dict:
-        return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
+        return {**super().state_dict(), "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping) -> None:
         super().load_state_dict(state)
@@ -136,21 +144,3 @@ class FileLogger(Appender):
             if text is not None:
                 lines += [f"--- {name} ---", text.strip()]
         self.append("samples.txt", [*lines, ""])
-
-
-def _make_record(n_examples: int, drawn: OnlinePair) -> dict:
-    answers = [
-        {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
-        for answer in drawn.answers
-    ]
-    record = {
-        "examples": n_examples,
-        "prompt": drawn.prompt,
-        "turns": drawn.turns,
-        "completions": answers,
-        "best": drawn.best,  # an index in `completions`
-        "worst": drawn.worst,
-    }
-    if drawn.is_flipped:
-        record["flipped"] = True
-    return record

@@ -17,7 +17,7 @@ class ReportWriter(Callback):
 
     def on_end(self) -> None:
         page = self.run_dir / REPORT
-        folders = str(self.run_dir), str(page.parent)
+        folders = (str(self.run_dir), str(page.parent))
         try:
             subprocess.run(
                 **python_command("-m", "dpo.analysis.page", *folders, OMP_NUM_THREADS="1"),

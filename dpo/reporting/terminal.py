@@ -48,10 +48,10 @@ class Progress(Callback):
         """Show progress over the items of a task that runs inside another, or alone."""
         self._last_line_time = time.monotonic()
         with self._showing_bar(what, total):
-            for n_done, item in enumerate(items, start=1):
-                yield item
-                if n_done < total:
+            for n_done, item in enumerate(items):
+                if n_done:
                     self._show(n_done)
+                yield item
 
     def show_part(self, done: int, total: int, what: str) -> None:
         """Show how far the current item of the innermost task is."""

@@ -141,8 +141,7 @@ class WandbLogger(Callback):
             prefixes.append("best")
         facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
         for prefix in prefixes:
-            summary = {f"{prefix}/{name}": value for name, value in facts.items()}
-            self._unless_disabled(self.run.summary.update, summary)
+            self._unless_disabled(self.run.summary.update, {f"{prefix}/{name}": facts[name] for name in facts})
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         for model in ("policy", "reference"):

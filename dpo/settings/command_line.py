@@ -4,7 +4,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -51,7 +51,7 @@ class CommandLine(NamedTuple):
 
     @property
     def is_sweep(self) -> bool:
-        return bool(set(MULTIRUN) & set(self.options))
+        return bool({*MULTIRUN} & {*self.options})
 
     @property
     def search_path(self) -> list[str]:
@@ -63,11 +63,8 @@ class CommandLine(NamedTuple):
 
     def list_options(self, group: str) -> list[str]:
         """List the options of a group, with the user's; none if it is no group."""
-        if not group:
-            return []
-        options = {file.stem for file in Path(CONFIG_DIR, group).glob("*.yaml")}
-        if self.config_dir:
-            options |= {file.stem for file in Path(self.config_dir, group).glob("*.yaml")}
+        folders = [Path(folder, group) for folder in (CONFIG_DIR, self.config_dir) if group and folder]
+        options = {file.stem for folder in folders for file in folder.glob("*.yaml")}
         if group == "loss":
             options |= ADDED_LOSSES.keys()
         return sorted(options)
@@ -79,11 +76,8 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
         line = parse(arguments)
     except InputError as error:
         exit_with([str(error)])
-    if set(HELP) & set(line.options):
-        print(help_text())
-        sys.exit()
-    if VERSION in line.options:
-        print(f"dpo {__version__}")
+    if {*HELP, VERSION} & {*line.options}:
+        print(f"dpo {__version__}" if VERSION in line.options else help_text())
         sys.exit()
     plan, problems = check_line(line)
     if problems:
@@ -119,7 +113,10 @@ def parse(arguments: list[str]) -> CommandLine:
             if not equals:
                 value = next(remaining, "")
             if name not in WITH_VALUE:
-                advice = _find_setting(name.lstrip("-").replace("-", "_"), value)
+                setting = name.lstrip("-").replace("-", "_")
+                advice = f"settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
+                if known := setting if setting in KEYS else find_alias(setting):
+                    advice = f"write {known}={value or 'VALUE'}" if known in KEYS else f"here it is {known}"
                 raise InputError(f"{name} is not an option here: {advice}")
             if name not in CONFIG_DIR_OPTIONS:
                 options += [name, value]
@@ -132,14 +129,6 @@ def parse(arguments: list[str]) -> CommandLine:
     for override in overrides:
         line.overrides.extend(_place_model(override, line))
     return line._replace(overrides=[_mark_for_hydra(override, line) for override in line.overrides])
-
-
-def _find_setting(name: str, value: str) -> str:
-    """Say how to write a setting that was given as an option."""
-    known = name if name in KEYS else find_alias(name)
-    if known is None:
-        return f"settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
-    return f"write {known}={value or 'VALUE'}" if known in KEYS else f"here it is {known}"
 
 
 def _place_model(override: str, line: CommandLine) -> list[str]:
@@ -214,7 +203,16 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
             refused.append(f"{parse_key(override)}.")
     unknown = tuple(refused)  # what depends on a refused override is not known
     accepted = [override for override in line.overrides if not f"{parse_key(override)}.".startswith(unknown)]
-    problems += _find_taken_names(line) + _find_full_rate(line)
+    if line.config_dir:
+        for file in Path(line.config_dir).rglob("*.yaml"):
+            name = file.relative_to(line.config_dir)
+            if (CONFIG_DIR / name).exists():
+                problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
+    typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
+    name = typed.get("experiment")
+    has_rates = "lr" in typed or f"{name}_lora" not in line.list_options("experiment")
+    if not has_rates and typed.get("lora", "none") != "none":
+        problems.append(f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr")
     plan = None
     for job in itertools.product(*map(split_sweep, accepted)):
         try:
@@ -222,10 +220,10 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
         except Exception as error:  # a user's files may contain anything
             problems.append(f"the config cannot be composed: {one_sentence(error)}")
             break
-        problems += _find_code_in_files(config, line)
+        problems += _find_code_in_files(config, line, typed)
         if {*line.options} <= {*MULTIRUN}:  # else Hydra shows something in place of running
             own_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            plan = resolve(own_config, gpus=UNCOUNTED, typed=map(parse_key, line.overrides))
+            plan = resolve(own_config, gpus=UNCOUNTED, typed=typed)
             found = find_problems(plan)
             if not found and not problems:
                 plan = make_plan(plan.values, has_new_run_dir=plan.has_new_run_dir)
@@ -241,30 +239,10 @@ def _compose(overrides: list[str]) -> DictConfig:
         return hydra.compose("config", overrides, return_hydra_config=True)
 
 
-def _find_taken_names(line: CommandLine) -> list[str]:
-    """Refuse the user's config files that have the name of one of ours."""
-    if not line.config_dir:
-        return []
-    names = [file.relative_to(line.config_dir) for file in Path(line.config_dir).rglob("*.yaml")]
-    taken = [name for name in names if (CONFIG_DIR / name).exists()]
-    return [f"--config-dir: {name} has the name of one of ours: rename it" for name in taken]
-
-
-def _find_full_rate(line: CommandLine) -> list[str]:
-    """Refuse an adapter with the learning rate of an experiment that has another one for adapters."""
-    typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
-    name = typed.get("experiment")
-    has_rates = "lr" in typed or f"{name}_lora" not in line.list_options("experiment")
-    if has_rates or typed.get("lora", "none") == "none":
-        return []
-    return [f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr"]
-
-
-def _find_code_in_files(config: DictConfig, line: CommandLine) -> list[str]:
+def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -> list[str]:
     """Refuse keys that the user's config files set and that can name code."""
     if line.config_dir is None:
         return []
-    typed = [parse_key(override) for override in line.overrides]
     # comparing what Hydra makes with and without the files covers all that they contain, however they are chosen
     without_files = _list_code(
         _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
@@ -310,24 +288,19 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     if options := line.list_options(group):
         for job in split_sweep(override):
             option = str(PARSER.parse_override(job).value())
+            if name := find_alias(option):
+                return f"{group}={option}: here it is {name}"
             if option not in options:
-                return _explain_option(group, option, options)
+                other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
+                return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
         return None
-    if key in KEYS:
+    if key in KEYS and not key.startswith("loss."):  # of two losses, an option may have different types
         is_fixed = not parsed.is_sweep_override() and "${" not in override
-        # of two losses, an option of the same name may have different types
-        return find_value_problem(key, parsed.value()) if is_fixed and group.split(".")[0] != "loss" else None
-    is_section = any(known.startswith(f"{key}.") for known in KEYS)
-    if is_section or key.split(".")[0] in OPEN_MAPPINGS or _is_hydra_key(key):
+        return find_value_problem(key, parsed.value()) if is_fixed else None
+    is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS)  # as a key or a section
+    if is_known or key.split(".")[0] in OPEN_MAPPINGS or _is_hydra_key(key):
         return None
     return find_value_problem(key, value)
-
-
-def _explain_option(group: str, option: str, options: Sequence[str]) -> str:
-    if name := find_alias(option):
-        return f"{group}={option}: here it is {name}"
-    other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
-    return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
 
 
 # --- the jobs of a sweep, and help ------------------------------------------------------------------------------------
@@ -347,8 +320,7 @@ def help_text() -> str:
     parts = [USAGE]
     for group in sorted(CONFIG_DIR.glob("*/")):
         options = sorted(file.stem for file in group.glob("*.yaml"))
-        text = f"{group.name}: {', '.join(options)}"
-        parts.append(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False))
+        parts.append(fill(f"{group.name}: {', '.join(options)}", 118, subsequent_indent="  ", break_on_hyphens=False))
     for pattern in ("config.yaml", "model/blank_model.yaml", "lora/lora.yaml", "online/online.yaml", "loss/**/*.yaml"):
         for file in sorted(CONFIG_DIR.glob(pattern)):
             keys = file.read_text(encoding="utf-8").split("\ndefaults:")[0]

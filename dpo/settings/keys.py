@@ -279,8 +279,13 @@ def read_key(annotation: Any) -> Key:
     marks = []
     if get_origin(plain) is Annotated:
         plain, *marks = get_args(plain)
-    bounds = "".join(mark for mark in marks if isinstance(mark, str))
-    resume = next((mark for mark in marks if isinstance(mark, ResumeRule)), FIXED)
+    bounds = ""
+    resume = FIXED
+    for mark in marks:
+        if isinstance(mark, ResumeRule):
+            resume = mark
+        else:
+            bounds = mark
     choices = ()
     if get_origin(plain) is Literal:
         choices = get_args(plain)
@@ -357,7 +362,6 @@ def load_plugins(files: Any) -> None:
 
 # --- configs of earlier versions --------------------------------------------------------------------------------------
 
-FORMER_DEFAULTS = {"holdout": 0.1}  # what keys stand for in runs that were made before there were such keys
 REMOVED = {  # patterns of keys and values -> the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
     ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",
@@ -375,7 +379,7 @@ def find_removed(key: str, value: Any) -> str | None:
 
 def update_recorded(config: Mapping) -> dict:
     """Translate the config of an earlier run, nested or by dotted key."""
-    updated = dict(config)
+    updated = {"holdout": 0.1, **config}  # the share of runs that were made before there was the key
     average = updated.pop("sft_loss", "sum")
     loss = updated.get("loss")
     if isinstance(loss, Mapping) and loss.get("name") == "sft":

@@ -1,7 +1,7 @@
 """The plan of a run: its config as typed values, under the names of its keys. Imports no torch."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,12 +87,6 @@ class Plan:
         return f"model.policy_dtype=float32 {key}={self.model.policy_dtype}"
 
     @property
-    def scales_loss(self) -> bool:
-        """Whether gradients that float16 computes flow into weights that may hold smaller ones."""
-        is_computed_in = self.model.autocast or self.compute_dtype
-        return is_computed_in == "float16" and (self.lora is not None or self.model.policy_dtype != "float16")
-
-    @property
     def best(self) -> tuple[str, int]:
         """The metric that ranks checkpoints, and +1 if higher is better, else -1."""
         return (keys.HELD_OUT_SCORE, +1) if self.online else self.loss.best
@@ -101,12 +95,6 @@ class Plan:
     def follow_every(self) -> int | None:
         """Number of updates between syncs of the reference; None: no syncs."""
         return self.online.sync_reference_every if self.online else None
-
-    @property
-    def prompts_at_a_time(self) -> int:
-        """Number of prompts that a process answers at a time in training."""
-        batch_size = (self.online and self.online.batch_size) or self.data.eval_batch_size
-        return max(1, batch_size // self.dims.data_size)
 
     @property
     def n_offline(self) -> int:
@@ -138,13 +126,13 @@ def resolve(
     world_size: int | None = None,
     gpus: int | None = None,
     with_plugins: bool = False,
-    typed: Iterable[str] | None = None,
+    typed: Collection[str] = (),
 ) -> Plan:
     """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
     `world_size` and `gpus` follow from config and machine, unless they are given. `with_plugins` runs the plugins that
     the config names: never do so with that of an earlier run, which may be someone else's. `typed` are the keys that a
-    command line sets; others are of config files, where an option that the chosen loss lacks has no effect.
+    command line sets; elsewhere an option that the chosen loss lacks has no effect, as a config file may be for others.
     """
     nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     if with_plugins:
@@ -157,23 +145,16 @@ def resolve(
         values["chat_template"] = os.path.abspath(os.path.expanduser(values["chat_template"]))
     if keys.are_names(values["plugins"]):
         values["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
-    if typed is not None:
-        _drop_foreign_options(values, {*typed})
-    has_new_run_dir = "get_local_run_dir" in str(composed)
-    return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
-
-
-def _drop_foreign_options(values: dict, typed: set[str]) -> None:
-    """Leave out what config files set for another loss, whose option of the same name may have another type."""
     defaults = find_defaults(values)
-    for key in KEYS:
-        if not key.startswith("loss.") or key not in values or key in typed:
-            continue
+    # leave out what config files set for another loss, whose option of the same name may have another type
+    for key in [key for key in values if key in KEYS and key.startswith("loss.") and key not in typed]:
         fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}
         if key not in defaults:
             del values[key]
-        elif any(fits.values()) and not fits.get(str(values.get("loss.name"))):
+        elif any(fits.values()) and not fits.get(str(values["loss.name"])):
             values[key] = defaults[key]
+    has_new_run_dir = "get_local_run_dir" in str(composed)
+    return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
 
 
 def flatten(config: DictConfig) -> dict:
@@ -200,16 +181,15 @@ def make_plan(
             values[key] = value
     if gpus is None:
         gpus = count_gpus()
-    launched = find_rank_env()
-    if world_size is None and launched:
-        world_size = launched.world_size
     trainer = keys.TRAINERS[values["trainer"]]
     if trainer.cuts_layers and values["tensor_parallel.backend"] == "tensor_parallel":
         trainer = keys.PACKAGE
     if world_size is None:
         world_size = 1
-        if trainer.multi_process:
-            world_size = int(values["world_size"] or max(1, gpus))
+        if launched := find_rank_env():
+            world_size = launched.world_size
+        elif trainer.multi_process:
+            world_size = values["world_size"] or max(1, gpus)
     tensor_size = 1
     if trainer == keys.TENSOR_PARALLEL:
         tensor_size = values["tensor_parallel_size"] or world_size

@@ -19,18 +19,17 @@ from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
+Conflict = tuple[str, Any, str]  # the keys that a check reads, whether the plan is refused, and what is then said
 
-def list_conflicts(p: Plan) -> list[tuple[str, Any, str]]:
-    """List the keys that each check reads, the condition under which a plan is refused, and what is then said."""
-    run, data, training, loss, dims = p.run, p.data, p.training, p.loss, p.dims
+
+# fmt: off
+def _check_processes(p: Plan) -> list[Conflict]:
+    run, data, dims = p.run, p.data, p.dims
     several = p.trainer.multi_process
     processes = dims.world_size
     here = count_processes_here(processes)
     accumulation = data.gradient_accumulation_steps
-    computed = {loss.name, *(part.name for _, part in loss.parts)}  # names of losses
-    # fmt: off
-    conflicts = [
-        # --- processes
+    return [
         ("world_size trainer", (processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
         ("world_size", several and run.world_size not in (None, processes),
@@ -45,17 +44,12 @@ def list_conflicts(p: Plan) -> list[tuple[str, Any, str]]:
         ("batch_size gradient_accumulation_steps", data.batch_size % max(1, accumulation * dims.data_size),
          f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
          f"{accumulation} * {dims.data_size}"),
-        # --- trainers
-        ("optimizer trainer", several and training.optimizer in keys.NEED_WHOLE_TENSORS,
-         f"optimizer={training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        ("optimizer model.policy_dtype", p.trains_half_precision and p.model.policy_dtype == "float16"
-         and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
-         f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
-         f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
+        ("optimizer trainer", several and p.training.optimizer in keys.NEED_WHOLE_TENSORS,
+         f"optimizer={p.training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
         ("tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",
-         p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or loss.scalar_head
+         p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
                                         or p.model.autocast not in (None, "auto")
-                                        or training.optimizer == "Adafactor"),
+                                        or p.training.optimizer == "Adafactor"),
          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
          "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"),
         ("lora.name trainer", p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
@@ -63,7 +57,16 @@ def list_conflicts(p: Plan) -> list[tuple[str, Any, str]]:
         ("fsdp_frozen_weights lora.reference",
          p.fsdp.fsdp_frozen_weights == "whole" and not p.can_hold_frozen_whole,
          "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"),
-        # --- lengths and intervals
+    ]
+
+
+def _check_training(p: Plan) -> list[Conflict]:
+    run, data, training = p.run, p.data, p.training
+    return [
+        ("optimizer model.policy_dtype", p.trains_half_precision and p.model.policy_dtype == "float16"
+         and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
+         f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
+         f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
         ("holdout", (data.holdout or 0) > 1 and data.holdout % 1,
          f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
         ("max_prompt_length max_length", data.max_prompt_length >= data.max_length,
@@ -76,45 +79,52 @@ def list_conflicts(p: Plan) -> list[tuple[str, Any, str]]:
          f"exp_name={run.exp_name} must be relative and without '..'"),
         ("resume local_run_dir", run.resume == "auto" and p.has_new_run_dir,
          "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"),
-        # --- losses and references
         ("lora.reference model.archive", p.lora and p.lora.reference == "adapter" and p.model.archive is None,
          "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"),
-        ("loss.desirable_weight loss.undesirable_weight", loss.options.get("desirable_weight", 1) == 0
-         and loss.options.get("undesirable_weight", 1) == 0,
+    ]
+
+
+def _check_loss(p: Plan) -> list[Conflict]:
+    name, options = p.loss.name, p.loss.options
+    divergence = p.loss.shared.get("f_divergence")
+    computed = {name, *(part.name for _, part in p.loss.parts)}  # names of losses
+    return [
+        ("loss.desirable_weight loss.undesirable_weight",
+         options.get("desirable_weight") == options.get("undesirable_weight") == 0,
          "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
         ("loss.name", computed - {"sft"} == {"mix"},
          "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"),
-        ("loss.reference_free loss.f_divergence",
-         loss.options.get("reference_free") and loss.shared.get("f_divergence") != "reverse_kl",
-         f"loss.f_divergence={loss.shared.get('f_divergence')} is a divergence from the reference: set "
-         "loss.reference_free=false"),
-        ("loss.label_smoothing", "exo" in computed and not loss.options.get("label_smoothing"),
+        ("loss.reference_free loss.f_divergence", options.get("reference_free") and divergence != "reverse_kl",
+         f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false"),
+        ("loss.label_smoothing", "exo" in computed and not options.get("label_smoothing"),
          "loss=exo divides by loss.label_smoothing=0: set it above 0"),
         ("loss.name sample_during_eval online.name",
-         loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
-         f"loss={loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
+         p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
+         f"loss={name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
          "online=online"),
     ]
-    if (online := p.online) is not None:
-        scorer, longest = online.scorer, online.max_new_tokens
-        conflicts += [
-            ("loss.name", not loss.scalar_head and loss.trains_on != "pairs",
-             f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-            ("loss.offset_by_margin", loss.needs_margins,
-             "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"),
-            ("cache_reference_logps", training.cache_reference_logps == "all",
-             "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"),
-            ("online.mix_offline batch_size", online.mix_offline and not 0 < p.n_offline < data.batch_size,
-             f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
-             "data, or only these: set another fraction"),
-            (f"online.scorer online.{scorer}", scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
-             f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"),
-            ("max_prompt_length online.max_new_tokens max_length", data.max_prompt_length + longest > data.max_length,
-             f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={longest} add up to more than "
-             f"max_length={data.max_length}: lower one of them"),
-        ]
-    # fmt: on
-    return conflicts
+
+
+def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Conflict]:
+    data, loss, scorer = p.data, p.loss, online.scorer
+    return [
+        ("loss.name", not loss.scalar_head and loss.trains_on != "pairs",
+         f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
+        ("loss.offset_by_margin", loss.needs_margins,
+         "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"),
+        ("cache_reference_logps", p.training.cache_reference_logps == "all",
+         "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"),
+        ("online.mix_offline batch_size", online.mix_offline and not 0 < p.n_offline < data.batch_size,
+         f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
+         "data, or only these: set another fraction"),
+        (f"online.scorer online.{scorer}", scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
+         f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"),
+        ("max_prompt_length online.max_new_tokens max_length",
+         data.max_prompt_length + online.max_new_tokens > data.max_length,
+         f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more "
+         f"than max_length={data.max_length}: lower one of them"),
+    ]
+# fmt: on
 
 
 # --- all problems of a plan -------------------------------------------------------------------------------------------
@@ -125,7 +135,10 @@ def find_problems(plan: Plan) -> list[Problem]:
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
     problems += [problem for problem in _find_unmet(plan, refused=True) if problem.key not in wrong_keys]
-    for keys_read, is_wrong, sentence in list_conflicts(plan):
+    conflicts = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
+    if plan.online:
+        conflicts += _check_online(plan, plan.online)
+    for keys_read, is_wrong, sentence in conflicts:
         if is_wrong and wrong_keys.isdisjoint(keys_read.split()):  # what a check says of a wrong value is wrong too
             problems.append(Problem("", sentence))
     packages = [
@@ -293,8 +306,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         if recorded.get("plugins") and recorded["loss.name"] not in LOSSES:
             # a plugin's loss decides nothing for those who read an earlier run's config
             recorded = {key: value for key, value in recorded.items() if not key.startswith("loss.")}
-        values = find_defaults(recorded) | keys.FORMER_DEFAULTS | recorded
-        plan = make_plan(place_datasets(values))
+        plan = make_plan(place_datasets(find_defaults(recorded) | recorded))
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
     set_values = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}

@@ -32,12 +32,13 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def without_tf32() -> Iterator:
     """Multiply float32 exactly; TF32 would round the inputs."""
-    was_allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    was_allowed = matmul.allow_tf32
+    matmul.allow_tf32 = False
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = was_allowed
+        matmul.allow_tf32 = was_allowed
 
 
 @contextmanager

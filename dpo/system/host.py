@@ -138,10 +138,9 @@ def silence_bitsandbytes() -> None:
 def raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard one, as workers share many files; say so if that changes it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        if is_launched_as_rank_0():
-            print(f"limit of open files raised from {soft:,} to {hard:,}", flush=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if soft != hard and is_launched_as_rank_0():
+        print(f"limit of open files raised from {soft:,} to {hard:,}", flush=True)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

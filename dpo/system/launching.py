@@ -89,23 +89,26 @@ class RankEnv(NamedTuple):
 def find_rank_env() -> RankEnv | None:
     """Read what torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
-    address = environ.get("MASTER_ADDR")
-    port = environ.get("MASTER_PORT")
+    size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
+        size = int(environ["WORLD_SIZE"])
         rank = int(environ["RANK"])
         local_rank = int(environ.get("LOCAL_RANK", rank))
         serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        size = int(environ["WORLD_SIZE"])
-        return RankEnv(rank, size, local_rank, address or "localhost", int(port or 29500), serves_store)
-    size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
-    if size > 1:
+        address = "localhost"
+        port = 29500
+    elif size > 1:
         rank = int(environ["SLURM_PROCID"])
-        # the first node of a list: node03 in "node[03-05,9]"
-        first_node = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
-        own_port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
         local_rank = int(environ["SLURM_LOCALID"])
-        return RankEnv(rank, size, local_rank, address or first_node, int(port or own_port), rank == 0)
-    return None
+        serves_store = rank == 0
+        # the first node of a list: node03 in "node[03-05,9]"
+        address = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
+        port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
+    else:
+        return None
+    address = environ.get("MASTER_ADDR") or address
+    port = int(environ.get("MASTER_PORT") or port)
+    return RankEnv(rank, size, local_rank, address, port, serves_store)
 
 
 def count_processes_here(world_size: int) -> int:
@@ -182,8 +185,14 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-            group = {"timeout": timeout, "store": store, "local_rank": local_rank}
-            init_distributed(rank, world_size, backend=choose_backend(), **group)
+            init_distributed(
+                rank,
+                world_size,
+                backend=choose_backend(),
+                timeout=timeout,
+                store=store,
+                local_rank=local_rank,
+            )
         try:
             worker(rank, world_size, *args)
         except Stopped as stopped:  # all ranks stop, and one says so

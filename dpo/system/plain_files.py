@@ -1,5 +1,4 @@
 import glob
-import itertools
 import json
 import os
 import re
@@ -75,11 +74,10 @@ def remove(path: Path) -> None:
 
 def move_aside(path: Path, name: str | None = None) -> Path:
     """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken."""
-    first = path.with_name(name or f"{path.name}.old")
-    target = first
-    for number in itertools.count(1):
-        if not os.path.lexists(target):
-            break
+    first = target = path.with_name(name or f"{path.name}.old")
+    number = 0
+    while os.path.lexists(target):
+        number += 1
         target = path.with_name(f"{first.name}.{number}")
     return path.rename(target)
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -133,14 +134,13 @@ def write_run_facts(
         seconds_before = old_facts.get("seconds_before")
         if seconds_before is not None:
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(old_facts["started"]).timestamp())
-    git = []
+    commit = ""
     checkout = Path(__file__).parents[2]
-    # untracked files, such as runs of the user, are no change
-    command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "."]
+    # the commit, and -dirty if files have changed; untracked files, such as runs of the user, are no change
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
         with suppress(OSError):  # there is no git
-            git = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    commit = next((line.split()[-1] for line in git if line.startswith("# branch.oid")), None)
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     facts = {
         "run": run,
         "version": __version__,
@@ -153,8 +153,8 @@ def write_run_facts(
         "processes": processes,
         "started": timestamp(),
         "seconds_before": seconds_before,
-        "git_commit": commit,
-        "git_uncommitted_changes": any(not line.startswith("#") for line in git) if commit else None,
+        "git_commit": commit.removesuffix("-dirty") or None,
+        "git_uncommitted_changes": commit.endswith("-dirty") if commit else None,
     }
     with _explaining_errors(run_dir):
         _write_facts(run_dir, facts)  # first, as they say whose the directory is
@@ -241,15 +241,15 @@ class RunLog:
         self._kept[name] = f"{self._kept.get(name, '')}{line}\n"
 
 
+@dataclass
 class RecordedStream:
     """A stream whose text a log gets too; progress bars are drawn on its `screen`."""
 
-    def __init__(self, screen: Any, log: RunLog):
-        self.screen = screen
-        self._log = log
+    screen: Any
+    log: RunLog
 
     def write(self, text: str) -> int:
-        self._log.add(text)
+        self.log.add(text)
         return self.screen.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -93,13 +93,13 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
     place = _count_call("its machine's work")
-    keys = {maker: f"rank {maker} at {place}" for maker in makers}  # where makers put their results
-    if rank in makers:
-        default_store().set(keys[rank], make())
-    results = {maker: wait_for(key) for maker, key in keys.items()}
-    return results[machines.index(machines[rank])]
+    # where the first rank of each machine puts its result
+    keys = {machine: f"rank {machines.index(machine)} at {place}" for machine in machines}
+    if machines.index(machines[rank]) == rank:
+        default_store().set(keys[machines[rank]], make())
+    results = {machine: wait_for(key) for machine, key in keys.items()}
+    return results[machines[rank]]
 
 
 def identify_machine() -> str:
@@ -133,7 +133,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     box = [(socket.gethostname(), dict(facts))]
     dist.broadcast_object_list(box)
     host_0, facts_0 = box[0]
-    different = sorted(name for name in {*facts_0, *facts} if facts_0.get(name) != facts.get(name))
+    different = sorted({name for name, _ in facts_0.items() ^ facts.items()})
     gathered: list = [None] * dist.get_world_size()  # by rank
     dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))  # facts of all weights would be long
     for rank, (host, names) in enumerate(gathered):

@@ -20,6 +20,7 @@ from dpo.data.examples import (
     read_examples,
 )
 from dpo.data.preflight import TrainingData
+from dpo.data.table import PromptTable
 from dpo.models.answers import OnlinePair
 from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
@@ -61,42 +62,39 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
 
 
 class Batches:
-    """The batches of a run, prepared for process `rank` of the `size` that see different examples."""
+    """The batches of a run, prepared for process `rank` of those that see different examples."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        layout: Layout,
-        *,
-        size: int,
-        rank: int = 0,
-    ):
+    def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, rank: int = 0):
         self.plan = plan
         self.data = data
         self.layout = layout
         self.seed = plan.run.seed
-        self.size = size
         self.rank = rank
         self.states = {}  # objects whose states are saved in checkpoints, by name
+        self.counts = data.train.counts.tolist()  # examples per training prompt in an epoch
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
-        train_rows, test_rows = np.split(np.cumsum(n_examples) - n_examples, [len(data.train.counts)])
-        # prompts, the first row of each, and microbatches per batch
-        self._splits = {
-            "train": (data.train, train_rows, plan.data.gradient_accumulation_steps),
-            "test": (data.test, test_rows, 1),
-        }
+        self._first_rows = np.cumsum(n_examples) - n_examples
         self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator:
         """Training batches in the reference code's order, but for the first `skip`."""
-        return self._iterate_train(
-            partial(self._prepare, "train"),
-            self.data.train.counts.tolist(),
-            skip=skip,
+        plan = self.plan.data
+        batches = iterate_examples(
+            self.counts,
+            shuffle=True,
+            seed=self.seed,
+            batch_size=plan.batch_size,
+            n_epochs=plan.n_epochs,
+            n_examples=plan.n_examples,
         )
+        return prefetch(itertools.islice(batches, skip, None), self.prepare, workers=plan.num_workers)
+
+    def prepare(self, example_ids: Sequence[tuple[int, int]]) -> Any:
+        """Prepare a training batch; `train` yields what this returns."""
+        n_microbatches = self.plan.data.gradient_accumulation_steps
+        return self._prepare(self.data.train, self._first_rows, n_microbatches, example_ids)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
         """Make an update's batch of an item that `train` yields."""
@@ -110,19 +108,6 @@ class Batches:
         """Held-out prompts with placeholder answers, in groups."""
         return []
 
-    def _iterate_train(self, prepare: Callable, counts: Sequence[int], *, skip: int) -> Iterator:
-        """Yield `prepare(example_ids)` for each training batch; `counts` are examples per prompt."""
-        plan = self.plan.data
-        batches = iterate_examples(
-            counts,
-            shuffle=True,
-            seed=self.seed,
-            batch_size=plan.batch_size,
-            n_epochs=plan.n_epochs,
-            n_examples=plan.n_examples,
-        )
-        return prefetch(itertools.islice(batches, skip, None), prepare, workers=plan.num_workers)
-
     def test(self) -> Iterator[Batch]:
         """Evaluation batches of one microbatch per process; each example comes once."""
         plan = self.plan.data
@@ -132,7 +117,8 @@ class Batches:
             n_examples=plan.n_eval_examples,
             seed=self.seed,
         )
-        return prefetch(batches, partial(self._prepare, "test"), workers=plan.num_workers)
+        prepare = partial(self._prepare, self.data.test, self._first_rows[len(self.data.train) :], 1)
+        return prefetch(batches, prepare, workers=plan.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         plan = self.plan.data
@@ -144,13 +130,20 @@ class Batches:
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.size)
+        size = self.plan.dims.data_size
+        microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=size)
         if count_gpus():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches
 
-    def _prepare(self, split: str, example_ids: Sequence[tuple[int, int]]) -> Batch:
-        prompts, first_rows, n_microbatches = self._splits[split]
+    def _prepare(
+        self,
+        prompts: PromptTable,
+        first_rows: Sequence[int],
+        n_microbatches: int,
+        example_ids: Sequence[tuple[int, int]],
+    ) -> Batch:
+        """Prepare a batch of `prompts`, whose examples have rows in the reference's cache from `first_rows` on."""
         texts = read_examples(prompts, example_ids)
         rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
         batch = self._make_batch(texts, n_microbatches, rows)

@@ -1,7 +1,6 @@
 """Evaluation of a policy, and samples from it and the reference."""
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,12 +8,10 @@ from typing import Any, NamedTuple
 from dpo.data.examples import Example
 from dpo.models.answers import Answer, Sampling, choose_sampling, mark_truncation, write_turns
 from dpo.reporting.events import Sample
-from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
-from dpo.training.objective import Objective, Reduced
+from dpo.training.objective import Reduced
 from dpo.training.online import Sampler, group
-from dpo.training.stop import StopRequest
 
 DEFAULT_EVAL_EVERY = 20_000  # examples
 MIN_EVALS_PER_RUN = 8  # about as many evaluations has a run too short for the default
@@ -49,29 +46,18 @@ class Interval(NamedTuple):
 class Evaluator:
     """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        batches: Batches,
-        progress: Progress,
-        stop: StopRequest,
-    ):
+    def __init__(self, batches: Batches, sampler: Sampler):
         self.plan = batches.plan
         self.data = batches.data
-        self.objective = objective
-        self.progress = progress
-        self.stop = stop
-        self.sampler = Sampler(self.data.tokenizer, objective, progress, stop)
+        self.sampler = sampler
+        self.objective = sampler.objective
         self.interval = Interval.of(self.plan, self.data.report.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
         # an online run may have no evaluation batches: samples are then of held-out prompts
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
-        n_sampled_batches = max(
-            1,
-            self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size,
-        )
-        self.sampled = self.prompts[:n_sampled_batches]  # prompts of samples, in whole batches
+        n_sampled_batches = self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size
+        self.sampled = self.prompts[: max(1, n_sampled_batches)]  # prompts of samples, in whole batches
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -103,22 +89,20 @@ class Evaluator:
         return self.objective.evaluate(self.batches, self._iterate)
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
-        for batch in self.progress.track(batches, total=len(batches), what="evaluate"):
-            self.stop.raise_if_any()
+        for batch in self.sampler.progress.track(batches, total=len(batches), what="evaluate"):
+            self.sampler.stop.raise_if_any()
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Continuations by policy and reference, or SamplingFailed on all processes."""
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
-        with closing(self.sampled_models()) as models:
-            by_model = [self._answer(model, self.sampled, sampling) for model in models]
+        by_model = self.apply(lambda model: self._answer(model, self.sampled, sampling))
         tokenizer = self.data.tokenizer
         samples = []
         for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
             fed = mark_truncation(example, prompt, tokenizer)
-            turns = write_turns(prompt, fed, tokenizer)
-            sample = Sample(fed, policy.text, None, policy.ended, turns=turns)
+            sample = Sample(fed, policy.text, None, policy.ended, turns=write_turns(prompt, fed, tokenizer))
             for reference in others:  # one or none
                 sample = sample._replace(reference=reference.text, reference_ended=reference.ended)
             samples.append(sample)
@@ -130,27 +114,23 @@ class Evaluator:
         examples = list(by_prompt.values())[:N_VERDICT_PROMPTS]
         batches = group(examples, self.plan.data.eval_batch_size)
         greedy = self.sampling._replace(temperature=0, max_new_tokens=N_VERDICT_TOKENS)
-        texts = {}
-        for example, answer in zip(
-            examples,
-            self._answer(self.objective.policy, batches, greedy),
-            strict=True,
-        ):
-            fed = mark_truncation(example, self.data.test[example.id[0]], self.data.tokenizer)
-            texts[fed] = answer.text
-        return texts
+        answers = self._answer(self.objective.policy, batches, greedy)
+        return {
+            mark_truncation(example, self.data.test[example.id[0]], self.data.tokenizer): answer.text
+            for example, answer in zip(examples, answers, strict=True)
+        }
 
-    def sampled_models(self) -> Generator[Any, None, None]:
-        """The policy, then the reference if there is one, in use until the generator is closed."""
-        yield self.objective.policy
+    def apply(self, function: Callable[[Any], Any]) -> list:
+        """The results of a function for the policy and, if there is one, for the reference."""
+        results = [function(self.objective.policy)]
         reference = self.objective.reference
         if reference is not None and reference.model is not None:
             with reference.in_use():
-                yield reference.model
+                results.append(function(reference.model))
+        return results
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
         self.objective.policy.eval()
-        rows = self.plan.prompts_at_a_time
         answers = []
         for examples in batches:
             limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
@@ -158,14 +138,14 @@ class Evaluator:
                 limit = min(limit, sampling.max_new_tokens)
             numbers = range(len(answers), len(answers) + len(examples))
             settings = sampling._replace(max_new_tokens=limit)
-            answers += self.sampler.draw(model, examples, numbers, settings, rows=rows, may_fail=True)
+            answers += self.sampler.draw(model, examples, numbers, settings, may_fail=True)
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
         n_left = self.plan.data.max_length - n_prompt_tokens
         return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
 
-    def continuations(self, model: Any, batch: Any, *, n_examples: int) -> list[str]:
+    def continue_batch(self, batch: Any, n_examples: int, model: Any) -> list[str]:
         """Continue the prompts of this process's collated batch."""
         ids = batch["prompt_input_ids"]
         mask = batch["prompt_attention_mask"].bool()

@@ -137,7 +137,7 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout, size=plan.dims.data_size)  # others have about as many
+    batches = Batches(plan, data, layout)  # other processes have about as many
     microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 
@@ -194,6 +194,7 @@ PRODUCTS = {
     torch.baddbmm,
     torch.addmm,
     torch.einsum,
+    F.scaled_dot_product_attention,
 }
 
 
@@ -206,7 +207,7 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.autocast and function in (*PRODUCTS, F.scaled_dot_product_attention):
+        if self.autocast and function in PRODUCTS:
             args = [self._cast(value) for value in args]
             kwargs = {name: self._cast(value) for name, value in kwargs.items()}
         if function is F.scaled_dot_product_attention:

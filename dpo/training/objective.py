@@ -71,10 +71,10 @@ class Reduced(NamedTuple):
         columns = self.examples
         if not indices or f"{REFERENCE_PREFIX}chosen" not in columns:
             return {}
-        log_ratios = []
-        for role in ("chosen", "rejected"):
-            policy = columns[f"logps_train/{role}"].double()
-            log_ratios.append(policy - columns[f"{REFERENCE_PREFIX}{role}"].double())
+        log_ratios = [
+            columns[f"logps_train/{role}"].double() - columns[f"{REFERENCE_PREFIX}{role}"].double()
+            for role in ("chosen", "rejected")
+        ]
         return {"online/kl": torch.stack(log_ratios)[:, indices].mean().item()}
 
 
@@ -140,8 +140,8 @@ class BatchContext(NamedTuple):
     """Values on the device that the microbatches of a global batch of B examples share."""
 
     weights: Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
-    reference: Tensor | None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
-    statistic: Tensor | None  # (B, k): `Scores.batch_statistic`
+    reference: Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
+    statistic: Tensor | None = None  # (B, k): `Scores.batch_statistic`
 
 
 @dataclass(eq=False)
@@ -183,8 +183,7 @@ class Objective:
         logps = tokens.logps[:, :n_examples]  # (sides, B, T)
         sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the name
         if self.loss.needs_tails:
-            shorter_length = lengths.amin(0)[:, None]  # (B, 1)
-            is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= shorter_length  # (B, T)
+            is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
             sums["_tail"] = (logps * is_in_tail).sum(-1)
         if tokens.squares is not None:
             sums["_squares"] = tokens.squares[:, :n_examples].sum(-1)
@@ -206,22 +205,17 @@ class Objective:
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
 
-    def score(self, microbatch: Microbatch, cached: Tensor | None, *, with_reference: bool) -> NamedTensors:
-        """Score a microbatch with the policy and, unless cached, with the reference."""
+    def score(self, microbatch: Microbatch, cached: Tensor | None) -> NamedTensors:
+        """Score a microbatch with the policy and, unless cached, with the reference; add what no model computes."""
         reference = {}
-        if with_reference and cached is not None:
-            logps = cached[microbatch.indices].unbind(1)
-            reference = dict(zip(self.loss.reference_columns, logps, strict=True))
-        elif with_reference:  # before the policy's forward, whose activations stay in memory
+        if cached is not None:
+            reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
+        elif self.loss.reference:  # before the policy's forward, whose activations stay in memory
             reference = self.reference_forward(microbatch)
         columns = self.forward(self.policy, microbatch)
         columns |= {name: values.to(columns["chosen"]) for name, values in reference.items()}  # device and dtype
-        return columns | self.given_columns(microbatch)
-
-    def given_columns(self, microbatch: Microbatch) -> NamedTensors:
-        """What no model computes."""
-        lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
-        columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+        for role, n_tokens in microbatch.by_role(microbatch.lengths, self.loss.roles).items():
+            columns[f"{role}_lengths"] = n_tokens
         if microbatch.offsets is not None:
             columns["offset"] = microbatch.offsets
         return columns
@@ -233,7 +227,7 @@ class Objective:
         """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
         weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())
-        reference = self.find_cached_reference(batch)
+        reference = self._find_cached(batch)
         statistic = None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
@@ -260,24 +254,21 @@ class Objective:
     def losses(
         self,
         microbatch: Microbatch,
-        context: BatchContext | None = None,
+        context: BatchContext,
         *,
         split: str,
-        loss: Loss | None = None,
     ) -> tuple[Tensor, NamedTensors]:
-        """Losses of a microbatch on the device, (B,), by the run's loss or another, and detached metrics."""
-        loss = loss or self.loss
-        columns = self.score(microbatch, context and context.reference, with_reference=loss.reference)
-        statistic = None
-        if context is not None:
-            # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
-            has_weight = context.weights[microbatch.indices] > 0
-            for name, values in columns.items():
-                if values.requires_grad:
-                    columns[name] = values.where(has_weight, values.detach())
-            if context.statistic is not None:
-                statistic = context.statistic[microbatch.indices]
-        output = loss(make_scores(columns, average=self.average, batch_statistic=statistic))
+        """Losses of a microbatch on the device, (B,), and detached metrics."""
+        columns = self.score(microbatch, context.reference)
+        # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
+        has_weight = context.weights[microbatch.indices] > 0
+        for name, values in columns.items():
+            if values.requires_grad:
+                columns[name] = values.where(has_weight, values.detach())
+        statistic = context.statistic
+        if statistic is not None:
+            statistic = statistic[microbatch.indices]
+        output = self.loss(make_scores(columns, average=self.average, batch_statistic=statistic))
         return output.losses, self._metrics(columns, output, split=split)
 
     def weigh(self, losses: Tensor, microbatch: Microbatch, context: BatchContext) -> Tensor:
@@ -381,10 +372,10 @@ class Objective:
         cache_rows = []
         n_examples = 0
         for batch in batches:
-            cached = self.find_cached_reference(batch)
+            cached = self._find_cached(batch)
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
-                columns = self.score(microbatch, cached, with_reference=self.loss.reference)
+                columns = self.score(microbatch, cached)
                 in_float64 = {name: values.double() for name, values in columns.items()}
                 microbatch_columns.append((microbatch.indices + n_examples, in_float64))  # indices over all batches
             n_examples += len(batch.examples)
@@ -400,17 +391,25 @@ class Objective:
         reference = self.reference
         logps = reference.logps
         path = logps.find_path(folder, reference.digest)
-        stored = None
+        stored = logps.table
         if self.mesh.rank == 0 and path.exists():
-            stored = read_logps(path, logps.table.shape)
-        stored = from_rank_0(stored)
-        if stored is not None:
-            logps.table = np.where(np.isnan(logps.table), stored, logps.table)  # values of this run take precedence
+            stored = read_logps(path, stored.shape)
+        logps.table = np.where(np.isnan(logps.table), from_rank_0(stored), logps.table)  # this run's take precedence
         n_scored = 0
         for batch in batches:
-            n_scored += self._cache_batch(batch)
-            if batch.mismatched is not None:
-                n_scored += self._cache_batch(batch.mismatched)
+            for part in (batch, batch.mismatched):
+                if part is None or logps.find(part.cache_rows) is not None:
+                    continue
+                columns = []
+                for microbatch in part.microbatches:
+                    microbatch = microbatch.to(self.device)
+                    columns.append((microbatch.indices, self.reference_forward(microbatch)))
+                self.reduce(columns, len(part.examples), part.cache_rows)
+                if logps.find(part.cache_rows) is None:
+                    raise RunError(
+                        "log-probabilities of the reference are not finite: set model.reference_dtype=float32"
+                    )
+                n_scored += len(part.examples)
         message = f"{count(n_scored, 'example')} scored by the reference; all are in {path}"
         if self.mesh.rank == 0:
             try:
@@ -426,21 +425,7 @@ class Objective:
             torch.cuda.empty_cache()
         return message
 
-    def _cache_batch(self, batch: Batch) -> int:
-        """Cache the reference's log-probabilities of a batch; return how many examples had to be scored."""
-        logps = self.reference.logps
-        if logps.find(batch.cache_rows) is not None:
-            return 0
-        columns = []
-        for microbatch in batch.microbatches:
-            microbatch = microbatch.to(self.device)
-            columns.append((microbatch.indices, self.reference_forward(microbatch)))
-        self.reduce(columns, len(batch.examples), batch.cache_rows)
-        if logps.find(batch.cache_rows) is None:
-            raise RunError("log-probabilities of the reference are not finite: set model.reference_dtype=float32")
-        return len(batch.cache_rows)
-
-    def find_cached_reference(self, batch: Batch) -> Tensor | None:
+    def _find_cached(self, batch: Batch) -> Tensor | None:
         """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
         if not self.loss.reference:
             return None
@@ -464,6 +449,9 @@ def make_objective(
     mesh: Mesh,
 ) -> Objective:
     """An objective whose layout both models support."""
+    # whether gradients that float16 computes flow into weights that may hold smaller ones
+    trains_float16 = plan.lora is None and plan.model.policy_dtype == "float16"
+    scales_loss = (plan.model.autocast or plan.compute_dtype) == "float16" and not trains_float16
     objective = Objective(
         policy,
         reference,
@@ -472,7 +460,7 @@ def make_objective(
         plan.loss,
         autocast=DTYPES.get(plan.model.autocast),
         follow_every=plan.follow_every,
-        loss_scale=LossScale(is_adapted=plan.scales_loss),
+        loss_scale=LossScale(is_adapted=scales_loss),
     )
     max_length = plan.data.max_length
     has_other_responses = plan.online or plan.loss.mismatched  # than the data has for the same prompts

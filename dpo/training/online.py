@@ -7,7 +7,7 @@ of the sampling.
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -61,6 +61,7 @@ class Sampler:
     objective: Objective
     progress: Progress
     stop: StopRequest
+    rows: int  # prompts that a process answers at a time
 
     def answer(
         self,
@@ -77,15 +78,11 @@ class Sampler:
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
-        # prepended, so that it is called before FSDP's hook gathers weights
-        hook = model.register_forward_pre_hook(before_token, prepend=True)
         # in step, as each forward may gather shards from all processes
         in_step = self.objective.mesh.world_size > 1
-        try:
-            with self.objective.autocasting():
-                return generate(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
-        finally:
-            hook.remove()
+        # prepended, so that it is called before FSDP's hook gathers weights
+        with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
+            return generate(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
 
     def draw(
         self,
@@ -94,10 +91,10 @@ class Sampler:
         numbers: Sequence[int],
         sampling: Sampling,
         *,
-        rows: int,
+        n_each: int = 1,
         may_fail: bool = False,
     ) -> list[Answer]:
-        """Answer examples' prompts on all processes together, `rows` at a time; every process gets all answers.
+        """Answer examples' prompts on all processes together, where each comes `n_each` times; all get all answers.
 
         If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if the others go on.
         """
@@ -110,7 +107,7 @@ class Sampler:
         failure = None
         try:
             with gathered_weights(model):  # once for all tokens, where memory allows
-                parts = group(own, rows)
+                parts = group(own, self.rows * n_each)
                 for part in self.progress.track(parts, total=len(parts), what="sample"):
                     prompts = [examples[i].prompt for i in part]
                     answers = self.answer(model, prompts, [numbers[i] for i in part], sampling)
@@ -134,21 +131,15 @@ class Sampler:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy (`Sampler`)."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        objective: Objective,
-        stop: StopRequest,
-        progress: Progress,
-    ):
-        mesh = objective.mesh
-        super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
-        self.objective = objective
-        self.mesh = mesh
+    def __init__(self, plan: Plan, data: TrainingData, sampler: Sampler):
+        self.sampler = sampler
+        self.objective = objective = sampler.objective
+        self.mesh = objective.mesh
+        super().__init__(plan, data, objective.layout, rank=self.mesh.data_rank)
         self.online = plan.online
-        self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
+        self.scorer = load_scorer(plan, objective.device, rows=sampler.rows)
         self.states = {"online": self}
+        self.counts = [1] * len(data.train)  # an epoch visits each prompt once
         once = iterate_once(
             [1] * len(data.test),
             batch_size=1,
@@ -160,8 +151,7 @@ class OnlineBatches(Batches):
         for prompt in (*pick_training_prompts(data), *self.held_out):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
-            progress.line(note)
-        self.sampler = Sampler(data.tokenizer, objective, progress, stop)
+            sampler.progress.line(note)
         self.sampling = choose_sampling(
             objective.policy,
             data.tokenizer,
@@ -185,13 +175,9 @@ class OnlineBatches(Batches):
                 f"{self.scorer.name} has changed since the checkpoint: restore the scorer, or start a new run"
             )
 
-    def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
-        """The prompts of each batch after the first `skip`; an epoch visits each prompt once."""
-
-        def prepare(example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
-            return [self.data.train[index] for index, _ in example_ids]
-
-        return self._iterate_train(prepare, [1] * len(self.data.train), skip=skip)
+    def prepare(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
+        """The prompts of a batch, which is drawn once it is due."""
+        return [self.data.train[index] for index, _ in example_ids]
 
     def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
         """Make the pairs of an update: `n_offline` from the data, others the best and worst of the policy's answers.
@@ -209,7 +195,6 @@ class OnlineBatches(Batches):
                 first = (update * self.plan.data.batch_size + i) * n_samples
                 numbers += range(first, first + n_samples)
         repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
-        rows = self.plan.prompts_at_a_time * n_samples
 
         started = time.perf_counter()
         policy = self.objective.policy.eval()
@@ -218,7 +203,7 @@ class OnlineBatches(Batches):
             [to_answer[i] for i in repeated],
             numbers,
             self.sampling,
-            rows=rows,
+            n_each=n_samples,
         )
         sampled = time.perf_counter()
         answers = self._score(
@@ -229,22 +214,20 @@ class OnlineBatches(Batches):
         scored = time.perf_counter()
 
         drawn = {}
+        weights = [1.0] * len(prompts)
         for i, answers_to_one in zip(to_answer, group(answers, n_samples), strict=True):
             pair = choose_pair(prompts[i], answers_to_one)
             if self.online.labels == "bradley_terry":
                 pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
             drawn[i] = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
-            texts = {role: answer.text for role, answer in zip(to_answer[i].roles, pair.pair, strict=True)}
+            chosen, rejected = pair.pair
             examples[i] = to_answer[i]._replace(
-                responses=tuple(answer.tokens for answer in pair.pair),
-                digest=text_digest(pair.prompt, texts),
-                response_is_cut=not all(answer.ended for answer in pair.pair),
+                responses=(chosen.tokens, rejected.tokens),
+                digest=text_digest(pair.prompt, {"chosen": chosen.text, "rejected": rejected.text}),
+                response_is_cut=not (chosen.ended and rejected.ended),
             )
-        weights = [1.0] * len(prompts)
-        if self.online.ties != "keep":
-            for i, pair in drawn.items():
-                if pair.is_tie:  # it stays in the batch, so that every process has as many forwards as without ties
-                    weights[i] = 0.0
+            if pair.is_tie and self.online.ties == "skip":
+                weights[i] = 0.0  # it stays in the batch, so that every process has as many forwards as without ties
         in_order = [examples[i] for i in range(len(prompts))]
         return Batch(
             in_order,
@@ -279,10 +262,19 @@ class OnlineBatches(Batches):
                 with reference.in_use():
                     self._reference_answers = self._answer_held_out(reference.model, REFERENCE_STREAM)
             reference_columns = _measure(self._reference_answers)
-            columns["win_rate"] = []
-            for ours, theirs in zip(columns["score"], reference_columns["score"], strict=True):
-                columns["win_rate"].append(0.5 if ours == theirs else float(ours > theirs))
-            columns["kl"] = self._find_log_ratios(answers)
+            difference = np.subtract(columns["score"], reference_columns["score"])
+            columns["win_rate"] = (np.sign(difference) + 1) / 2
+            examples = [
+                encoded._replace(responses=(answer.tokens,), roles=("chosen",))
+                for encoded, answer in zip(self._encoded, answers, strict=True)
+            ]
+            batches = [
+                Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
+                for some in group(examples, self.plan.data.eval_batch_size)
+            ]
+            logps = self.objective.score_all(batches)
+            self.objective.release()
+            columns["kl"] = (logps["chosen"] - logps["reference_chosen"]).tolist()
             columns |= {f"reference_{name}": values for name, values in reference_columns.items()}
         metrics = {}
         with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
@@ -299,21 +291,9 @@ class OnlineBatches(Batches):
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
         """Draw and score an answer to each held-out prompt."""
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
-        rows = self.plan.prompts_at_a_time
-        answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling, rows=rows)
+        answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
         release_gathered(model)
         return self._score(self.held_out, answers, seed=(self.seed, stream, HELD_OUT_STREAM))
-
-    def _find_log_ratios(self, answers: Sequence[Answer]) -> list[float]:
-        examples = []
-        for encoded, answer in zip(self._encoded, answers, strict=True):
-            examples.append(encoded._replace(responses=(answer.tokens,), roles=("chosen",)))
-        batches = []
-        for some in group(examples, self.plan.data.eval_batch_size):
-            batches.append(Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=()))
-        columns = self.objective.score_all(batches)
-        self.objective.release()
-        return (columns["chosen"] - columns["reference_chosen"]).tolist()
 
     def _score(
         self,
@@ -322,13 +302,14 @@ class OnlineBatches(Batches):
         *,
         seed: Sequence[int],
     ) -> list[Answer]:
-        # a reward model is on every process, a user's function on rank 0 alone
-        n_parts = self.mesh.world_size if self.scorer.in_parallel else 1
-        parts = np.array_split(np.arange(len(answers)), n_parts)
+        own: Any = np.arange(len(answers))  # the answers that this process scores
+        if self.scorer.in_parallel:  # a reward model is on every process, a user's function on rank 0 alone
+            own = np.array_split(own, self.mesh.world_size)[self.mesh.rank]
+        elif self.mesh.rank != 0:
+            own = own[:0]
         scores = []
         failure = None
-        if self.mesh.rank < n_parts and len(parts[self.mesh.rank]):
-            own = parts[self.mesh.rank]
+        if len(own):
             try:
                 with seeded_generators(*seed):  # so that a resumed run draws the same numbers
                     scores = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
@@ -367,10 +348,11 @@ def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Examp
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
     """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do."""
     # among equal scores the first is the best and the last is the worst, so that even a tie has two answers
-    best = max(range(len(answers)), key=lambda i: answers[i].score)
+    scores = [answer.score for answer in answers]
+    best = scores.index(max(scores))
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
-    worst = min(reversed(different or others), key=lambda i: answers[i].score)
+    worst = min(reversed(different or others), key=scores.__getitem__)
     return OnlinePair(prompt.text, answers, best, worst)
 
 

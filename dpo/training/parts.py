@@ -24,13 +24,13 @@ from dpo.training.batches import Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import make_objective
-from dpo.training.online import OnlineBatches
+from dpo.training.online import OnlineBatches, Sampler
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.stop import StopRequest
 
 
-class TrainerParts:
+class TrainerParts(RunState):
     """The parts of a trainer, made in this order."""
 
     def __init__(
@@ -50,12 +50,7 @@ class TrainerParts:
         self.mesh = mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
         self.stop = StopRequest(mesh)
         self.frozen_whole = place_frozen_weights(plan, mesh, self.progress)
-        if models is None:
-            policy, reference = self._find_loaders(resume_from)
-        else:
-            policy, reference = models
-            if resume_from is not None:
-                load_checkpoint(plan, policy, reference, resume_from)
+        policy, reference = self._find_models(models, resume_from)
         policy, frozen_digest = self._make_policy(policy, resume_from)
         reference = self._make_reference(reference, policy, frozen_digest)
         self.objective = make_objective(plan, policy, reference, data, mesh)
@@ -66,28 +61,25 @@ class TrainerParts:
             updates=data.report.updates,
             data_size=mesh.data_size,
         )
+        batch_size = (plan.online and plan.online.batch_size) or plan.data.eval_batch_size
+        rows = max(1, batch_size // mesh.data_size)  # prompts that a process answers at a time
+        sampler = Sampler(data.tokenizer, self.objective, self.progress, self.stop, rows)
         if plan.online:
-            self.batches = OnlineBatches(plan, data, self.objective, self.stop, self.progress)
+            self.batches = OnlineBatches(plan, data, sampler)
         else:
-            self.batches = Batches(
-                plan,
-                data,
-                self.objective.layout,
-                rank=mesh.data_rank,
-                size=mesh.data_size,
-            )
-        self.evaluator = Evaluator(self.objective, self.batches, self.progress, self.stop)
+            self.batches = Batches(plan, data, self.objective.layout, rank=mesh.data_rank)
+        self.evaluator = Evaluator(self.batches, sampler)
         run_dir = Path(plan.run.local_run_dir)
         self.checkpoints = Checkpoints(
             run_dir,
             mesh,
-            keep=self.evaluator.interval.keep,
-            log=self.progress.line,
-            n_evaluated=self.evaluator.n_examples,
+            self.evaluator.interval.keep,
+            self.progress.line,
+            self.evaluator.n_examples,
         )
         context = RunContext(plan, run_dir, rank, data, self.progress.line, policy)
         self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)
-        self.state = RunState(
+        super().__init__(
             reference,
             frozen_digest,
             objective=self.objective,
@@ -96,23 +88,36 @@ class TrainerParts:
             checkpoints=self.checkpoints,
             callbacks=self.callbacks,
         )
-        self.parts = [policy_part(policy)]  # a checkpoint's, in the order of writing
-        if reference and plan.follow_every:  # the reference is saved only if it changes
-            self.parts.append(ModelPart(FOLLOWING, reference.model))
-        self.parts += [
-            OptimizerPart(self.optimizer, mesh),
-            Part("scheduler", self.scheduler),
-            Part("trainer", self.state),
-            RandomPart(mesh),
-        ]
         self.facts = {  # for the manifests of checkpoints
             "config": record_config(plan),
             **record_inputs(data, policy.config),
             "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
         }
 
-    def _find_loaders(self, resume_from: Path | None) -> tuple:
+    def list_parts(self) -> list[Part]:
+        """The parts of a checkpoint, in the order of writing; not kept, as they refer to this trainer."""
+        reference = self.objective.reference
+        parts = [policy_part(self.objective.policy)]
+        if reference and self.plan.follow_every:  # the reference is saved only if it changes
+            parts.append(ModelPart(FOLLOWING, reference.model))
+        return [
+            *parts,
+            OptimizerPart("optimizer", self.optimizer, self.mesh),
+            Part("scheduler", self.scheduler),
+            Part("trainer", self),
+            RandomPart("random", self.mesh),
+        ]
+
+    def _find_models(self, models: tuple | None, resume_from: Path | None) -> tuple:
+        """Give the caller's models the weights of a checkpoint, or make functions that load those of the plan."""
         model = self.plan.model
+        if models:
+            policy, reference = models
+            if resume_from and self.plan.lora is None:  # `load_policy` loads an adapter
+                load_archive(unwrap(policy), resume_from)
+            if resume_from and reference is not None and self.plan.follow_every:
+                load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
+            return models
         stored = resume_from or model.archive or (not model.random_init and model.name_or_path)
         self.progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
         return model_loaders(self.plan, resume_from)
@@ -130,11 +135,7 @@ class TrainerParts:
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
         plan = self.plan
         n_rows = int(self.data.train.counts.sum() + self.data.test.counts.sum())
-        identity = (
-            self.data.identity,
-            plan.data.max_length,
-            plan.data.max_prompt_length,
-        )
+        identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if plan.loss.mismatched:
             n_rows *= 2  # a mismatched example for each example
             identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
@@ -159,14 +160,6 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     if frozen != plan.fsdp.fsdp_frozen_weights:
         progress.line(f"frozen weights are {frozen} on every process (fsdp_frozen_weights)")
     return frozen == "whole"
-
-
-def load_checkpoint(plan: Plan, policy: Any, reference: Any, checkpoint: Path) -> None:
-    """Load a checkpoint's weights into the models that a caller gave; `load_policy` loads an adapter."""
-    if plan.lora is None:
-        load_archive(unwrap(policy), checkpoint)
-    if reference is not None and plan.follow_every:
-        load_archive(unwrap(reference), checkpoint / f"{FOLLOWING}.pt")
 
 
 def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype: str) -> Any:

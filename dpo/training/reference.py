@@ -49,10 +49,7 @@ class ReferenceLogps:
         return torch.from_numpy(values) if len(rows) and not np.isnan(values).any() else None
 
     def state_dict(self) -> dict:
-        return {
-            "logps": torch.from_numpy(self.table.copy()),
-            "identity": self.identity,
-        }
+        return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Restore, unless data or lengths differ, as with another test split."""

@@ -34,7 +34,7 @@ from dpo.system.host import list_own_gpus
 from dpo.system.run_directory import add_run_facts
 from dpo.system.users_code import hash_files
 from dpo.training.evaluation import Evaluator
-from dpo.training.objective import Objective, make_scores
+from dpo.training.objective import REFERENCE_PREFIX, Objective, make_scores
 from dpo.training.optimization import count_states
 
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
@@ -86,11 +86,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     n_devices = Counter()
     for device in devices:
         n_devices[f"{device['kind']} of {device['host']}"] += len(device["gpus"]) or 1
-    axes = {
-        "replicate": dims.replicate_size,
-        "shard": dims.shard_size,
-        "tensor": dims.tensor_size,
-    }
+    axes = {"replicate": dims.replicate_size, "shard": dims.shard_size, "tensor": dims.tensor_size}
     processes = count(dims.world_size, "process", "processes")
     backend = None
     if dist.is_initialized():
@@ -101,10 +97,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     attention = {"policy": find_attention(objective.policy.config)}
     if objective.reference is not None:
         attention["reference"] = find_attention(objective.reference.model.config)
-    on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
-    by_role = ", ".join(f"{role} {name}" for role, name in attention.items())
-    layout_note = objective.layout_note or f"layout={layout}"
-    line = f"{plan.trainer.name}: {processes} on {on}; {layout_note}; attention: {by_role}"
+    layout_note = objective.layout_note
     if objective.mesh.rank == 0:
         add_run_facts(
             Path(plan.run.local_run_dir),
@@ -112,10 +105,12 @@ def record_setup(plan: Plan, objective: Objective) -> str:
             mesh=axes,
             devices=devices,
             layout=layout,
-            layout_note=objective.layout_note,
+            layout_note=layout_note,
             attention=attention,
         )
-    return line
+    on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
+    by_role = ", ".join(f"{role} {name}" for role, name in attention.items())
+    return f"{plan.trainer.name}: {processes} on {on}; {layout_note or f'layout={layout}'}; attention: {by_role}"
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
@@ -125,19 +120,15 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
-    notes += describe_model(
-        policy,
-        attention=plan.model.attn_implementation,
-        max_length=plan.data.max_length,
-    )
+    notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
     if is_rank_0() and not plan.run.debug:  # its machine has the directory
-        save_every = plan.run.save_every or evaluator.interval.n_examples
-        n_kept = math.ceil(data.report.updates * plan.data.batch_size / save_every)
-        if evaluator.interval.keep is not None:
-            n_kept = min(n_kept, evaluator.interval.keep + 1)  # and BEST
+        interval = evaluator.interval
+        n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+        if interval.keep is not None:
+            n_kept = min(n_kept, interval.keep + 1)  # and BEST
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
         run_dir = Path(plan.run.local_run_dir)
@@ -156,15 +147,16 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
 
 
 def list_first_tasks(plan: Plan) -> str:
-    n_examples = plan.data.n_eval_examples
-    tasks = {
-        "self-test (self_test)": plan.training.self_test,
-        "reference scores (cache_reference_logps)": plan.caches_reference_first,
-        f"evaluation of up to {n_examples} examples (do_first_eval, n_eval_examples)": plan.evaluation.do_first_eval,
-        "first answers (sample_during_eval)": plan.evaluation.sample_during_eval,
-    }
-    wanted = [task for task, is_wanted in tasks.items() if is_wanted]
-    return f"before the first update: {', '.join(wanted) or 'nothing'}"
+    tasks = []
+    if plan.training.self_test:
+        tasks.append("self-test (self_test)")
+    if plan.caches_reference_first:
+        tasks.append("reference scores (cache_reference_logps)")
+    if plan.evaluation.do_first_eval:
+        tasks.append(f"evaluation of up to {plan.data.n_eval_examples} examples (do_first_eval, n_eval_examples)")
+    if plan.evaluation.sample_during_eval:
+        tasks.append("first answers (sample_during_eval)")
+    return f"before the first update: {', '.join(tasks) or 'nothing'}"
 
 
 @torch.no_grad()
@@ -188,19 +180,19 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     policy.train()
     for dropout in list_dropouts(policy):  # random on purpose
         dropout.eval()
-    policy_logps = objective.forward(policy, microbatch)
-    reference_logps = objective.reference_forward(microbatch) if loss.reference else {}
-    for model, logps in (("policy", policy_logps), ("reference", reference_logps)):
-        if not all(values.isfinite().all() for values in logps.values()):
+    columns = objective.score(microbatch, None)
+    for name, values in columns.items():
+        if name != "offset" and not values.isfinite().all():
+            model = "reference" if name.startswith(REFERENCE_PREFIX) else "policy"
             raise InputError(
                 f"self-test: log-probabilities of the {model} are not finite: use bfloat16 or float32, and check the "
                 f"weights"
             )
-    difference = _find_largest({name: values - eval_logps[name] for name, values in policy_logps.items()})
+    difference = _find_largest({name: values - columns[name] for name, values in eval_logps.items()})
     dtype = torch.float32
     if mesh.tensor_size > 1:  # forwards of the same inputs may differ by the rounding of the dtype of the forward pass
         dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
-    size = max(1.0, _find_largest(policy_logps))  # at least 1: a reward model gives rewards, which may be near 0
+    size = max(1.0, _find_largest(eval_logps))  # at least 1: a reward model gives rewards, which may be near 0
     if difference > MAX_EPSILONS * torch.finfo(dtype).eps * size:
         raise InputError(
             f"self-test: log-probabilities of {type(policy).__name__} in train and eval mode differ by "
@@ -210,7 +202,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         outputs = "rewards" if loss.scalar_head else "log-probabilities"
         return f"self-test passed: finite {outputs}, dropout off"
 
-    output = loss(make_scores(objective.given_columns(microbatch) | policy_logps | reference_logps))
+    output = loss(make_scores(columns))
     first_loss = output.losses.mean().item()
     largest_reward = _find_largest(output.rewards)
     beta = loss.options.get("beta", 1.0)

@@ -1,28 +1,30 @@
 """Stop all processes together once one has received a signal."""
 
+from dataclasses import dataclass, field
+
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
 TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check is a collective that waits for the device
 
 
+@dataclass
 class StopRequest:
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        self.signals: list[int] = []  # signal numbers, in the order received
-        self.is_agreed = False  # whether every process knows that one has received a signal; set by `train_step`
+    mesh: Mesh
+    signals: list[int] = field(default_factory=list)  # signal numbers, in the order received
+    is_agreed: bool = False  # whether every process knows that one has received a signal; set by `train_step`
 
     def raise_if_agreed(self) -> None:
         """Raise Stopped if all processes have agreed; one that runs alone needs no agreement."""
-        if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
+        if self.is_agreed or (self.mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
 
     def raise_if_any(self) -> None:
         """Raise Stopped on every process if any has received a signal."""
-        if self._mesh.any(bool(self.signals)):
+        if self.mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
         """`raise_if_any`, if due before this token."""
-        if self._mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
+        if self.mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()

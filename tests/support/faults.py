@@ -81,7 +81,7 @@ def at_update(number: int, act: Callable[[], Any]) -> None:
     clip = Trainer.clip_gradient
 
     def acting(self: Trainer) -> Any:
-        if self.state.batch_counter == number:
+        if self.batch_counter == number:
             act()
         return clip(self)
 
@@ -108,7 +108,7 @@ def fail_to_sample(*ranks: int) -> None:
     check, draw = StopRequest.raise_before_token, Evaluator.samples
 
     def failing(self: StopRequest, index: int) -> None:
-        if index == 2 and self._mesh.rank in ranks:
+        if index == 2 and self.mesh.rank in ranks:
             raise ArithmeticError("no such token")
         check(self, index)
 
