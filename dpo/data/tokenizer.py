@@ -17,7 +17,7 @@ from dpo.settings.places import check_exists, find_local
 from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
-WRITES_DATE = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # a call in a chat template, with a format
+WRITES_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template, with a format
 
 
 def explaining_load_errors(what: str, name: str):

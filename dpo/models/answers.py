@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
@@ -116,12 +117,10 @@ def generate(
     `in_step`: several processes hold shards of the model, so each continues until all have finished.
     """
     device = next(model.parameters()).device
-    batch = tokenizer.pad(
-        {"input_ids": [list(prompt) for prompt in prompts]},
-        padding_side="left",
-        return_tensors="pt",
-    ).to(device)
-    ids = batch["input_ids"]
+    encoded = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(encoded, padding_value=tokenizer.pad_token_id).to(device)
+    mask = pad([torch.ones_like(row) for row in encoded]).to(device)
     n_prompt = ids.shape[1]  # the same for all prompts, which are padded on the left
     processors = transformers.LogitsProcessorList()  # none for greedy answers
     if sampling.temperature > 0:
@@ -139,7 +138,7 @@ def generate(
         with without_compilation(cache_implementation=sampling.cache_implementation):
             rows = model.generate(
                 ids,
-                attention_mask=batch["attention_mask"],
+                attention_mask=mask,
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,  # `_draw_token` draws
                 eos_token_id=list(sampling.end_tokens) or None,
