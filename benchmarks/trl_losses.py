@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ def draw() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def draw_uniform(n: int, low: float, high: float) -> list[float]:
-        return [round(x, 3) for x in (low + (high - low) * torch.rand(n, generator=generator)).tolist()]
+        values = low + (high - low) * torch.rand(n, generator=generator)
+        return [round(value, 3) for value in values.tolist()]
 
     pairs = []
     for lengths in LENGTHS:
@@ -55,8 +57,13 @@ def table(pairs: list[dict], kind: str, dtype: torch.dtype = torch.float64) -> t
 
     The rows are the chosen responses, then the rejected ones, padded with 0.
     """
-    rows = [pair[side][kind] for side in SIDES for pair in pairs]
-    return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
+    rows = []
+    for side in SIDES:
+        for pair in pairs:
+            values = pair[side][kind]
+            padding = [0.0] * (T - len(values))
+            rows.append(values + padding)
+    return torch.tensor(rows, dtype=dtype)
 
 
 def count_tokens(pairs: list[dict]) -> list[int]:
@@ -67,48 +74,82 @@ def count_tokens(pairs: list[dict]) -> list[int]:
 
 
 class Model:
-    """A stand-in that returns what a model with TRL's head returns."""
+    """A stand-in that returns what a model with TRL's head returns.
 
-    training, is_gradient_checkpointing = True, False
+    KTO's trainer also scores mismatched responses, each of which is the response of the row before it. The ids of
+    mismatched responses (`KL_input_ids`) are ones, and all other ids are zeros.
+    """
+
+    training = True
+    is_gradient_checkpointing = False
 
     def __init__(self, log_probs: torch.Tensor, squares: torch.Tensor) -> None:
-        zeros = torch.zeros_like(log_probs)
-        for_metrics = {"entropy": zeros, "mean_logits": zeros, "is_top1": zeros.bool()}
-        self.outputs = SimpleNamespace(log_probs=log_probs, log_sum_sq_probs=squares, **for_metrics)
+        self.log_probs = log_probs
+        self.squares = squares
 
-    def __call__(self, **_: Any) -> SimpleNamespace:
-        return self.outputs
+    def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        log_probs = self.log_probs
+        if input_ids.any():
+            log_probs = log_probs.roll(1, 0)
+        zeros = torch.zeros_like(log_probs)  # for metrics alone
+        return SimpleNamespace(
+            log_probs=log_probs,
+            log_sum_sq_probs=self.squares,
+            entropy=zeros,
+            mean_logits=zeros,
+            is_top1=zeros.bool(),
+        )
 
 
-def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Compute a loss of DPOTrainer; `options` are those of DPOConfig."""
-    reference = table(pairs, "reference", log_probs.dtype)
+def make_trainer(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> SimpleNamespace:
+    """Make the stand-in for a trainer of DPO or KTO with these options."""
     squares = table(pairs, "squares", log_probs.dtype)
-    mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])  # one token of prompt
-    tau = options.pop("discopop_tau", 0.05)
-    trainer = SimpleNamespace(
+    reference = table(pairs, "reference", log_probs.dtype)
+    return SimpleNamespace(
         model=Model(log_probs, squares),
         ref_model=Model(reference, squares),
-        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
-        args=SimpleNamespace(discopop_tau=tau, gradient_checkpointing_kwargs=None),
-        loss_weights=options.pop("loss_weights", [1.0]),
+        accelerator=SimpleNamespace(
+            device="cpu",
+            gather=lambda x: x,
+            gather_for_metrics=lambda x: x,
+        ),
+        args=SimpleNamespace(
+            discopop_tau=options.pop("discopop_tau", 0.05),
+            gradient_checkpointing_kwargs=None,
+        ),
         aux_loss_enabled=False,
         precompute_ref_logps=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _total_train_tokens=0,
         _tp_size=1,
-        **{
-            "ld_alpha": None,
-            "f_divergence_type": "reverse_kl",
-            "f_alpha_divergence_coef": 0.5,
-            "label_smoothing": 0.0,
-            "use_weighting": False,
-            **options,
-        },
+        **options,
     )
-    zeros, ones = torch.zeros_like(mask), torch.ones_like(mask)
-    inputs = {"input_ids": zeros, "attention_mask": ones, "completion_mask": mask}
-    return DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
+
+
+def make_inputs(pairs: list[dict]) -> dict[str, torch.Tensor]:
+    """Make the inputs of a step, (2 * pairs, 1 + T): a token of prompt, then the response."""
+    lengths = torch.tensor(count_tokens(pairs))
+    is_response = torch.arange(T) < lengths[:, None]
+    mask = torch.nn.functional.pad(is_response.long(), (1, 0))
+    return {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+    }
+
+
+def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compute a loss of DPOTrainer; `options` are those of DPOConfig."""
+    defaults = {
+        "loss_weights": [1.0],
+        "ld_alpha": None,
+        "f_divergence_type": "reverse_kl",
+        "f_alpha_divergence_coef": 0.5,
+        "label_smoothing": 0.0,
+        "use_weighting": False,
+    }
+    trainer = make_trainer(pairs, log_probs, **{**defaults, **options})
+    return DPOTrainer._compute_loss(trainer, trainer.model, make_inputs(pairs), return_outputs=False)
 
 
 def cpo(pairs: list[dict], log_probs: torch.Tensor, *, kind: str, **options: Any) -> torch.Tensor:
@@ -122,8 +163,14 @@ def cpo(pairs: list[dict], log_probs: torch.Tensor, *, kind: str, **options: Any
         scores = scores / torch.tensor(count_tokens(pairs))
     elif kind == "log-ratios":
         scores = scores - table(pairs, "reference").sum(1)
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), alpha=0.0, **options)
-    return CPOTrainer.cpo_loss(trainer, *scores.chunk(2))[0].mean()
+    chosen, rejected = scores.chunk(2)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"),
+        alpha=0.0,
+        **options,
+    )
+    losses, *_ = CPOTrainer.cpo_loss(trainer, chosen, rejected)
+    return losses.mean()
 
 
 def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Tensor:
@@ -131,53 +178,34 @@ def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Te
 
     TRL's SFT term includes the prompt, and is a mean over the batch.
     """
-    chosen, rejected = (log_probs.sum(1) / torch.tensor(count_tokens(pairs))).chunk(2)
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=beta)
-    return (-chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]).mean()
-
-
-class ModelOfLabels:
-    """A stand-in for a model that also scores mismatched responses.
-
-    The ids of mismatched responses (`KL_input_ids`) are ones, and all other ids are zeros.
-    """
-
-    training, is_gradient_checkpointing = True, False
-
-    def __init__(self, log_probs: torch.Tensor) -> None:
-        self.log_probs = log_probs
-
-    def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        log_probs = self.log_probs.roll(1, 0) if input_ids.any() else self.log_probs
-        zeros = torch.zeros_like(log_probs)
-        return SimpleNamespace(log_probs=log_probs, entropy=zeros, mean_logits=zeros)
+    means = log_probs.sum(1) / torch.tensor(count_tokens(pairs))
+    chosen, rejected = means.chunk(2)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"),
+        beta=beta,
+    )
+    odds_ratio_terms, *_ = ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
+    return (-chosen - odds_ratio_terms).mean()
 
 
 def kto(pairs: list[dict], log_probs: torch.Tensor, *, loss_type: str, **options: Any) -> torch.Tensor:
-    """Compute a loss of KTOTrainer on the single responses of pairs.
-
-    `options` are those of KTOConfig. A row's mismatched response is the response of the row before it, as in TRL.
-    """
-    mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])
-    trainer = SimpleNamespace(
-        model=ModelOfLabels(log_probs),
-        ref_model=ModelOfLabels(table(pairs, "reference", log_probs.dtype)),
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+    """Compute a loss of KTOTrainer on the single responses of pairs; `options` are those of KTOConfig."""
+    trainer = make_trainer(
+        pairs,
+        log_probs,
         loss_type=loss_type,
         calculate_KL=loss_type == "kto",
-        aux_loss_enabled=False,
-        precompute_ref_logps=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
         **options,
     )
     trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
-    zeros, ones = torch.zeros_like(mask), torch.ones_like(mask)
-    inputs = {"input_ids": zeros, "attention_mask": ones, "completion_mask": mask}
-    inputs |= {"KL_input_ids": ones, "KL_attention_mask": ones, "KL_completion_mask": mask}
-    inputs["label"] = torch.tensor([side == "chosen" for side in SIDES for _ in pairs])
+    inputs = make_inputs(pairs)
+    is_chosen = [side == "chosen" for side in SIDES for _ in pairs]
+    inputs |= {
+        "KL_input_ids": inputs["attention_mask"],  # ones
+        "KL_attention_mask": inputs["attention_mask"],
+        "KL_completion_mask": inputs["completion_mask"],
+        "label": torch.tensor(is_chosen),
+    }
     return KTOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
 
 
@@ -187,50 +215,108 @@ CASES: list[tuple[dict, partial]] = []
 F_ALPHA = 0.3
 
 
-def case(our_config: dict[str, Any], *loss_types: str, **options: Any) -> None:
+def case(our_config: dict[str, Any], loss: Callable, **options: Any) -> None:
+    """Add a case of a loss above."""
+    CASES.append((our_config, partial(loss, beta=our_config["beta"], **options)))
+
+
+def dpo_case(our_config: dict[str, Any], *loss_types: str, **options: Any) -> None:
     """Add a case of DPOTrainer."""
-    CASES.append((our_config, partial(dpo, beta=our_config["beta"], loss_types=loss_types, **options)))
+    case(our_config, dpo, loss_types=loss_types, **options)
 
 
-case({"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}, "sigmoid")
-case({"name": "dpo_norm", "beta": 2.0}, "sigmoid_norm")
-case({"name": "hinge", "beta": 0.3}, "hinge")
-case({"name": "ipo", "beta": 0.2, "average": True}, "ipo")
-case({"name": "robust", "beta": 0.3, "label_smoothing": 0.1}, "robust", label_smoothing=0.1)
-case({"name": "exo", "beta": 0.3, "label_smoothing": 0.01}, "exo_pair", label_smoothing=0.01)
-case({"name": "nca", "beta": 0.3}, "nca_pair")
-case({"name": "bco", "beta": 0.3, "momentum": 1.0}, "bco_pair")
-case({"name": "sppo", "beta": 0.3}, "sppo_hard")
-case({"name": "apo_zero", "beta": 0.3}, "apo_zero")
-case({"name": "apo_down", "beta": 0.3}, "apo_down")
-case({"name": "discopop", "beta": 0.3, "tau": 0.5}, "discopop", discopop_tau=0.5)
+dpo_case(
+    {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False},
+    "sigmoid",
+)
+dpo_case({"name": "dpo_norm", "beta": 2.0}, "sigmoid_norm")
+dpo_case({"name": "hinge", "beta": 0.3}, "hinge")
+dpo_case({"name": "ipo", "beta": 0.2, "average": True}, "ipo")
+dpo_case(
+    {"name": "robust", "beta": 0.3, "label_smoothing": 0.1},
+    "robust",
+    label_smoothing=0.1,
+)
+dpo_case(
+    {"name": "exo", "beta": 0.3, "label_smoothing": 0.01},
+    "exo_pair",
+    label_smoothing=0.01,
+)
+dpo_case({"name": "nca", "beta": 0.3}, "nca_pair")
+dpo_case({"name": "bco", "beta": 0.3, "momentum": 1.0}, "bco_pair")
+dpo_case({"name": "sppo", "beta": 0.3}, "sppo_hard")
+dpo_case({"name": "apo_zero", "beta": 0.3}, "apo_zero")
+dpo_case({"name": "apo_down", "beta": 0.3}, "apo_down")
+dpo_case(
+    {"name": "discopop", "beta": 0.3, "tau": 0.5},
+    "discopop",
+    discopop_tau=0.5,
+)
 for name in ("aot", "aot_unpaired"):
     for smoothing in (0, 0.1):
-        case({"name": name, "beta": 0.3, "label_smoothing": smoothing}, name, label_smoothing=smoothing)
-for smoothing, free in ((0.1, False), (0.3, True)):
-    our_config = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
-    options = {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": smoothing}
-    CASES.append((our_config, partial(cpo, kind="sums" if free else "log-ratios", **options)))
-for name, loss_type in (("dpo_norm", "sigmoid_norm"), ("hinge", "hinge"), ("discopop", "discopop")):
-    tau = {"tau": 0.05} if name == "discopop" else {}
+        dpo_case(
+            {"name": name, "beta": 0.3, "label_smoothing": smoothing},
+            name,
+            label_smoothing=smoothing,
+        )
+for kind, smoothing in (("log-ratios", 0.1), ("sums", 0.3)):
+    case(
+        {
+            "name": "dpo",
+            "beta": 0.3,
+            "label_smoothing": smoothing,
+            "reference_free": kind == "sums",
+        },
+        cpo,
+        kind=kind,
+        loss_type="sigmoid",
+        label_smoothing=smoothing,
+    )
+for our_config, loss_type in (
+    ({"name": "dpo_norm", "beta": 0.3}, "sigmoid_norm"),
+    ({"name": "hinge", "beta": 0.3}, "hinge"),
+    ({"name": "discopop", "beta": 0.3, "tau": 0.05}, "discopop"),
+):
     for divergence, trl_divergence in (
         ("forward_kl", "forward_kl"),
         ("js", "js_divergence"),
         ("alpha", "alpha_divergence"),
     ):
-        our_config = {"name": name, "beta": 0.3, **tau, "f_divergence": divergence, "f_alpha": F_ALPHA}
-        case(our_config, loss_type, f_divergence_type=trl_divergence, f_alpha_divergence_coef=1 - F_ALPHA)
+        dpo_case(
+            {**our_config, "f_divergence": divergence, "f_alpha": F_ALPHA},
+            loss_type,
+            f_divergence_type=trl_divergence,
+            f_alpha_divergence_coef=1 - F_ALPHA,
+        )
 NORM = {"name": "dpo_norm", "beta": 0.3}
-case({**NORM, "sft_weight": 0.2}, "sigmoid_norm", "sft", loss_weights=[1.0, 0.2])
-case({**NORM, "wpo": True}, "sigmoid_norm", use_weighting=True)  # with hinge TRL 1.16's backward fails
-case({**NORM, "ld_alpha": 0.4}, "sigmoid_norm", ld_alpha=0.4)
-SIMPO = {"loss_type": "simpo", "simpo_gamma": 0.8, "beta": 2.5, "label_smoothing": 0.0}
-CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, kind="means", **SIMPO)))
-CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
-for name, weights in (("kto", (1.0, 1.0)), ("kto", (1.5, 0.7)), ("apo_zero_unpaired", (1.5, 0.7))):
-    our_config = {"name": name, "beta": 0.3, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
-    options = {key: value for key, value in our_config.items() if key != "name"}
-    CASES.append((our_config, partial(kto, loss_type=name, **options)))
+dpo_case(
+    {**NORM, "sft_weight": 0.2},
+    "sigmoid_norm",
+    "sft",
+    loss_weights=[1.0, 0.2],
+)
+# with hinge TRL 1.16's backward fails
+dpo_case({**NORM, "wpo": True}, "sigmoid_norm", use_weighting=True)
+dpo_case({**NORM, "ld_alpha": 0.4}, "sigmoid_norm", ld_alpha=0.4)
+case(
+    {"name": "simpo", "beta": 2.5, "gamma": 0.8},
+    cpo,
+    kind="means",
+    loss_type="simpo",
+    simpo_gamma=0.8,
+    label_smoothing=0.0,
+)
+case({"name": "orpo", "beta": 0.2}, orpo)
+for name, desirable, undesirable in (
+    ("kto", 1.0, 1.0),
+    ("kto", 1.5, 0.7),
+    ("apo_zero_unpaired", 1.5, 0.7),
+):
+    weights = {
+        "desirable_weight": desirable,
+        "undesirable_weight": undesirable,
+    }
+    case({"name": name, "beta": 0.3, **weights}, kto, loss_type=name, **weights)
 
 
 def measure(our_config: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
@@ -245,10 +331,16 @@ def measure(our_config: dict[str, Any], loss: partial, pairs: list[dict]) -> dic
 
 def main() -> None:
     inputs = draw()
+    pairs = inputs["pairs"]
     results = []
     for our_config, loss in CASES:
-        each = [measure(our_config, loss, [pair]) for pair in inputs["pairs"]]
-        results.append({"config": our_config, "each": each, "together": measure(our_config, loss, inputs["pairs"])})
+        results.append(
+            {
+                "config": our_config,
+                "each": [measure(our_config, loss, [pair]) for pair in pairs],
+                "together": measure(our_config, loss, pairs),
+            }
+        )
     made_by = {"trl": trl.__version__, "torch": torch.__version__}
     json.dump({"made_by": made_by, **inputs, "results": results}, sys.stdout)
     print()
