@@ -73,6 +73,19 @@ class Shape(NamedTuple):
     head: int  # parameters of the head
     attention: int  # layers * heads * size of a head
 
+    def count(self, tokens: int, attended: int, scored: int, *, with_reference: bool) -> int:
+        """Count the FLOPs of an update, in policy and reference.
+
+        A forward pass has 2 per parameter and token, and 4 per token, column that it attends to, layer and feature; the
+        head counts only for scored positions. A backward pass has twice the FLOPs. Recomputation to save memory is not
+        counted.
+        """
+        body = 2 * tokens * self.matrices
+        attention = 4 * attended * self.attention
+        head = 2 * scored * self.head
+        n_passes = 4 if with_reference else 3  # a backward pass costs two forward passes
+        return n_passes * (body + attention + head)
+
 
 def read_shape(model: Any) -> Shape:
     config = model.config.get_text_config()
@@ -84,35 +97,38 @@ def read_shape(model: Any) -> Shape:
     return Shape(matrices, head.numel(), attention)
 
 
-def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
-    """Count the FLOPs of a microbatch in policy and reference.
-
-    A forward pass has 2 FLOPs per parameter and token; attention has 4 per token, column, layer and feature; the head
-    counts only for scored positions. A backward pass has twice the FLOPs. Recomputation to save memory is not counted.
-    """
+def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> int:
+    """Count the FLOPs of a microbatch as it is computed, with its padding."""
     rows, length = inputs.input_ids.shape
-    n_scored = len(inputs.scored) if isinstance(inputs, Packed) else rows * length
-    n_attended = rows * length * length  # pairs of a token and a column of its row, also if masked
-    if isinstance(inputs, Packed) and inputs.segments is not None:
-        n_attended = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
-    body = rows * length * 2 * shape.matrices + 4 * n_attended * shape.attention
-    head = n_scored * 2 * shape.head
-    return (body + head) * (4 if with_reference else 3)  # a backward pass costs two forward passes
+    tokens = rows * length
+    scored = tokens
+    attended = tokens * length  # pairs of a token and a column of its row, also if masked
+    if isinstance(inputs, Packed):
+        scored = len(inputs.scored)
+        if inputs.segments is not None:
+            queries = inputs.segments.queries.diff().long()
+            keys = inputs.segments.keys.diff()
+            attended = int((queries * keys).sum())
+    return shape.count(tokens, attended, scored, with_reference=with_reference)
 
 
-def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
+def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> int:
     """Count the FLOPs that a global batch needs: the numerator of MFU.
 
     A prompt counts once for all its responses, a token attends only to itself and earlier tokens of its own text, and
     padding does not count.
     """
-    flops = 0
+    tokens = attended = scored = 0
     for example in examples:
-        n_prompt, lengths = len(example.prompt), [len(tokens) for tokens in example.responses]
-        n_tokens = n_prompt + sum(lengths)
-        n_keys = n_prompt * (n_prompt + 1) // 2 + sum(n * n_prompt + n * (n + 1) // 2 for n in lengths)
-        flops += 2 * n_tokens * shape.matrices + 4 * n_keys * shape.attention + 2 * sum(lengths) * shape.head
-    return flops * (4 if with_reference else 3)  # as in `count_flops`
+        n_prompt = len(example.prompt)
+        tokens += n_prompt
+        attended += n_prompt * (n_prompt + 1) // 2
+        for response in example.responses:
+            n = len(response)
+            tokens += n
+            scored += n
+            attended += n * n_prompt + n * (n + 1) // 2
+    return shape.count(tokens, attended, scored, with_reference=with_reference)
 
 
 def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:
@@ -125,23 +141,35 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
     trainer.check_and_score_reference()
     rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator]
     memory = peak_memory_gb()
-    return {"rows": rows[1:], "pairs": config.batch_size, "memory_gb": memory, "grown_gb": memory - memory_before}
+    return {
+        "rows": rows[1:],
+        "pairs": config.batch_size,
+        "memory_gb": memory,
+        "grown_gb": memory - memory_before,
+    }
 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
     # the pairs with shared prefixes, for `needed`; positions of padding are in no tree
     packed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     metrics = trainer.train_step(batch).metrics
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu
+    fed = flops = needed = 0
+    for microbatch in batch.microbatches:
+        fed += microbatch.n_tokens
+        flops += count_flops(shape, microbatch.inputs, with_reference=with_reference)
+    for microbatch in packed:
+        needed += int((microbatch.inputs.tree >= 0).sum())
     return {
-        "seconds": time.perf_counter() - start,
-        "cpu": time.process_time() - cpu,
-        "fed": sum(microbatch.n_tokens for microbatch in batch.microbatches),
-        "needed": sum(int((microbatch.inputs.tree >= 0).sum()) for microbatch in packed),
-        "flops": sum(
-            count_flops(shape, microbatch.inputs, with_reference=with_reference) for microbatch in batch.microbatches
-        ),
+        "seconds": seconds,
+        "cpu": cpu_seconds,
+        "fed": fed,
+        "needed": needed,
+        "flops": flops,
         "useful": count_useful_flops(shape, batch.examples, with_reference=with_reference),
         "loss": metrics["loss/train"],
     }
@@ -175,10 +203,18 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     config.n_examples = (updates + 1) * config.batch_size
     prompts = load_data(resolve(config), silent=True).train
-    sizes = {"batch_size": config.batch_size, "n_epochs": None, "n_examples": config.n_examples}
-    batches = iterate_examples(prompts.counts.tolist(), shuffle=True, seed=config.seed, **sizes)
-    pairs = read_examples(prompts, [example_id for batch in batches for example_id in batch])
-    rows = [{"prompt": prompt.text, **prompt.texts(index)} for prompt, index in pairs]
+    batches = iterate_examples(
+        prompts.counts.tolist(),
+        shuffle=True,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        n_epochs=None,
+        n_examples=config.n_examples,
+    )
+    example_ids = [example_id for batch in batches for example_id in batch]
+    rows = []
+    for prompt, index in read_examples(prompts, example_ids):
+        rows.append({"prompt": prompt.text, **prompt.texts(index)})
     (folder / "train.json").write_text(json.dumps(rows))
     return {
         "model": config.model.name_or_path,
@@ -195,8 +231,13 @@ def has_fast_bfloat16() -> bool:
 
     Without them a row takes many times as long, and says nothing.
     """
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    return torch.cuda.is_available() or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+    if torch.cuda.is_available():
+        return True
+    cpu_info = Path("/proc/cpuinfo")
+    if not cpu_info.exists():
+        return False
+    flags = cpu_info.read_text().split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def find_dtype(name: str) -> str:
@@ -226,31 +267,54 @@ def measure_peak(dtype: torch.dtype) -> float:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 COLUMNS = {  # format of each column; "%" is the ratio to the first row's value
-    "s/update": ".2f", "of first": "%", "s/pair": ".3f", "CPU s": ".2f", "peak GB": ".2f", "peak": "%",
-    "grown GB": ".2f", "fed/pair": ".0f", "needed": ".0f", "TFLOP": ".2f", "of peak": ".0%",
-}  # fmt: skip
+    "s/update": ".2f",
+    "of first": "%",
+    "s/pair": ".3f",
+    "CPU s": ".2f",
+    "peak GB": ".2f",
+    "peak": "%",
+    "grown GB": ".2f",
+    "fed/pair": ".0f",
+    "needed": ".0f",
+    "TFLOP": ".2f",
+    "of peak": ".0%",
+}
 
 
 def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, float]:
     """Summarize the updates of a row, by column; TRL's rows lack several."""
-    updates, pairs = result["rows"], result["pairs"]
+    updates = result["rows"]
+    pairs = result["pairs"]
     seconds = median(update["seconds"] for update in updates)
-    row = {"s/update": seconds, "of first": seconds, "s/pair": seconds / pairs}
-    row |= {"peak GB": result["memory_gb"], "peak": result["memory_gb"]}
+    row = {
+        "s/update": seconds,
+        "of first": seconds,
+        "s/pair": seconds / pairs,
+        "peak GB": result["memory_gb"],
+        "peak": result["memory_gb"],
+    }
     if "cpu" in result:
-        means = {key: fmean(update[key] for update in updates) for key in ("fed", "needed", "flops")}
-        rate = sum(update["flops"] for update in updates) / sum(update["seconds"] for update in updates)
-        row |= {"CPU s": result["cpu"], "grown GB": result["grown_gb"], "TFLOP": means["flops"] / 1e12}
-        row |= {"fed/pair": means["fed"] / pairs, "needed": means["needed"] / pairs}
-        row["of peak"] = rate / peaks[find_dtype(name)]
+        fed = fmean(update["fed"] for update in updates)
+        needed = fmean(update["needed"] for update in updates)
+        flops = fmean(update["flops"] for update in updates)
+        rate = flops / fmean(update["seconds"] for update in updates)
+        row |= {
+            "CPU s": result["cpu"],
+            "grown GB": result["grown_gb"],
+            "fed/pair": fed / pairs,
+            "needed": needed / pairs,
+            "TFLOP": flops / 1e12,
+            "of peak": rate / peaks[find_dtype(name)],
+        }
     return row
 
 
 def format_cell(column: str, row: dict[str, float], first_row: dict[str, float]) -> str:
     if column not in row:
         return ""
-    is_ratio = COLUMNS[column] == "%"
-    return f"{row[column] / first_row[column]:.0%}" if is_ratio else format(row[column], COLUMNS[column])
+    if COLUMNS[column] == "%":
+        return f"{row[column] / first_row[column]:.0%}"
+    return format(row[column], COLUMNS[column])
 
 
 def print_table(results: dict[str, dict], peaks: dict[str, float]) -> None:
@@ -264,10 +328,12 @@ def print_table(results: dict[str, dict], peaks: dict[str, float]) -> None:
             continue
         row = summarize(name, result, peaks)
         first_row = first_row or row
-        print_row(name, [format_cell(column, row, first_row) for column in COLUMNS], first=38, width=10)
+        cells = [format_cell(column, row, first_row) for column in COLUMNS]
+        print_row(name, cells, first=38, width=10)
     print("\nlosses of the counted updates, which should agree within a dtype:")
     for name, result in results.items():
-        print_row(name, [f"{row['loss']:.6f}" for row in result.get("rows", ())], first=38)
+        losses = [f"{row['loss']:.6f}" for row in result.get("rows", ())]
+        print_row(name, losses, first=38)
 
 
 def main() -> None:
@@ -283,23 +349,27 @@ def main() -> None:
         parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join((*rows, *TRL))}")
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        measures: dict[str, Callable[[], dict]] = {
-            name: partial(measure_row, [*overrides, *own], options.updates) for name, own in rows.items()
-        }
+        measures: dict[str, Callable[[], dict]] = {}
+        for name, own in rows.items():
+            measures[name] = partial(measure_row, [*overrides, *own], options.updates)
         if options.trl:
             common = write_pairs(overrides, options.updates, Path(folder))
             for name, own in TRL.items():
                 measures[name] = partial(measure_trl, options.trl, Path(folder), {**common, **own})
-        for name in [name for name in measures if name in chosen]:
+        for name, measure_this in measures.items():
+            if name not in chosen:
+                continue
             if find_dtype(name) == "bfloat16" and not has_fast_bfloat16():
                 print(f"left out {name}: this CPU has no instructions for bfloat16", flush=True)
                 continue
             try:
-                results[name] = measures[name]()
+                results[name] = measure_this()
             except Failed as error:
                 results[name] = {"failed": str(error)}
             print(f"measured {name}", flush=True)
-    peaks = {dtype: measure_peak(getattr(torch, dtype)) for dtype in {find_dtype(name) for name in results}}
+    peaks = {}
+    for dtype in {find_dtype(name) for name in results}:
+        peaks[dtype] = measure_peak(getattr(torch, dtype))
     print(", ".join(f"{dtype} peak {peak / 1e9:,.0f} GFLOP/s" for dtype, peak in peaks.items()))
     print_table(results, peaks)
 
