@@ -12,7 +12,17 @@ from experiments.frontier.methods import PLANNED, PLANNED_KLS
 
 REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
 # 0.975 quantiles of Student's t with 1 to 9 degrees of freedom; for more, the last makes intervals slightly too wide
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T_975 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+)
 COVERED = 0.9  # share of the seeds that must have a value for a mean to be shown
 Unit = tuple[int, int]  # task and seed
 
@@ -37,22 +47,35 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 def collect_curve(rows: Sequence[Row], method: str) -> Curve:
     """Collect a method's rows, which differ in unit and beta."""
-    row_at = {(row["task"], row["seed"], row["beta"]): row for row in rows if row["method"] == method}
-    units = list(dict.fromkeys((task, seed) for task, seed, _ in row_at))
-    betas = list(dict.fromkeys(beta for *_, beta in row_at))
+    row_at = {}
+    for row in rows:
+        if row["method"] == method:
+            unit = (row["task"], row["seed"])
+            row_at[unit, row["beta"]] = row
+    units = list(dict.fromkeys(unit for unit, _ in row_at))
+    betas = list(dict.fromkeys(beta for _, beta in row_at))
 
     def make_array(key: str) -> np.ndarray:
-        return np.array([[row_at[*unit, beta][key] for beta in betas] for unit in units])
+        return np.array([[row_at[unit, beta][key] for beta in betas] for unit in units])
 
-    reward, kl, limit = map(make_array, ("reward", "kl", "most_reward"))
+    kl = make_array("kl")
     order = kl.mean(0).argsort()
-    return Curve(units, [betas[i] for i in order], reward[:, order], kl[:, order], limit[:, order])
+    return Curve(
+        units,
+        betas=[betas[i] for i in order],
+        reward=make_array("reward")[:, order],
+        kl=kl[:, order],
+        limit=make_array("most_reward")[:, order],
+    )
 
 
 def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
     """Reward of a task's pi* at this KL, interpolated between its rows."""
-    limit_rows = [row for row in rows if row["method"] in ("sft", "pi_star") and row["task"] == task]
-    kls, rewards = zip(*sorted((row["kl"], row["reward"]) for row in limit_rows), strict=True)
+    points = []
+    for row in rows:
+        if row["task"] == task and row["method"] in ("sft", "pi_star"):
+            points.append((row["kl"], row["reward"]))
+    kls, rewards = np.array(sorted(points)).T
     return float(np.interp(kl, kls, rewards))
 
 
@@ -64,17 +87,21 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
     """
     gaps = []
     for kls, unit_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
-        order = kls.argsort()
-        lowest, highest = 0.9 * kls.min(), kls.max()
-        gap = np.interp(kl, [0.0, *kls[order]], [0.0, *unit_gaps[order]])  # the reference has KL 0 and no gap
-        gaps.append(gap if lowest <= kl <= highest else np.nan)
+        gap = np.nan
+        if 0.9 * kls.min() <= kl <= kls.max():
+            order = kls.argsort()
+            # the reference has KL 0 and no gap
+            known_kls = [0.0, *kls[order]]
+            known_gaps = [0.0, *unit_gaps[order]]
+            gap = np.interp(kl, known_kls, known_gaps)
+        gaps.append(gap)
     return np.array(gaps)
 
 
 def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
     """Compute each unit's reward at this KL, (units,): pi*'s less the gap."""
-    limits = {task: most_reward(rows, kl, task) for task in {task for task, _ in curve.units}}
-    return np.array([limits[task] for task, _ in curve.units]) - find_gaps(curve, kl)
+    limits = [most_reward(rows, kl, task) for task, _ in curve.units]
+    return np.array(limits) - find_gaps(curve, kl)
 
 
 # --- means and intervals ----------------------------------------------------------------------------------------------
@@ -87,13 +114,18 @@ def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
     """
     if np.isnan(values).any():
         return "-"
-    mean, n = values.mean(), len(values)
+    mean = values.mean()
+    n = len(values)
     if n == 1:
         return f"{mean:{sign}.2f}"
     quantile = T_975[min(n - 1, len(T_975)) - 1]
     half_width = quantile * values.std(ddof=1) / np.sqrt(n)
-    text = f"{mean:{sign}.2f} [{mean - half_width:{sign}.2f}, {mean + half_width:{sign}.2f}]"
-    return f"**{text}**" if sign and abs(mean) > half_width else text
+    low = mean - half_width
+    high = mean + half_width
+    text = f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+    if sign and abs(mean) > half_width:
+        return f"**{text}**"
+    return text
 
 
 def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
@@ -108,8 +140,11 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
     tasks = np.array([task for task, _ in units])
     averaged = values[is_there]
     if len({*tasks}) > 1:
-        values_by_task = [values[is_there & (tasks == task)] for task in dict.fromkeys(tasks)]
-        averaged = np.array([of_task.mean() if len(of_task) else np.nan for of_task in values_by_task])
+        means = []
+        for task in dict.fromkeys(tasks):
+            values_of_task = values[is_there & (tasks == task)]
+            means.append(values_of_task.mean() if len(values_of_task) else np.nan)
+        averaged = np.array(means)
     text = mean_and_interval(averaged, sign)
     if text == "-" or is_there.all():
         return text
@@ -127,14 +162,19 @@ def make_tables(rows: Sequence[Row]) -> str:
 def _make_planned_table(rows: Sequence[Row]) -> str:
     """Tabulate the planned differences whose methods were run."""
     lines = [["difference of rewards", *(f"KL {kl:g}" for kl in PLANNED_KLS)]]
-    curves = {method: collect_curve(rows, method) for method in list_methods(rows)}
+    methods = list_methods(rows)
     for first, second in PLANNED:
-        if {first, second} <= curves.keys():
-            units = curves[first].units
-            assert units == curves[second].units  # paired
+        if first not in methods or second not in methods:
+            continue
+        first_curve = collect_curve(rows, first)
+        second_curve = collect_curve(rows, second)
+        assert first_curve.units == second_curve.units  # paired
+        cells = [f"{first} - {second}"]
+        for kl in PLANNED_KLS:
             # the first's reward less the second's: each is pi*'s less a gap
-            differences = [find_gaps(curves[second], kl) - find_gaps(curves[first], kl) for kl in PLANNED_KLS]
-            lines.append([f"{first} - {second}", *(summarize(values, units, "+") for values in differences)])
+            differences = find_gaps(second_curve, kl) - find_gaps(first_curve, kl)
+            cells.append(summarize(differences, first_curve.units, sign="+"))
+        lines.append(cells)
     return format_table(lines)
 
 
@@ -145,13 +185,17 @@ def _make_reward_table(rows: Sequence[Row]) -> str:
         cells = [summarize(at_equal_kl(curve, rows, kl), curve.units) for kl in REWARD_KLS]
         if set(cells) != {"-"}:
             lines.append([method, *cells])
-    tasks = [*dict.fromkeys(row["task"] for row in rows)]
-    limits = (np.mean([most_reward(rows, kl, task) for task in tasks]) for kl in REWARD_KLS)
-    lines.append(["pi*", *(f"{limit:.2f}" for limit in limits)])
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    cells = ["pi*"]
+    for kl in REWARD_KLS:
+        limit = np.mean([most_reward(rows, kl, task) for task in tasks])
+        cells.append(f"{limit:.2f}")
+    lines.append(cells)
     return format_table(lines)
 
 
 def format_table(lines: Sequence[Sequence[str]]) -> str:
     """Make a Markdown table; the first line is its header."""
-    rows = [f"| {' | '.join(cells)} |" for cells in lines]
-    return "\n".join([rows[0], f"|{'---|' * len(lines[0])}", *rows[1:]])
+    header, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    rule = "|" + "---|" * len(lines[0])
+    return "\n".join([header, rule, *rows])
