@@ -93,7 +93,7 @@ def find_local(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
     # else a run that is not there would be looked for on the Hub
-    is_run = "/" in name and any(path.parent.glob(f"*/{FACTS}"))
+    is_run = "/" in name and os.path.isdir(path.parent) and any(path.parent.glob(f"*/{FACTS}"))
     return path if is_path or is_run or os.path.exists(path) else None
 
 
@@ -101,7 +101,7 @@ def check_exists(path: Path | None) -> None:
     """Raise InputError for a local path where nothing is, before a Hub is asked for it."""
     if path is None or os.path.exists(path):
         return
-    names = [entry.name for entry in path.parent.glob("*")]
+    names = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
     raise InputError(f"{path} does not exist{where}{suggest(path.name, names, likeness=0.5)}")
 
@@ -193,8 +193,8 @@ def find_source(name: str, sources: Mapping) -> Source:
     """Find where a dataset is; the path of the demo and of a plugin's dataset is "". InputError for any other name."""
     place = sources.get(name)
     if place is None:
-        place = BUILT_IN.get(name)
-    if place:
+        place = BUILT_IN.get(name) or None
+    if place is not None:
         return Source.parse(name, place)
     if name in BUILT_IN or name in DATASETS:
         return Source("")

@@ -305,6 +305,10 @@ def test_a_path_that_is_not_there_is_said_not_to_exist_with_a_similar_name_befor
     with refused("^RUNS/min does not exist in .*: did you mean mine"):
         find_model("RUNS/min", hub=True)
     check_exists(find_local("Qwen/Other"))  # it may be on the Hub
+    long = "a" * 300  # no directory can have such a name
+    check_exists(find_local(f"{long}/pairs"))
+    with refused("does not exist"):
+        check_exists(find_local(f"/{long}/pairs"))
 
 
 def test_a_hub_whose_name_is_not_known_is_given_up_at_once(monkeypatch, capsys):

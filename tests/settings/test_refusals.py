@@ -84,6 +84,7 @@ REFUSED = [
     ("datasets=[no/such/pairs]", "datasets names no/such/pairs: no/such/pairs does not exist in"),
     ("datasets=[me/a,you/a]", f"datasets names you/a: it is none of {NAMES}, no file or"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
+    ("dataset_sources.hh=''", "dataset_sources.hh='' must be a directory"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'} must map some of"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
