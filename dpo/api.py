@@ -24,7 +24,7 @@ from dpo.settings.command_line import PARSER, check_line, parse, parse_key
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
-from dpo.system.plain_files import read_json, write_json
+from dpo.system.plain_files import read_json, write_file, write_json
 from dpo.system.run_directory import exiting_on_failure
 from dpo.system.signals import end_on_stop_signals
 from dpo.train import RUN_LOG
@@ -141,23 +141,21 @@ def _train(overrides: Sequence[str]) -> Path:
                 start_new_session=True,  # so that Ctrl-C reaches it once, from here
             )
         try:
-            while True:
+            has_ended = False
+            while not has_ended:
+                time.sleep(POLL_SECS)
                 has_ended = child.poll() is not None  # what it wrote before is read below
                 for line in output.read():
                     if not line.startswith("update "):
                         bar.write(line)
                 if metrics is None and place.exists():
-                    run_dir = place.read_text(encoding="utf-8")
-                    metrics = _Tail(Path(run_dir, "metrics.jsonl")) if run_dir else None
+                    metrics = _Tail(Path(place.read_text(encoding="utf-8"), "metrics.jsonl"))
                 if metrics is not None:
                     report = metrics.path.with_name("preflight.json")
                     if bar.total is None and report.exists():
                         bar.total = read_json(report)["updates"]
                     for line in metrics.read():
                         bar.update(json.loads(line)["updates"] - bar.n)
-                if has_ended:
-                    break
-                time.sleep(POLL_SECS)
         except BaseException:
             child.terminate()
             child.wait()
@@ -205,7 +203,7 @@ def _start(parent: int, folder: str) -> None:
                 raise InputError("\n".join(problems))
             if plan is None:
                 raise InputError("dpo.run trains one run: leave out options such as -m")
-            Path(folder, PLACE_FILE).write_text(os.path.abspath(plan.run.local_run_dir), encoding="utf-8")
+            write_file(Path(folder, PLACE_FILE), os.path.abspath(plan.run.local_run_dir).encode())
             run_plan(plan)
         except (InputError, RunError) as error:
             failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}

@@ -9,8 +9,6 @@ import numpy as np
 from dpo.analysis.runs import LoggedRun
 from dpo.errors import needing
 
-FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
-LONGEST_LABEL = 48
 SOFTWARE = "dpo report"  # in the metadata of each picture, which marks it as ours
 STYLE = [
     "tableau-colorblind10",
@@ -101,11 +99,11 @@ def _draw(chart: Chart, lines: list[Line]) -> bytes:
         axis = picture.add_subplot(xlabel="examples")
         for line in lines:
             color = f"C{line.color}"
-            label = line.label[:LONGEST_LABEL]
+            label = line.label[:48]
             style, marker = LINE_STYLES[line.style]
             examples, values = line.updates
             point = "."
-            if len(values) >= FEWEST_TO_SMOOTH:
+            if len(values) >= 8:  # fewer are the curve themselves
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 point = ""
                 window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd

@@ -25,12 +25,8 @@ from dpo.system.plain_files import check_own, write_file
 from dpo.system.run_directory import REPORT
 
 PAGE_FOLDER = Path(__file__).parent
-PAGE_MARK = ".*· training report</title>"  # how a page begins
-PICTURE_MARK = f".*{SOFTWARE}"
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
 ABSENT = "\N{EN DASH}"
-MOST_SAMPLES = 16  # prompts on the page; samples.txt has all
-MOST_DRAWN = 4
 NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")
 HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
     "Held-out score": ("online_eval/score", +1, figure),
@@ -52,9 +48,9 @@ def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
     html = render(contents, pictures)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        check_own(out / REPORT.name, PAGE_MARK)
+        check_own(out / REPORT.name, ".*· training report</title>")
         for name in PICTURES.values():
-            check_own(out / name, PICTURE_MARK)
+            check_own(out / name, f".*{SOFTWARE}")
             (out / name).unlink(missing_ok=True)  # an earlier report's, which this one may lack
         for title, png in pictures:
             if title in PICTURES:
@@ -69,6 +65,7 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
     """Return the page of a run, or of several compared; `links` are the names and addresses of other pages."""
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
+        "several": len(runs) > 1,
         "links": links,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],
         "settings": list_settings(runs),
@@ -92,13 +89,10 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
     commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
     return {
-        "several": False,
         "title": run.name,
         "about": " \N{MIDDLE DOT} ".join(about),
         "verdict": f"{describe_result(run)} {run.state.capitalize()} after {run.progress}. {warned}.",
         "results": list_results(run).items(),
-        "columns": (),
-        "names": (),
         "warnings": _list_warnings(run),
         "findings": findings,
         "groups": list_cards(run),
@@ -116,13 +110,11 @@ def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
         rows.append((run.name, ["\n".join(result.get(column, (ABSENT,))) for column in columns]))
         warnings += [f"{run.name}: {text}" for text in _list_warnings(run)]
     return {
-        "several": True,
         "title": f"{len(runs)} runs compared",
         "results": rows,
         "columns": columns,
         "names": [run.name for run in runs],
         "warnings": warnings,
-        "groups": {},
     }
 
 
@@ -160,9 +152,9 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-    drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:MOST_DRAWN]]
+    drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []
-    for sample, label, other in run.compared_samples()[:MOST_SAMPLES]:
+    for sample, label, other in run.compared_samples()[:16]:  # samples.txt has all
         texts = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
         if other is not None:
             texts.append(("reference", label, other))

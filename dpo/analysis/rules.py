@@ -218,54 +218,57 @@ def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: flo
 
 
 class Rule(NamedTuple):
-    level: str  # WARNING or NOTE
     title: str
     condition: Callable[[LoggedRun], str]  # returns the numbers that it is about, or "" if it does not hold
     advice: str
     kinds: frozenset[str] = ANY  # kinds of data that it is for
+    level: str = WARNING
 
 
 RULES = (  # in the order of the page
-    Rule(WARNING, "Loss or gradient was not a number", find_skipped_updates,
+    Rule("Loss or gradient was not a number", find_skipped_updates,
          "Look at the examples in nonfinite-UPDATE; if they are sound, lower lr, or replace float16 by bfloat16."),
-    Rule(WARNING, "The run has collapsed", find_collapse,
+    Rule("The run has collapsed", find_collapse,
          f"{COLLAPSE_ADVICE.capitalize()}."),
-    Rule(WARNING, "Chosen responses become much less likely", find_chosen_fall,
+    Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
-    Rule(WARNING, "Held-out pairs are ranked no better than by chance", find_chance,
+    Rule("Held-out pairs are ranked no better than by chance", find_chance,
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
-    Rule(WARNING, "The held-out loss rises while the training loss falls", find_overfitting,
+    Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",
          FIXED),
-    Rule(WARNING, "The learning rate had little effect", find_missing_effect,
+    Rule("The learning rate had little effect", find_missing_effect,
          "Raise lr, shorten warmup_steps, or train for more updates."),
-    Rule(WARNING, "Samples are empty or repeat themselves", find_broken_samples,
+    Rule("Samples are empty or repeat themselves", find_broken_samples,
          "Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta; if the first "
          "samples were so too, look at the prompts."),
-    Rule(WARNING, "Samples have changed in length", find_length_change,
+    Rule("Samples have changed in length", find_length_change,
          "Balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
          RANKED | ONLINE),
-    Rule(WARNING, "The answers are worse than the reference's", find_worse_answers,
+    Rule("The answers are worse than the reference's", find_worse_answers,
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
-    Rule(WARNING, "Scores and lengths grow together", find_length_growth,
+    Rule("Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
-    Rule(WARNING, "Most prompts give a tie", partial(find_outside, name="online/ties", high=0.5),
+    Rule("Most prompts give a tie", partial(find_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
-    Rule(NOTE, "An earlier checkpoint is better", find_better_checkpoint,
-         "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck."),
-    Rule(NOTE, "Nearly all gradients are clipped", find_clipping,
-         "If this is not meant, raise max_grad_norm."),
-    Rule(NOTE, "Length predicts the preference in the data", find_length_bias,
-         "Such pairs can be ranked by length alone: compare the lengths of samples.", RANKED),
-    Rule(NOTE, "Some examples contradict each other or are faulty", find_faulty_examples,
-         "data_problems.jsonl lists them: correct or remove them."),
-    Rule(NOTE, "One label has most of the weight", find_uneven_labels,
-         "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.", FIXED),
-    Rule(NOTE, "Drawn answers are cut off", partial(find_outside, name="online/eos", low=0.9),
-         "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE),
-    Rule(NOTE, "The policy has gone far from the reference",  # answers are e^10 times as likely as before
+    Rule("An earlier checkpoint is better", find_better_checkpoint,
+         "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck.",
+         level=NOTE),
+    Rule("Nearly all gradients are clipped", find_clipping,
+         "If this is not meant, raise max_grad_norm.", level=NOTE),
+    Rule("Length predicts the preference in the data", find_length_bias,
+         "Such pairs can be ranked by length alone: compare the lengths of samples.", RANKED, NOTE),
+    Rule("Some examples contradict each other or are faulty", find_faulty_examples,
+         "data_problems.jsonl lists them: correct or remove them.", level=NOTE),
+    Rule("One label has most of the weight", find_uneven_labels,
+         "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.",
+         FIXED, NOTE),
+    Rule("Drawn answers are cut off", partial(find_outside, name="online/eos", low=0.9),
+         "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE, NOTE),
+    Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as before
          partial(find_outside, name="online/kl", high=10.0),
-         "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.", ONLINE),
+         "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
+         ONLINE, NOTE),
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ RAISE_LR = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
 FEWEST = 10  # fewer are too few whatever they say
@@ -87,7 +86,7 @@ def describe_change(run: LoggedRun) -> str:
         return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
-    if not n_answers and largest <= rounding and rounding > COARSE:
+    if not n_answers and largest <= rounding and rounding > 1e-4:  # which may hide what small learning rates do
         return f"Whether the model changed cannot be told: {facts[0]}."
     advice = ""
     if not n_differ and changes and largest <= rounding:

@@ -23,7 +23,6 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-FOLLOW_SECS = 5  # until a browser asks again for a run that trains
 LONGEST_REQUEST_SECS = 10
 
 
@@ -97,7 +96,7 @@ def serve(paths: list[Path], port: int) -> None:
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             if any(map(is_locked, shown)):
-                self.send_header("Refresh", str(FOLLOW_SECS))
+                self.send_header("Refresh", "5")  # seconds until the browser asks again
             self.end_headers()
             self.wfile.write(body)
 

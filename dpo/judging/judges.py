@@ -150,11 +150,11 @@ def make_file_judge(file: str) -> Judge:
             raise InputError(f"the verdicts of {file} are on other answers: draw these again, with the same options")
         judged = []
         for pair in pairs:
-            if pair.id not in verdicts:
-                judged.append(Verdict(None, reason="not judged"))
-                continue
-            score = SIDE_SCORES[verdicts[pair.id]["better"]]
-            judged.append(Verdict(1 - score if is_shown_swapped(pair) else score))
+            verdict = Verdict(None, reason="not judged")
+            if pair.id in verdicts:
+                score = SIDE_SCORES[verdicts[pair.id]["better"]]
+                verdict = Verdict(1 - score if is_shown_swapped(pair) else score)
+            judged.append(verdict)
         return judged
 
     return judge

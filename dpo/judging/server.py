@@ -24,8 +24,6 @@ THIS_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])
 N_TRIES = 4
 WAIT_SECS = 1.0  # doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
-LONGEST_ANSWER = 512  # tokens
-LARGEST_REPLY = 2**24  # bytes; what comes after is not read
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
 
@@ -87,7 +85,7 @@ class Server:
         key = hash_texts(self.url, self.model, question)
         if key not in self._replies.lines:
             message = {"role": "user", "content": question}
-            body = {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": LONGEST_ANSWER}
+            body = {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": 512}
             try:
                 content = self._request("/chat/completions", body)["choices"][0]["message"]["content"]
                 if not isinstance(content, str):
@@ -125,7 +123,7 @@ class Server:
         def work() -> None:
             try:
                 with self._opener.open(request, timeout=self.timeout) as response:
-                    future.set_result((response.status, response.read(LARGEST_REPLY)))
+                    future.set_result((response.status, response.read(2**24)))  # what comes after is not read
             except Exception as error:
                 future.set_exception(error)
 

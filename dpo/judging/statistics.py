@@ -11,10 +11,8 @@ from dpo.numbers import count, percent
 N_RESAMPLES = 10_000  # for the bootstrap; a tenth for fits, which take longer
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
 FEWEST_ON_A_SIDE = 0.1  # share of prompts on which either answer is the longer one, for the same
-RIDGE = 0.1  # penalty of the squared slope, in units of one prompt's log-likelihood
 SMALLEST_SHOWN = 0.1  # difference from one half
 DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
-NEWTON_STEPS = 25
 
 
 class Rate(NamedTuple):
@@ -97,12 +95,13 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
     n = len(values)
     inputs = np.ones((n, 2))
     inputs[:, 1] = np.tanh(differences / (differences.std() or 1.0))
-    penalty = np.diag([1e-3, RIDGE])  # the first keeps the intercept finite if all verdicts are equal
+    # in units of one prompt's log-likelihood; the first keeps the intercept finite if all verdicts are equal
+    penalty = np.diag([1e-3, 0.1])
 
     def fit(weights: np.ndarray) -> float:
         """Find intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
         solution = np.zeros(2)
-        for _ in range(NEWTON_STEPS):
+        for _ in range(25):
             predicted = 1 / (1 + np.exp(-inputs @ solution))
             gradient = inputs.T @ (weights * (values - predicted)) - penalty @ solution
             curvature = (inputs * (weights * predicted * (1 - predicted))[:, None]).T @ inputs + penalty
