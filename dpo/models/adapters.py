@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -372,19 +372,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-class ParameterCount(NamedTuple):
-    trainable: int
-    total: int  # including the adapter of a reference in the same model
-
-
-def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count parameters over all shards, 4-bit weights included."""
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Count parameters over all shards: `trainable` and, with 4-bit weights and a reference's adapter, in `total`."""
     n_total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, Linear4bit):  # its weight is a packed buffer
             n_total += module.in_features * module.out_features
-    n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
-    return ParameterCount(n_trainable, n_total)
+    return {"trainable": sum(parameter.numel() for parameter in trained_parameters(model)), "total": n_total}
 
 
 def policy_part(model: nn.Module) -> ModelPart:

@@ -201,9 +201,7 @@ def _write_adapter(folder: Path, source: ModelPath) -> None:
     write_json(folder / CONFIG, config | {"base_model_name_or_path": base_name})
     shutil.copyfile(source.adapter / WEIGHTS, folder / WEIGHTS)
     base = load_structure(source, dtype=torch.float32)
-    tokenizer = _write_tokenizer(folder, source, base)
-    if not source.scalar_head:
-        _write_generation_config(folder, source, tokenizer)
+    _write_tokenizer(folder, source, base)
     _write_card(folder, source, base)
 
 
@@ -260,8 +258,6 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         text["pad_token_id"] = tokenizer.pad_token_id
         written |= {"id2label": config.id2label, "label2id": config.label2id, FORMAT_KEY: POLICY_FORMAT}
         written.pop("num_labels", None)
-    else:
-        _write_generation_config(folder, source, tokenizer)
     write_json(folder / "config.json", written)
     _write_card(folder, source, model, dtype=dtype_name)
 
@@ -335,7 +331,8 @@ def _find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
 def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
 
-    A reward model always gets a pad token, a new one if no other token can pad.
+    A reward model always gets a pad token, a new one if no other token can pad; other models get settings of
+    generation.
     """
     name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
@@ -376,6 +373,8 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
         write_json(fast, content | {"added_tokens": [*content["added_tokens"], token]})
     if config != published:
         write_json(config_file, config)
+    if not source.scalar_head:
+        _write_generation_config(folder, source, tokenizer)
     return tokenizer
 
 

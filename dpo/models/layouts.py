@@ -201,7 +201,7 @@ def choose_layout(
     compute_dtype: torch.dtype,
     reference: Any = None,
     longest: int | None = None,
-    n_responses: int | None = None,
+    n_responses: int = 4,
     on_any_process: Callable = bool,
 ) -> tuple[Layout, str | None]:
     """Choose the layout `name`, or `Padded` and say why, by running the model on pairs in both.
@@ -216,9 +216,7 @@ def choose_layout(
             reason = f"has a reference of another class, {find_class(reference).__name__}"
         else:
             example = longest or max_length
-            row = 4 * max_length
-            if n_responses is not None:
-                row = min(n_responses * example, row)
+            row = min(n_responses * example, 4 * max_length)
             tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
             reason = _find_difference(model, layout, example, row, tolerance)
             # processes that share the model must agree, as the order of their collectives follows from the layout

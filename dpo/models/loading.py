@@ -199,9 +199,7 @@ def _load_on_all_ranks(
 
     Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
     """
-    given = load
-    if not isinstance(load, torch.nn.Module):
-        given = after_rank_0("a model's weights", load)
+    given = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
     model = take_model(given)
     if model is not given and is_rank_0():
         print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")

@@ -244,7 +244,7 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     if 0 < limit < max_length:
         warning = f"max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for"
         notes.append(WarningLine(warning))
-    n_trainable, n_total = count_parameters(model)
+    n_trainable, n_total = count_parameters(model).values()
     if n_trainable < n_total:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")

@@ -54,7 +54,7 @@ class RunContext(NamedTuple):
     policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
 
     def count_parameters(self) -> dict:
-        return {} if self.policy is None else {"parameters": count_parameters(self.policy)._asdict()}
+        return {} if self.policy is None else {"parameters": count_parameters(self.policy)}
 
 
 class Callback:

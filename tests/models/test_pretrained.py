@@ -209,7 +209,7 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(dtype, tmp_path):
 def test_a_run_says_that_max_length_is_too_long_and_what_an_adapter_trains():
     model = build("llama")
     n = sum(parameter.numel() for parameter in model.parameters())
-    assert count_parameters(model) == (n, n)
+    assert count_parameters(model) == {"trainable": n, "total": n}
     assert pretrained.describe_model(model, attention="eager", max_length=2048) == []
     add_adapter(model, 4, 8, ["q_proj"])
     trained = 2 * (4 * 32 + 32 * 4)  # layers, A and B
