@@ -51,22 +51,16 @@ COMMON = (
 LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # kinds of data with which dpo cannot do
 
 
-def read_overrides(typed: str) -> dict:
-    """Read keys and values from overrides without spaces of their own."""
-    values = {}
-    for override in typed.split():
-        key, _, value = override.partition("=")
-        values[f"{key}.name" if key in GROUPS else key] = yaml.safe_load(value)
-    return values
-
-
 def find_refusal(*choices: str) -> str:
     """Return the first sentence with which choices of AXES are refused together; "" if they are accepted."""
     kind = next((choice for choice in choices if choice in ROWS), "pairs")
     typed = [choice for choice in choices if choice not in ROWS]
     if "online=online" not in typed:  # else it is a run of prompts
         typed.insert(0, LOSS_OF.get(kind, ""))
-    keys = read_overrides(" ".join([COMMON, *typed]))
+    keys = {}
+    for override in " ".join([COMMON, *typed]).split():  # no value has spaces
+        key, _, value = override.partition("=")
+        keys[f"{key}.name" if key in GROUPS else key] = yaml.safe_load(value)
     defaults = find_defaults(keys)
     if defaults.get("loss.beta") == MISSING:
         keys["loss.beta"] = 0.1
@@ -88,19 +82,17 @@ def draw_matrix() -> str:
     axes = {choice: axis for axis, choices in AXES.items() for choice in choices}
     others = [choice for choice in axes if axes[choice] != "loss"]
 
-    def draw_cell(first: str, second: str) -> str:
-        if axes[first] == axes[second]:
-            return ""
-        sentence = find_refusal(first, second)
-        if not sentence:
-            return "yes"
-        number = sentences.setdefault(sentence, len(sentences) + 1)
-        return f"[{number}](#refusals)"
-
     def draw_table(rows: Sequence[str]) -> list[str]:
         lines = [f"| | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|"]
         for row in rows:
-            cells = [row, *(draw_cell(row, other) for other in others)]
+            cells = [row]
+            for other in others:
+                cell = ""
+                if axes[row] != axes[other]:
+                    cell = "yes"
+                    if sentence := find_refusal(row, other):
+                        cell = f"[{sentences.setdefault(sentence, len(sentences) + 1)}](#refusals)"
+                cells.append(cell)
             lines.append(f"| {' | '.join(cells)} |")
         return lines
 

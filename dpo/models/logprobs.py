@@ -183,7 +183,14 @@ def token_logps(
     config = model.config.get_text_config()
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = scale_logits(config, head(hidden))
+        logits = head(hidden)
+        # scale them as the model does
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        elif (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        elif (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
         if not with_squares:
             return (logps,)
@@ -200,17 +207,6 @@ def token_logps(
     # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
     by_chunk.append(score(*last_chunk))
     return TokenLogps(*map(torch.cat, zip(*by_chunk, strict=True)))
-
-
-def scale_logits(config: Any, logits: Tensor) -> Tensor:
-    """Scale a head's logits as the model does."""
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        return torch.tanh(logits / cap) * cap
-    if (factor := getattr(config, "logit_scale", None)) is not None:
-        return logits * factor
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        return logits / divisor
-    return logits
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------

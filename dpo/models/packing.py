@@ -132,8 +132,8 @@ def pack(
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
     indices_of_examples = []
     for example in examples:
-        keys = [(example.prompt, cut_response) for cut_response in example.cut_responses]
-        indices_of_examples.append([indices.setdefault(key, len(indices)) for key in keys])
+        own = [indices.setdefault((example.prompt, response), len(indices)) for response in example.cut_responses]
+        indices_of_examples.append(own)
     trees = []
     latest = {}  # prompt -> the last tree with it
     for (prompt, (response, cuts)), index in indices.items():
@@ -241,9 +241,8 @@ def _write(
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
-    is_first = np.diff(tree, prepend=tree[0]) != 0
-    is_first |= np.diff(branch, prepend=branch[0]) != 0
-    queries = np.split(np.arange(len(tree)), np.flatnonzero(is_first))
+    starts = np.flatnonzero(np.diff([tree, branch]).any(0)) + 1
+    queries = np.split(np.arange(len(tree)), starts)
     keys = []
     for columns in queries:
         first = columns[0]

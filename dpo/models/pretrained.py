@@ -1,7 +1,7 @@
 """Loading of pretrained models, independent of plans and process groups."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -112,8 +112,7 @@ def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> 
 
 def refuse_offloading(model: Any) -> None:
     """Raise InputError for layers that accelerate has put elsewhere than on GPUs: they would not be trained."""
-    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    if not places.isdisjoint(("cpu", "disk")):
+    if {"cpu", "disk"}.intersection(map(str, getattr(model, "hf_device_map", {}).values())):
         raise InputError(
             "the model does not fit into the free memory of the GPUs: use more GPUs, trainer=FSDPTrainer, "
             "model.policy_dtype=bfloat16 or a smaller model"
@@ -157,8 +156,7 @@ def load_model(
         model, loading = load_onto(device_map, load, dtype=dtype, attn_implementation=attention)
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
             loading["missing_keys"].remove(HEAD_WEIGHT)
-            with torch.no_grad():
-                model.score.weight.copy_(draw_head(model, seed))
+            model.score.weight.data.copy_(draw_head(model, seed))
         refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
         if state:
             model.name_or_path = model.config.name_or_path = source.name
@@ -197,12 +195,26 @@ def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
 
 def check_positions(model: Any, max_length: int) -> None:
     """Raise InputError if a model has fewer positions, or changes them in a batch with a row of `max_length`."""
-    limits = [(count_positions(model), "the number of its positions")]
-    for kind, length in find_changing_ropes(model.config.get_text_config()):
-        limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
-    limit, why = min(limits)
+    limit, why = min(list_limits(model))
     if max_length > limit:
         raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: set {limit} or less, {why}")
+
+
+def list_limits(model: Any) -> list[tuple[float, str]]:
+    """List how many tokens the longest row may have, each with the reason."""
+    config = model.config.get_text_config()
+    limits = [(count_positions(model), "the number of its positions")]
+    n_positions = getattr(config, "max_position_embeddings", 0)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # a kind of layers may have parameters of its own
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        length = n_positions
+        if kind == "longrope":
+            own_length = rope.get("original_max_position_embeddings")
+            length = own_length or getattr(config, "original_max_position_embeddings", n_positions)
+        if kind in ("dynamic", "longrope"):  # their frequencies change with a longer row
+            limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
+    return limits
 
 
 def count_positions(model: Any) -> float:
@@ -216,19 +228,6 @@ def count_positions(model: Any) -> float:
             return n_positions
     is_computed = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's
     return n_positions if is_computed else math.inf
-
-
-def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield each `rope_type` whose frequencies change with a row of more tokens than the number beside it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    n_positions = getattr(config, "max_position_embeddings", 0)
-    by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
-    for rope in (parameters, *by_layer_type):
-        if rope.get("rope_type") == "dynamic":
-            yield "dynamic", n_positions
-        elif rope.get("rope_type") == "longrope":
-            length = rope.get("original_max_position_embeddings")
-            yield "longrope", length or getattr(config, "original_max_position_embeddings", n_positions)
 
 
 def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:

@@ -23,7 +23,7 @@ from dpo.models.pretrained import (
     check_positions,
     count_positions,
     disable_dropout,
-    find_changing_ropes,
+    list_limits,
     load_onto,
     refuse_gaps,
 )
@@ -124,8 +124,8 @@ class RewardModel:
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
-        limits = [length for _, length in find_changing_ropes(config)]
-        limits += [count_positions(model), tokenizer.model_max_length, NO_LIMIT]
+        limits = [length for length, _ in list_limits(model)]
+        limits += [tokenizer.model_max_length, NO_LIMIT]
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
         self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
