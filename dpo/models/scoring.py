@@ -98,7 +98,6 @@ def load_function(spec: str, path: Path) -> Callable:
     )
 
 
-Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
 # the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
 POLICY_FORMAT = "policy"
 NO_ANSWER = Answer("", (), ended=True)
@@ -140,7 +139,7 @@ class RewardModel:
         self.eos = ""
         if form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:  # else it appends EOS
             self.eos = tokenizer.eos_token or ""
-        self.inputs = ["input_ids"]
+        self.inputs = ["input_ids", "attention_mask"]
         # types tell the two segments apart; RoBERTa, for one, has none
         has_types = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.model_input_names
         if form == "pair" and has_types:
@@ -153,10 +152,20 @@ class RewardModel:
         texts = list(map(self.encode, prompts, answers))
         scores = []
         for start in range(0, len(texts), self.rows):
-            scores += self.forward(texts[start : start + self.rows]).tolist()
+            rows = texts[start : start + self.rows]
+            inputs = {}
+            for name in rows[0]:
+                padding = 0
+                if name == "input_ids":
+                    padding = self.model.config.get_text_config().pad_token_id or 0
+                values = pad_sequence(
+                    [torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding
+                )
+                inputs[name] = values.to(self.model.device)  # (rows, T)
+            scores += self.model(**inputs).logits.squeeze(-1).float().tolist()
         return scores
 
-    def encode(self, prompt: Prompt, answer: Answer) -> Inputs:
+    def encode(self, prompt: Prompt, answer: Answer) -> dict[str, list[int]]:
         """Encode prompt and answer, truncated on the left, without control tokens that are spelled out in them.
 
         Raises InputError if the form cannot hold the prompt.
@@ -177,7 +186,7 @@ class RewardModel:
             texts = [question, text]
             if self.form != "pair":
                 texts = [separator.join(texts)]
-            encoded = self.tokenizer(*texts, truncation=True, max_length=self.limit)
+            encoded = self.tokenizer(*texts, truncation=True, max_length=self.limit, return_attention_mask=True)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
             rejected = (
@@ -199,7 +208,8 @@ class RewardModel:
             if prompt.rendered and answer.tokens:  # a turn may end in another token
                 end = answer.tokens[-1]
             token_ids = [*token_ids, end]
-        return {"input_ids": token_ids[-self.limit :]}
+        token_ids = token_ids[-self.limit :]
+        return {"input_ids": token_ids, "attention_mask": [1] * len(token_ids)}
 
     def _clean(self, value: Any) -> Any:
         return change_texts(value, lambda text: remove_control(text, self.tokenizer))
@@ -208,19 +218,6 @@ class RewardModel:
         content = (self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items()))
         weights = model_digest(self.model, str(self.model.dtype))
         return hashlib.sha256(repr((weights, content)).encode()).hexdigest()
-
-    @torch.no_grad()
-    def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
-        """Compute the scores of B texts, (B,) in float32."""
-        rows = [{**text, "attention_mask": [1] * len(text["input_ids"])} for text in texts]
-        inputs = {}
-        for name in rows[0]:
-            padding = 0
-            if name == "input_ids":
-                padding = self.model.config.get_text_config().pad_token_id or 0
-            values = pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding)
-            inputs[name] = values.to(self.model.device)  # (B, T)
-        return self.model(**inputs).logits.squeeze(-1).float()
 
 
 def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> RewardModel:
