@@ -18,7 +18,7 @@ from dpo.errors import WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
-SAMPLE_SIZE = 4_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
+SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
