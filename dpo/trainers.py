@@ -223,14 +223,15 @@ class Trainer(TrainerParts):
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
         """Return the mean metrics, if it evaluated."""
         n_examples = self.example_counter
-        is_at_interval = n_examples % self.evaluator.interval.n_examples == 0
-        is_due = is_at_interval and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+        is_due = n_examples % self.evaluator.interval.n_examples == 0
+        if n_examples == 0:
+            is_due = self.plan.evaluation.do_first_eval
         if not (is_due or is_last) or self.evaluated_at == n_examples:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
-        metrics = {**self.batches.evaluate(), **means}
+        metrics = self.batches.evaluate() | means
         evaluation = Evaluation(self.batch_counter, n_examples, metrics, examples, evaluated.examples)
         self.callbacks.emit("evaluation", evaluation)
         self.evaluated_at = n_examples
@@ -258,8 +259,7 @@ class Trainer(TrainerParts):
 
     def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
-        is_due = is_last or self.example_counter % save_every == 0
-        if is_due and self._is_unsaved():
+        if (is_last or self.example_counter % save_every == 0) and self._is_unsaved():
             self.save(metrics=metrics)
 
     def _is_unsaved(self) -> bool:

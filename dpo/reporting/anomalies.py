@@ -52,7 +52,6 @@ class NonFiniteGuard(Callback):
         """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
         trains_on = self.plan.loss.trains_on
         records = []
-        columns = {name: column.tolist() for name, column in update.table.items()}
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
             prompt_number, index = example.id
@@ -71,7 +70,7 @@ class NonFiniteGuard(Callback):
                 record["responses"] = [texts[role] for role in TRAINS_ON["lists"] if role in texts]
             else:
                 record |= texts
-            record |= {name: column[i] for name, column in columns.items()}
+            record |= {name: column[i].item() for name, column in update.table.items()}
             if prompt.weights is not None:
                 record["weight"] = example.weight
             if prompt.margins is not None:

@@ -43,7 +43,6 @@ class Ledger(Appender):
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
         score = "rewards" if self.plan.loss.scalar_head else "logps"
-        values = {name: column.tolist() for name, column in event.table.items()}
         rows = []
         for i, example in enumerate(event.examples):
             row = {
@@ -60,7 +59,7 @@ class Ledger(Appender):
             for role, n_tokens in zip(example.roles, example.n_scored, strict=True):
                 row[f"{role}_tokens"] = n_tokens
                 columns |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
-            row |= {column: values[name][i] for column, name in columns.items() if name in values}
+            row |= {column: event.table[name][i].item() for column, name in columns.items() if name in event.table}
             if i in drawn:
                 row |= _describe_drawn(drawn[i])
             rows.append(row)

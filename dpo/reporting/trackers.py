@@ -112,9 +112,8 @@ class WandbLogger(Callback):
         init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
-            # without this, W&B would ask for a key on a terminal; another mode needs none
-            needs_key = os.environ.get("WANDB_MODE") in (None, "", "online")
-            if not needs_key or wandb.login(prompt=False):
+            # without `prompt`, W&B would ask for a key on a terminal; another mode needs none
+            if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
                 run = init(mode=None)
                 print(f"W&B: {run.url or run.dir}")
                 return run

@@ -13,6 +13,7 @@ from dpo.settings import keys
 from dpo.settings.keys import KEYS, ResumeRule, compose_config
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, Plan, resolve
+from dpo.settings.validation import find_value_problems
 from dpo.training.optimization import LR_SCALINGS, OPTIMIZERS, SCHEDULES
 
 FSDP = "trainer=FSDPTrainer"
@@ -112,3 +113,10 @@ def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():
     kept = {key for key in KEYS if KEYS[key].resume is ResumeRule.FIXED}
     assert {"seed", "lr", "batch_size", "datasets", "loss.name", "loss.beta", "model.policy_dtype"} <= kept
     assert not {"world_size", "local_run_dir", "n_epochs", "layout"} & kept
+
+
+def test_an_option_that_another_loss_has_may_be_in_the_config_of_a_python_caller():
+    """As in that of a user's own `@hydra.main` with experiment=modern, which sets loss.average for loss=sft."""
+    plan = plan_of("experiment=modern", "loss=dpo", "loss.beta=0.1")
+    assert "loss.average" not in plan.values
+    assert not [problem for problem in find_value_problems(plan.values) if problem.key.startswith("loss.")]
