@@ -117,7 +117,7 @@ class Trainer(TrainerParts):
             batch.cache_rows,
             # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
             grad_norm=grad_norm if self.mesh.rank == 0 else torch.zeros_like(grad_norm),
-            n_ranks_to_stop=torch.full_like(grad_norm, float(bool(self.stop.signals))),
+            n_ranks_to_stop=torch.full_like(grad_norm, bool(self.stop.signals)),
         )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update

@@ -56,7 +56,7 @@ class OpenRun(NamedTuple):
         if self.resume_point is None:
             return False
         manifest = self.resume_point.manifest
-        is_evaluated = bool(manifest.get("evaluated")) and not manifest.get("samples_due")
+        is_evaluated = manifest.get("evaluated") and not manifest.get("samples_due")
         return manifest["updates"] >= updates and is_evaluated
 
     def record(self, plan: Plan) -> None:
@@ -220,13 +220,12 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
 
 def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
-    manifest = resume_point.manifest if resume_point else {}
     named = plan.chat.chat_template
-    if "chat_template" not in manifest or named != manifest["config"].get("chat_template"):
+    if resume_point is None or named != resume_point.manifest["config"].get("chat_template"):
         return named
     if named:
         print(f"the chat template is the text that {named} had when the run began")
-    return KeptTemplate(json.dumps(manifest["chat_template"]))
+    return KeptTemplate(json.dumps(resume_point.manifest["chat_template"]))
 
 
 # --- what must be unchanged ----------------------------------------------------------------------------------------

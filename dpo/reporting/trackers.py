@@ -89,7 +89,7 @@ class WandbLogger(Callback):
                 "entity": keys.entity,
                 "group": keys.group,
                 "notes": keys.notes,
-                "tags": list(keys.tags) or None,  # an empty list would replace the tags in WANDB_TAGS
+                "tags": keys.tags or None,  # an empty list would replace the tags in WANDB_TAGS
                 "config": self.plan.nested_values() | self.context.count_parameters(),
             }
         )

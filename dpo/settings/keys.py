@@ -302,7 +302,7 @@ def read_key(annotation: Any) -> Key:
     def accepts(value: Any) -> bool:
         if value is None:
             return may_be_null
-        return bool(has_type(value)) and (plain not in (int, float) or is_within(value, bounds))
+        return has_type(value) and (plain not in (int, float) or is_within(value, bounds))
 
     return Key(accepts, wanted, resume, choices)
 
@@ -402,13 +402,11 @@ OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace
 
 
 @cache  # the files do not change while a process runs
-def compose_config(**options: str) -> dict:
+def compose_config(**chosen: str) -> dict:
     """Compose the files of `config/` as Hydra does, with options of its groups, such as `loss="dpo"`.
 
     An unknown option counts as `none`, and an unknown loss as MISSING.
     """
-    chosen = dict(options)
-
     def load(content: DictConfig, folder: Path) -> DictConfig:
         names = []
         for entry in content.pop("defaults", []):

@@ -130,7 +130,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     """
     if not has_other_ranks():
         return
-    box = [(socket.gethostname(), dict(facts))]
+    box = [(socket.gethostname(), facts)]
     dist.broadcast_object_list(box)
     host_0, facts_0 = box[0]
     different = sorted({name for name, _ in facts_0.items() ^ facts.items()})

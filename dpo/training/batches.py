@@ -76,7 +76,7 @@ class Batches:
         # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         self._first_rows = np.cumsum(n_examples) - n_examples
-        self._first_mismatched_row = int(n_examples.sum())
+        self._first_mismatched_row = n_examples.sum()
 
     def train(self, *, skip: int = 0) -> Iterator:
         """Training batches in the reference code's order, but for the first `skip`."""
@@ -145,7 +145,7 @@ class Batches:
     ) -> Batch:
         """Prepare a batch of `prompts`, whose examples have rows in the reference's cache from `first_rows` on."""
         texts = read_examples(prompts, example_ids)
-        rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
+        rows = [first_rows[prompt_index] + index for prompt_index, index in example_ids]
         batch = self._make_batch(texts, n_microbatches, rows)
         if self.plan.loss.mismatched:
             mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)

@@ -367,8 +367,8 @@ def draw_label(drawn: OnlinePair, seed: Sequence[int]) -> OnlinePair:
 def _measure(answers: Sequence[Answer]) -> dict[str, list[float]]:
     return {
         "score": [answer.score for answer in answers],
-        "length": [float(len(answer.tokens)) for answer in answers],
-        "eos": [float(answer.ended) for answer in answers],
+        "length": [len(answer.tokens) for answer in answers],
+        "eos": [answer.ended for answer in answers],
     }
 
 

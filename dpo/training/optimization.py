@@ -37,7 +37,7 @@ def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.opti
     except Exception as error:  # torch has many for wrong arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
-            f"optimizer_args={json.dumps(dict(arguments))} do not suit optimizer={training.optimizer}, which takes "
+            f"optimizer_args={json.dumps(arguments)} do not suit optimizer={training.optimizer}, which takes "
             f"{', '.join(accepted)}: {one_sentence(error)}"
         ) from error
 

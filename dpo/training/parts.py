@@ -134,7 +134,7 @@ class TrainerParts(RunState):
 
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
         plan = self.plan
-        n_rows = int(self.data.train.counts.sum() + self.data.test.counts.sum())
+        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()
         identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if plan.loss.mismatched:
             n_rows *= 2  # a mismatched example for each example
