@@ -66,7 +66,7 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
                 write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
                 log.open(run.directory)
             with explain_memory_error(plan, data):
-                _train(rank, plan, data, models, resume_from)
+                Trainer(plan, data, models, rank=rank, resume_from=resume_from).train()
         elif run:
             print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
         export_last(plan, rank)
@@ -100,17 +100,3 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     if run:
         check_inputs(resume_point, data, model_config)
     return plan, data
-
-
-def _train(
-    rank: int,
-    plan: Plan,
-    data: TrainingData,
-    models: tuple | None,
-    resume_from: Path | None,
-) -> None:
-    """Train; afterwards nothing of the trainer is held."""
-    trainer = Trainer(plan, data, models, rank=rank, resume_from=resume_from)
-    if resume_from is not None:
-        trainer.checkpoints.restore(resume_from, trainer.list_parts())
-    trainer.train()

@@ -29,9 +29,10 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self.run_dir / "tensorboard"
         # TensorBoard hides older events from this step on: the checkpoint, from which they come again, knows none
-        self._writer = SummaryWriter(str(folder), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS)
+        self._writer = SummaryWriter(
+            str(self.run_dir / "tensorboard"), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS
+        )
 
     def on_update(self, update: Update) -> None:
         self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
@@ -164,8 +165,9 @@ class WandbLogger(Callback):
             call(*arguments)
         except self._errors as error:
             self._is_disabled = True
-            problem = f"{type(error).__name__}: {error}"
-            warning = f"W&B logging disabled after an error ({problem}); metrics.jsonl is complete"
+            warning = (
+                f"W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is complete"
+            )
             print(WarningLine(warning), flush=True)
 
     def state_dict(self) -> dict:

@@ -407,6 +407,7 @@ def compose_config(**chosen: str) -> dict:
 
     An unknown option counts as `none`, and an unknown loss as MISSING.
     """
+
     def load(content: DictConfig, folder: Path) -> DictConfig:
         names = []
         for entry in content.pop("defaults", []):

@@ -130,8 +130,7 @@ class Batches:
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        size = self.plan.dims.data_size
-        microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=size)
+        microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.plan.dims.data_size)
         if count_gpus():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         return microbatches

@@ -93,6 +93,8 @@ class TrainerParts(RunState):
             **record_inputs(data, policy.config),
             "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
         }
+        if resume_from is not None:
+            self.checkpoints.restore(resume_from, self.list_parts())
 
     def list_parts(self) -> list[Part]:
         """The parts of a checkpoint, in the order of writing; not kept, as they refer to this trainer."""
