@@ -20,9 +20,8 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read a file of `ReferenceLogps.save`; raise InputError for any other file or shape."""
     problem = f"{path} is not a file of reference log-probabilities"
     check_readable(path)
-    explain = explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it"))
-    with explain, np.load(path, allow_pickle=False) as file:
-        logps = file["logps"].astype(np.float64)
+    with explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it")):
+        logps = np.load(path, allow_pickle=False)["logps"].astype(np.float64)
     if logps.shape != shape:
         raise InputError(f"{problem} of shape {shape}: remove it")
     return logps
@@ -40,8 +39,7 @@ class ReferenceLogps:
 
     def store(self, rows: Sequence[int], logps: Tensor) -> None:
         """Add values, (B, columns) on the host; those that are not finite stay unknown."""
-        values = logps.double().numpy()
-        self.table[rows] = np.where(np.isfinite(values), values, np.nan)
+        self.table[rows] = logps.double().where(logps.isfinite(), np.nan).numpy()
 
     def find(self, rows: Sequence[int]) -> Tensor | None:
         """Values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
