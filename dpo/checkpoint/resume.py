@@ -194,7 +194,7 @@ def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
         plan = plan.change("holdout", recorded.get("holdout"))
     today = recorded.get("chat_template_date") or date.today().isoformat()
     plan = plan.change("chat_template_date", plan.chat.chat_template_date or today)
-    return decide_autocast(plan, recorded if resume_point else None)
+    return decide_autocast(plan, recorded)
 
 
 def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
@@ -207,7 +207,7 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
         return plan
     several = plan.trainer.multi_process
     dtype = None
-    if recorded is not None:
+    if recorded:
         dtype = recorded.get("model.autocast") or recorded.get("model.fsdp_policy_mp")
     elif several and plan.model.fsdp_policy_mp:
         dtype = plan.model.fsdp_policy_mp

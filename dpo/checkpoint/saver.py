@@ -85,11 +85,9 @@ class RandomPart(Part):
             return
         state = states[self.source.rank]
         random.setstate(state["python"])
-        generator, keys, *others = state["numpy"]
-        np.random.set_state((generator, np.array(keys, dtype=np.uint32), *others))
+        np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # maybe fewer GPUs now
-            torch.cuda.set_rng_state(gpu_state, device)
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])  # maybe fewer GPUs now
 
 
 class RunState:

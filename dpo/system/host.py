@@ -78,9 +78,9 @@ def harden_stdio() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
             # the lowest free descriptor is the closed stream's; it stays open when the object is replaced below
-            opened = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8", closefd=False)
-            os.set_inheritable(opened.fileno(), True)
-            setattr(sys, name, opened)
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
