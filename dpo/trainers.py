@@ -56,7 +56,7 @@ class Trainer(TrainerParts):
     def reference_model(self) -> nn.Module | None:
         """The separate reference model; None without one, or once it was freed as all examples are cached."""
         reference = self.objective.reference
-        return None if reference is None or reference.model is self.policy else reference.model
+        return reference.model if reference and reference.model is not self.policy else None
 
     @cached_property
     def train_iterator(self) -> Iterator:

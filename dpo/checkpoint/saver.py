@@ -175,7 +175,7 @@ class Checkpoints:
         write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
         for link in links:
             set_link(self.run_dir / link, directory)
-        if self.keep is not None:
+        if self.keep:
             prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 

@@ -134,7 +134,7 @@ def parse(arguments: list[str]) -> CommandLine:
 def _place_model(override: str, line: CommandLine) -> list[str]:
     """Let `model` also name a directory or a model of the Hub; the configs of `model` go first."""
     names = override.removeprefix("model=").split(",")
-    are_places = all(find_local(name) is not None or HUB_ID.fullmatch(name) for name in names)
+    are_places = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
     if not override.startswith("model=") or not are_places:
         return [override]
     meaning = placed = f"model.name_or_path={','.join(map(_quote, names))}"

@@ -66,7 +66,7 @@ def launch(
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
         end_process("", status)
     elif process_group:
-        if port is not None:
+        if port:
             check_port("fsdp_port", port)
         _spawn(worker, world_size, args, port=port or get_open_port(), timeout_secs=timeout_secs)
     else:

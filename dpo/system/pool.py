@@ -37,7 +37,7 @@ def map_chunks(
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
     workers = 1
-    if per_worker is not None:
+    if per_worker:
         workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)
     results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:

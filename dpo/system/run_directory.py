@@ -128,7 +128,7 @@ def write_run_facts(
 
     run = secrets.token_hex(8)
     seconds_before = 0.0
-    if former is not None:
+    if former:
         run, saved_at = former
         old_facts = read_run_facts(run_dir)  # empty if the run continues another's checkpoint
         seconds_before = old_facts.get("seconds_before")
@@ -232,7 +232,7 @@ class RunLog:
             self._keep(LOG_FILE, redact(line.rstrip("\r").rpartition("\r")[2]))
         if isinstance(text, WarningLine):
             self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.text)}))
-        if self._run_dir is not None:
+        if self._run_dir:
             for name, lines in self.hand_over().items():
                 with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
                     file.write(lines.encode("utf-8", "backslashreplace"))  # a full disk must not end a run
@@ -264,7 +264,7 @@ def exiting_on_failure(log: RunLog) -> Iterator:
     except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if error.__cause__ is not None:  # a library's error: the log has all of it
+        if error.__cause__:  # a library's error: the log has all of it
             log.add(traceback.format_exc())
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)

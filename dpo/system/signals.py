@@ -34,7 +34,7 @@ class Stopped(BaseException):
 
     def __str__(self) -> str:
         advice = "nothing to save"
-        if self.run_dir is not None and any(Path(self.run_dir).glob("step-*")):
+        if self.run_dir and any(Path(self.run_dir).glob("step-*")):
             advice = f"rerun the same command with local_run_dir={self.run_dir} resume=auto to continue"
         return f"stopped by {_name_signal(self.number)}: {advice}"
 

@@ -33,7 +33,7 @@ class Interval(NamedTuple):
         eval_every = plan.evaluation.eval_every
         if eval_every is None and updates * batch_size >= MIN_EVALS_PER_RUN * DEFAULT_EVAL_EVERY:
             eval_every = DEFAULT_EVAL_EVERY
-        if eval_every is not None:
+        if eval_every:
             return cls(max(batch_size, eval_every - eval_every % batch_size), keep, None)
         n_updates = max(1, round(updates / MIN_EVALS_PER_RUN))  # between evaluations
         middle = n_updates * max(1, round(updates / n_updates / 2))
@@ -124,7 +124,7 @@ class Evaluator:
         """The results of a function for the policy and, if there is one, for the reference."""
         results = [function(self.objective.policy)]
         reference = self.objective.reference
-        if reference is not None and reference.model is not None:
+        if reference and reference.model is not None:
             with reference.in_use():
                 results.append(function(reference.model))
         return results

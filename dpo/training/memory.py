@@ -233,7 +233,7 @@ class _FusedAttention(torch.autograd.Function):
 
 def decide_frozen_weights(plan: Plan) -> str | None:
     """Hold frozen weights "whole" on GPUs if that takes at most MAX_HELD_SHARE, else "sharded"; None without any."""
-    has_frozen_weights = plan.lora is not None or plan.reference == "model"
+    has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):

@@ -231,9 +231,9 @@ class Objective:
         statistic = None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
-        if batch.mismatched is not None:
+        if batch.mismatched:
             statistic = self._find_statistic(self.score_all([batch.mismatched]), batch.weights)
-        elif self.loss.batch_statistic is not None and not loss_finds_statistic:
+        elif self.loss.batch_statistic and not loss_finds_statistic:
             columns = self.score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
             if self.loss.reference:
@@ -362,7 +362,7 @@ class Objective:
     def release(self) -> None:
         """Free the weights that forward passes without a backward pass leave gathered."""
         release_gathered(self.policy)
-        if self.reference is not None:
+        if self.reference:
             release_gathered(self.reference.model)
 
     @torch.no_grad()
@@ -476,7 +476,7 @@ def make_objective(
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
-    if reference is not None:
+    if reference:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)
         with reference.in_use():

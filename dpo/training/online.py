@@ -47,7 +47,7 @@ def gather_results(mesh: Mesh, result: Any, failure: str | None, error_class: ty
     """The results of all processes, by rank; if one reports a failure, all raise it together."""
     results = []
     for rank_result, rank_failure in mesh.gather_all((result, failure)):
-        if rank_failure is not None:
+        if rank_failure:
             raise error_class(rank_failure)
         results.append(rank_result)
     return results
@@ -117,7 +117,7 @@ class Sampler:
                 raise
             release_gathered(model)  # the forward pass may not have ended
             failure = f"{type(error).__name__} {one_sentence(error)}"
-        patience = 0 if failure is None else PATIENCE_SECS
+        patience = PATIENCE_SECS if failure else 0
         if may_fail and not all_arrive("the end of sampling", patience_secs=patience):
             raise RunError(
                 f"this process alone could not draw samples, and the others would wait for it: {failure}; "
@@ -256,7 +256,7 @@ class OnlineBatches(Batches):
         reference = self.objective.reference
         answers = self._answer_held_out(self.objective.policy, POLICY_STREAM)
         columns = _measure(answers)
-        if reference is not None:
+        if reference:
             # a frozen reference is asked once: it would give the same answers again
             if not self._reference_answers or self.objective.follow_every:
                 with reference.in_use():

@@ -93,7 +93,7 @@ class TrainerParts(RunState):
             **record_inputs(data, policy.config),
             "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
         }
-        if resume_from is not None:
+        if resume_from:
             self.checkpoints.restore(resume_from, self.list_parts())
 
     def list_parts(self) -> list[Part]:

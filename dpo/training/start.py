@@ -95,7 +95,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
         processes += f" over {backend} ({sizes})"
     layout = "shared_prefix" if isinstance(objective.layout, SharedPrefix) else "padded"
     attention = {"policy": find_attention(objective.policy.config)}
-    if objective.reference is not None:
+    if objective.reference:
         attention["reference"] = find_attention(objective.reference.model.config)
     layout_note = objective.layout_note
     if objective.mesh.rank == 0:
@@ -127,7 +127,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     if is_rank_0() and not plan.run.debug:  # its machine has the directory
         interval = evaluator.interval
         n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
-        if interval.keep is not None:
+        if interval.keep:
             n_kept = min(n_kept, interval.keep + 1)  # and BEST
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
