@@ -162,7 +162,7 @@ def find_plan_warnings(p: Plan) -> list[str]:
     lost_decay = 0
     if optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay"):
         decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
-        if isinstance(decay, (int, float)):
+        if isinstance(decay, int | float):
             lost_decay = lr * decay
     datasets = p.data.datasets
     unused = [name for name, source in p.data.dataset_sources.items() if source is not None and name not in datasets]
