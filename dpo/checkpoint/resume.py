@@ -56,7 +56,7 @@ class OpenRun(NamedTuple):
         if self.resume_point is None:
             return False
         manifest = self.resume_point.manifest
-        is_evaluated = manifest.get("evaluated") and not manifest.get("samples_due")
+        is_evaluated = bool(manifest.get("evaluated")) and not manifest.get("samples_due")
         return manifest["updates"] >= updates and is_evaluated
 
     def record(self, plan: Plan) -> None:

@@ -28,7 +28,7 @@ def load_module(file: Path, problem: str) -> ModuleType:
     # the loader is given, so that a file of another suffix, or none, fails when it is read
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     former = sys.modules.get(name)
-    if getattr(former, "__file__", None) == str(file):
+    if former and getattr(former, "__file__", None) == str(file):
         return former
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)  # dataclasses and pickle look the module up there

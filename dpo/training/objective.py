@@ -344,8 +344,8 @@ class Objective:
         has_all_roles = all(has_response.any() for has_response in has_role.values())
         if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:  # else the average stays 0
             # rewards do not depend on the average, so those of the first call serve to compute it
-            means = [output.rewards[role][has_role[role]].mean().item() for role in ("chosen", "rejected")]
-            average = self.loss.running_statistic(*means, options["beta"])
+            means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
+            average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
         metrics = self._metrics(columns, output, split="eval")
         if self.loss.trains_on == "labels" and has_all_roles:
