@@ -33,8 +33,6 @@ from dpo.train import run as run_plan
 if TYPE_CHECKING:
     import pandas as pd
 
-POLL_SECS = 0.3
-START = "from dpo.api import _start; _start({}, {!r})"  # in the child
 # files by which the child tells this process where it writes, and why it failed
 PLACE_FILE = "place.txt"
 FAILURE_FILE = "failure.json"
@@ -132,9 +130,10 @@ def _train(overrides: Sequence[str]) -> Path:
         output = _Tail(Path(folder, "output.txt"))
         place = Path(folder, PLACE_FILE)
         metrics = None
+        start = f"from dpo.api import _start; _start({os.getpid()}, {folder!r})"
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                **host.python_command("-c", START.format(os.getpid(), folder), *overrides),
+                **host.python_command("-c", start, *overrides),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -143,7 +142,7 @@ def _train(overrides: Sequence[str]) -> Path:
         try:
             has_ended = False
             while not has_ended:
-                time.sleep(POLL_SECS)
+                time.sleep(0.3)
                 has_ended = child.poll() is not None  # what it wrote before is read below
                 for line in output.read():
                     if not line.startswith("update "):

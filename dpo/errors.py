@@ -1,4 +1,4 @@
-"""Errors that a user reads as one sentence."""
+"""Errors that a user reads as one sentence, and lines that warn."""
 
 import difflib
 import re

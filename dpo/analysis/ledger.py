@@ -46,7 +46,6 @@ SCHEMA = pa.schema(  # what an example does not have is null
         "score_others": pa.list_(pa.float64()),
     }
 )
-PERIODS = 10  # equal parts of a run's updates
 LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
 
 
@@ -145,7 +144,8 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # (visits,)
     margins = margins[rows]
     last_update = updates.max(initial=1)
-    periods = np.ceil(updates[rows] * min(PERIODS, last_update) / last_update) * 2 + is_train[rows]
+    # equal parts of the run's updates, apart for training and evaluation
+    periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
         within = periods == period
