@@ -123,6 +123,12 @@ def copied(finished, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """The directory of the run with the name "run"."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def command(rows, tmp_path):
     """The overrides of a small run into `tmp_path / name`."""
     from support.runs import small_run

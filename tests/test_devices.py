@@ -128,7 +128,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", ["lr=1e-4", "model.autocast=bfloat16 cache_reference_logps=all"])
-def test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu(settings, finished, run, tmp_path, monkeypatch):
+def test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu(settings, finished, run, run_dir, monkeypatch):
     """It has a GPU's rows, masks and kernels, and pinned copies."""
     overrides = ("n_examples=8", *settings.split())
     on_cpu, pin = finished(*overrides), Mock(side_effect=lambda tensor: tensor)
@@ -138,7 +138,7 @@ def test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu(settings, finished, run, tmp
     monkeypatch.setattr(attention, "masked_attention", None)  # the kernel of a CPU
     run("run", *overrides)
     assert pin.called
-    assert_alike(tmp_path / "run", on_cpu, tolerance=3e-2 if "bfloat16" in settings else 1e-4)
+    assert_alike(run_dir, on_cpu, tolerance=3e-2 if "bfloat16" in settings else 1e-4)
 
 
 def test_grouped_heads_are_for_torchs_kernels_of_half_precision(as_on_a_gpu, monkeypatch):

@@ -1,13 +1,12 @@
 """The losses are the papers' equations, worked by hand on a pair or two."""
 
 import inspect
-import json
 import math
 from functools import partial
 
 import pytest
 import torch
-from support.runs import GOLDEN, ROOT
+from support.runs import GOLDEN, ROOT, read_json
 
 from dpo.losses import LOSSES, SHARED, TRAINS_ON, Scores, _get_batch_logps, find_loss, preference_loss
 from dpo.losses.formulas import bradley_terry, sft
@@ -373,7 +372,7 @@ def test_a_rejected_response_that_fell_far_has_a_finite_gradient(divergence):
 
 # --- what TRL makes of the same log-probabilities: benchmarks/trl_losses.py made the table ---------------------------
 
-TRL = json.loads((GOLDEN / "trl_losses.json").read_text())
+TRL = read_json(GOLDEN / "trl_losses.json")
 
 
 def list_scores(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:

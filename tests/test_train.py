@@ -81,7 +81,7 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command, tmp_path):
+def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command, run_dir, tmp_path):
     data = shutil.copytree(rows / "hh", tmp_path / "data")
     with (data / "train.jsonl").open("a") as file:
         file.write('{"chosen": "x"}\n')
@@ -90,7 +90,7 @@ def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command,
     assert result.returncode == 2
     *_, message = result.stderr.splitlines()
     assert re.search(rf"^error: .*record 23 of {data}.*: rejected is missing", message)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (run_dir / "metrics.jsonl").exists()
 
 
 # --- whole runs ----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(command, tmp_pa
     torch.testing.assert_close(again, trained)
 
 
-def test_debug_writes_no_checkpoints_and_no_wandb(command, tmp_path):
+def test_debug_writes_no_checkpoints_and_no_wandb(command, run_dir):
     succeeded(train(*command("run", "debug=true", "wandb.enabled=true", "n_examples=4")))
-    assert {p.name for p in (tmp_path / "run").iterdir()} - {*list_logs()} == OF_EVERY_RUN
-    assert read_metrics(tmp_path / "run", "train")
+    assert {p.name for p in run_dir.iterdir()} - {*list_logs()} == OF_EVERY_RUN
+    assert read_metrics(run_dir, "train")

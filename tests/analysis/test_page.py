@@ -68,21 +68,21 @@ def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_page_has_a_curve_of_each_metric_that_was_logged_and_has_a_chart(tmp_path):
-    page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text())
+def test_the_page_has_a_curve_of_each_metric_that_was_logged_and_has_a_chart(run_dir, tmp_path):
+    page = Page(write_report([made(run_dir)], tmp_path / "out").read_text())
 
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.html", "loss.png", "rewards.png"}
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     assert images[0]["alt"] == "Loss against examples"
-    assert len({image["src"] for image in images}) == len(drawn_charts([tmp_path / "run"])) == 8
+    assert len({image["src"] for image in images}) == len(drawn_charts([run_dir])) == 8
     for image in images:
         kind, _, png = image["src"].partition(",")
         assert kind == "data:image/png;base64"
         assert base64.b64decode(png).startswith(b"\x89PNG")
 
 
-def test_the_page_needs_nothing_else_and_runs_no_code(tmp_path):
-    page = page_of(made(tmp_path / "run"))
+def test_the_page_needs_nothing_else_and_runs_no_code(run_dir):
+    page = page_of(made(run_dir))
 
     assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "form", "base"} == set()
     for _, attributes in page.elements:
@@ -93,9 +93,9 @@ def test_the_page_needs_nothing_else_and_runs_no_code(tmp_path):
     assert not re.search(r"url\(|@import", page.texts["style"])
 
 
-def test_texts_of_models_and_settings_cannot_become_markup(tmp_path):
+def test_texts_of_models_and_settings_cannot_become_markup(run_dir, tmp_path):
     run = made(
-        tmp_path / "run",
+        run_dir,
         name=EVIL,
         config={EVIL: EVIL, "datasets": [EVIL], "model": {"name_or_path": EVIL}},
         env={"platform": EVIL, "gpus": [EVIL], "packages": {"torch": EVIL}, "git_commit": EVIL, "python": EVIL},
@@ -106,7 +106,7 @@ def test_texts_of_models_and_settings_cannot_become_markup(tmp_path):
         assert page.texts["body"].count(EVIL) > 3
 
 
-def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_prompts(tmp_path):
+def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_prompts(run_dir, tmp_path):
     online = {f"online/{name}": value for name, value in {"score": 1.5, "kl": 4.0, "eos": 0.5, "ties": 0.0}.items()}
     held_out = {"online_eval/score": 0.75, "online_eval/win_rate": 0.625}
     logged = [line | (held_out if line["split"] == "eval" else online) for line in lines()]
@@ -114,7 +114,7 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     good = [drawn(160, EVIL, "middle", f"good {i}") for i in range(5)]
     samples = [drawn(80, "old", "older"), *good[:3], flipped, *good[3:]]
     settings = {"name": "online", "n_samples": 3, "scorer": "keyword"}
-    run = write_run(tmp_path / "run", logged, samples=samples, config={"online": settings})
+    run = write_run(run_dir, logged, samples=samples, config={"online": settings})
     text = page_of(run).texts["main"]
     assert "older" not in text
     assert [text.count(f"good {i}") for i in range(5)] == [1, 1, 1, 0, 0]
@@ -128,8 +128,8 @@ def test_an_online_run_shows_what_was_drawn_last_and_the_answers_to_held_out_pro
     assert not online & drawn_charts([made(tmp_path / "other")]).keys()
 
 
-def test_newest_samples_are_beside_the_references_or_the_first_as_turns_without_control_tokens(tmp_path):
-    text = page_of(made(tmp_path / "run")).texts["section"]
+def test_newest_samples_are_beside_the_references_or_the_first_as_turns_without_control_tokens(run_dir, tmp_path):
+    text = page_of(made(run_dir)).texts["section"]
     assert "Why? Policy after 160 examples after Reference the reference" in text
 
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
@@ -159,8 +159,8 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])
-def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
-    run = write_run(tmp_path / "run", lines()[:n_lines], updates=40)
+def test_a_run_that_has_just_begun_has_a_page(run_dir, n_lines):
+    run = write_run(run_dir, lines()[:n_lines], updates=40)
     assert "Nothing looks wrong" in page_of(run).texts["main"]
     for name in ("config.yaml", "env.json", "preflight.json", "samples.jsonl"):
         (run / name).unlink()

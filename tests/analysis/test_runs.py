@@ -12,8 +12,8 @@ from dpo.analysis.runs import read_run, read_runs
 LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
 
-def test_a_complete_run(tmp_path):
-    run = read_run(write_run(tmp_path / "run", LINES, samples=[sample(8, "yes", "no"), drawn(8)]))
+def test_a_complete_run(run_dir):
+    run = read_run(write_run(run_dir, LINES, samples=[sample(8, "yes", "no"), drawn(8)]))
 
     assert (run.name, run.objective.name, run.problems) == ("made", "dpo", [])
     assert (run.state, run.progress) == ("complete", "2 of 2 updates")
@@ -56,8 +56,8 @@ def test_a_half_written_last_line_is_left_out_and_an_odd_one_before_it_is_a_prob
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "preflight.json"])
 @pytest.mark.parametrize("content", [None, b"\xff{[", b"[1]\n"])
-def test_a_file_that_is_missing_or_damaged_is_a_problem_and_the_rest_is_read(name, content, tmp_path):
-    folder = write_run(tmp_path / "run", LINES, samples=[sample(8, "yes")])
+def test_a_file_that_is_missing_or_damaged_is_a_problem_and_the_rest_is_read(name, content, run_dir):
+    folder = write_run(run_dir, LINES, samples=[sample(8, "yes")])
     (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
     run = read_run(folder)
     assert [problem.split(" ")[0] for problem in run.problems] == [name]
@@ -65,8 +65,8 @@ def test_a_file_that_is_missing_or_damaged_is_a_problem_and_the_rest_is_read(nam
 
 
 @pytest.mark.parametrize("where", ["nowhere", "file", "run/step-8"])
-def test_another_path_is_refused_in_one_sentence(tmp_path, where):
-    folder = write_run(tmp_path / "run", LINES)
+def test_another_path_is_refused_in_one_sentence(run_dir, tmp_path, where):
+    folder = write_run(run_dir, LINES)
     (folder / "step-8").mkdir()
     (tmp_path / "file").touch()
     with refused(f"{where} is not a run: pass the directory of a run"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import PARTS
+from support.runs import PARTS, read_json
 
 from dpo.checkpoint import files
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, prune, set_link, tidy
@@ -27,12 +27,12 @@ def read(directory: Path, part: str = "policy") -> Any:
 # --- written -------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(tmp_path):
+def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(run_dir):
     weight = torch.randn(4, 4)
     states = {"policy": {"lm_head.weight": weight}, "scheduler": {"last_epoch": 3}}
-    saved = write_checkpoint(tmp_path / "run" / "step-8", states, metrics={"loss/eval": 0.5})
+    saved = write_checkpoint(run_dir / "step-8", states, metrics={"loss/eval": 0.5})
 
-    assert os.listdir(tmp_path / "run") == ["step-8"]
+    assert os.listdir(run_dir) == ["step-8"]
     assert sorted(os.listdir(saved)) == ["manifest.json", "policy.pt", "scheduler.pt"]
     content = torch.load(saved / "policy.pt", weights_only=True)
     assert list(content) == ["step_idx", "state", "metrics"]
@@ -100,7 +100,7 @@ def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
 
 def test_a_manifest_that_says_something_else_is_damage(tmp_path):
     [saved] = write(tmp_path, 8)
-    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest = read_json(saved / "manifest.json")
     changed = [json.dumps(manifest | change) for change in ({"updates": 3}, {"examples": 9}, {"files": {}}, {"new": 1})]
     for content in (*changed, "", "null", "[]", "{}", '{"files": null}', "[" * 100_000):
         (saved / "manifest.json").write_text(content)

@@ -9,7 +9,6 @@ from support.formats import SKY, assistant, call, system, user
 from support.pytests import refused
 from support.runs import read_metrics
 
-from dpo.analysis.ledger import read_ledger
 from dpo.data import custom
 from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
@@ -67,21 +66,18 @@ def test_a_rejected_response_may_be_empty(tokenizer):
     assert take([{**LABEL, "completion": "", "label": False}], tokenizer, "labels") == [{"rejected": ""}]
 
 
-def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
+def test_kto_trains_on_thumbs_up_and_down(run, capsys, run_dir, tmp_path):
     file = tmp_path / "thumbs.csv"
     votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
     file.write_text(f"question,answer,thumbs\n{votes}")
-    settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true")
+    settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16")
 
     run("run", *settings)
 
     said = capsys.readouterr().out
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
     assert re.search(r"train: 40 examples of 20 prompts; desirable: \d+; undesirable: \d+\n", said)
-    assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(tmp_path / "run", "train"))
-    for row in read_ledger(tmp_path / "run").to_pylist():
-        assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)
-        assert row["margin"] is None
+    assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(run_dir, "train"))
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
     with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* such as by holdout=2"):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from support import templates
 from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gpt, human, system, user
+from support.runs import read_json
 from support.tokenizers import BEFORE_ANSWER, TOKENIZERS, make_template
 
 from dpo.data.custom import get_custom
@@ -297,4 +298,4 @@ def test_rows_have_the_token_ids_and_scored_positions_that_they_always_had(templ
     tokenizer = copy.deepcopy(TOKENIZERS[kind])
     tokenizer.chat_template = TEMPLATES[template]
     digests = [hash_tokens(frozen, tokenizer) for frozen in TABLE]
-    assert digests == json.loads(TOKENS.read_text())[f"{kind}, {template}"]
+    assert digests == read_json(TOKENS)[f"{kind}, {template}"]

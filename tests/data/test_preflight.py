@@ -1,14 +1,13 @@
 """A run's data before training starts: its description, warnings, refusals."""
 
 import copy
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import TINY, write_rows
+from support.runs import TINY, read_json, write_rows
 from tokenizers import processors
 
 from dpo.data.preflight import TrainingData, check_fits, find_warnings, prepare_data
@@ -63,7 +62,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
     starts = ("train: 3 examples of 2 prompts", "test: 1 example of 1 prompt", "2 updates of 2 examples will run")
     assert [line.startswith(start) for line, start in zip(printed, starts, strict=True)] == [True] * 3
     data.report.write(tmp_path / "preflight.json")
-    written = json.loads((tmp_path / "preflight.json").read_text())
+    written = read_json(tmp_path / "preflight.json")
     assert (written["updates"], written["train"]["examples"]) == (2, 3)
     assert [prompt.text for prompt in data.test] == ["\n\nHuman: c\n\nAssistant:"]
 

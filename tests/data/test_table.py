@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import GOLDEN, TINY, write_rows
+from support.runs import GOLDEN, TINY, read_json, write_rows
 from support.trainers import compose
 
 from dpo.data import loading, preflight, published, report
@@ -289,7 +289,7 @@ def test_processes_load_once_and_hold_no_texts_of_their_own(tmp_path):
     launch(load_and_weigh, 2, config, tmp_path, process_group=True)
 
     (loads_0, bytes_0, *found_0), (loads_1, bytes_1, *found_1) = (
-        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
+        read_json(tmp_path / f"{rank}.json") for rank in (0, 1)
     )
     assert (loads_0, loads_1) == (2, 0)  # two splits
     assert max(bytes_0, bytes_1) < n_rows * 20_000

@@ -2,11 +2,10 @@
 
 import contextlib
 import io
-import json
 from typing import NamedTuple
 
 import pytest
-from support.runs import ROOT
+from support.runs import ROOT, read_json
 
 from experiments.frontier import __main__ as frontier
 from experiments.frontier import sweep as sweeps
@@ -45,7 +44,7 @@ def swept(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         prepare(patch)
         frontier.run_sweep(sweep)
-    return Swept(sweep, json.loads((out / "frontier.json").read_text()), printed.getvalue())
+    return Swept(sweep, read_json(out / "frontier.json"), printed.getvalue())
 
 
 @pytest.mark.slow
@@ -71,10 +70,10 @@ def test_a_sweep_continues_where_it_was_stopped_and_other_settings_have_a_direct
     prepare(monkeypatch)
     wanted = sweeps.list_runs(SIZE)
     stopped = swept.sweep.make_job(next(run for run in wanted if run.method == "rm_tokens"))
-    rows = json.loads(stopped.result.read_text())
+    rows = read_json(stopped.result)
     stopped.result.unlink()
     assert swept.sweep.train_all(wanted) == [row for row in swept.rows if row["seed"] == 0]
-    assert json.loads(stopped.result.read_text()) == rows
+    assert read_json(stopped.result) == rows
     assert capsys.readouterr().out.startswith("5/5  rm_tokens-0-")
     other = sweeps.Sweep(swept.sweep.out, TASK, SIZE._replace(sft_epochs=5), OVERRIDES)
     assert not other.root.exists()

@@ -25,7 +25,7 @@ from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_for
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel
 from dpo.system.host import is_installed
-from dpo.system.plain_files import KeptLines
+from dpo.system.plain_files import KeptLines, read_json
 
 SHORT = ("--max-new-tokens", "6", "--out", "out")
 
@@ -38,7 +38,7 @@ def run_dir(copied, tmp_path, monkeypatch) -> Path:
 
 
 def read_result(kind: str = "function") -> dict:
-    return json.loads(Path("out", f"evaluation-{kind}.json").read_text())
+    return read_json(Path("out", f"evaluation-{kind}.json"))
 
 
 def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, capsys):
@@ -222,7 +222,7 @@ def test_lm_eval_runs_a_task_of_ones_own_on_the_exported_model(copied, tmp_path)
     (tmp_path / "tasks" / "where.yaml").write_text(TASK.format(file=tmp_path / "where.jsonl"))
     assert main([str(run_dir), "--lm-eval", "where", "--include-path", str(tmp_path / "tasks")]) == 0
     [file] = (run_dir / "evaluation" / "lm-eval").rglob("results_*.json")
-    assert json.loads(file.read_text())["results"]["where"]["acc,none"] in (0, 1)
+    assert read_json(file)["results"]["where"]["acc,none"] in (0, 1)
 
 
 @pytest.mark.parametrize("option", ["--seed -1", "--top-k -3", "--max-new-tokens 0", "--temperature nan", "--top-p 2"])

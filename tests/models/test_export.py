@@ -105,20 +105,19 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_damaged_checkpoint_is_not_exported(home, tmp_path):
-    run = tmp_path / "run"
-    adapter_of_run(run, "llama", home)
-    files = [(f.name, f.read_bytes()) for f in (run / "step-8").glob("adapter_*")]
+def test_a_damaged_checkpoint_is_not_exported(home, run_dir, tmp_path):
+    adapter_of_run(run_dir, "llama", home)
+    files = [(f.name, f.read_bytes()) for f in (run_dir / "step-8").glob("adapter_*")]
     states = {part: {"a": torch.arange(50.0)} for part in PARTS}
-    shutil.rmtree(run / "step-8")
-    write_checkpoint(run / "step-8", [*states.items(), *files], step_idx=8, metrics=None, facts={})
-    damaged = run / "step-8" / "adapter_model.safetensors"
+    shutil.rmtree(run_dir / "step-8")
+    write_checkpoint(run_dir / "step-8", [*states.items(), *files], step_idx=8, metrics=None, facts={})
+    damaged = run_dir / "step-8" / "adapter_model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1  # PEFT would not notice the last byte
     damaged.write_bytes(content)
     for merge in (False, True):
         with refused(r"adapter_model.safetensors: checksum mismatch"):
-            export(run, tmp_path / "out", model=str(home), merge=merge)
+            export(run_dir, tmp_path / "out", model=str(home), merge=merge)
     assert not (tmp_path / "out").exists()
 
 
@@ -148,24 +147,24 @@ def with_weights(home: Path, family: str) -> Path:
     return home
 
 
-def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, tmp_path):
+def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, run_dir, tmp_path):
     """Stored in float32, trained in bfloat16."""
-    adapter_of_run(tmp_path / "run", "llama", home, ", policy_dtype: bfloat16", target_modules=["q_proj"])
+    adapter_of_run(run_dir, "llama", home, ", policy_dtype: bfloat16", target_modules=["q_proj"])
     name = "model.layers.1.self_attn.q_proj"
-    weights = load_file(tmp_path / "run" / "step-8" / "adapter_model.safetensors")
+    weights = load_file(run_dir / "step-8" / "adapter_model.safetensors")
     a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     had = build("llama").state_dict()[f"{name}.weight"].bfloat16().float() + 3 * b @ a
 
     for dtype, stored in ((None, torch.bfloat16), ("float32", torch.float32)):
-        state = load(export(tmp_path / "run", tmp_path / f"{dtype}", merge=True, dtype=dtype)).state_dict()
+        state = load(export(run_dir, tmp_path / f"{dtype}", merge=True, dtype=dtype)).state_dict()
         torch.testing.assert_close(state[f"{name}.weight"], had.to(stored), rtol=1e-6, atol=1e-7)
         assert torch.equal(state["lm_head.weight"].float(), build("llama").lm_head.weight.bfloat16().float())
 
 
-def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(home, tmp_path):
-    logits = adapter_of_run(tmp_path / "run", "llama", home)
+def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(home, run_dir, tmp_path):
+    logits = adapter_of_run(run_dir, "llama", home)
 
-    out = export(tmp_path / "run", tmp_path / "out")
+    out = export(run_dir, tmp_path / "out")
 
     model = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
     assert_near(model(IDS).logits, logits)
@@ -181,23 +180,23 @@ def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(home, tmp_path):
     assert_near(load(export(out, tmp_path / "all", merge=True))(IDS).logits, logits)
 
 
-def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
+def test_a_base_that_peft_cannot_load_is_exported_first(base, run_dir, tmp_path):
     base(FAMILIES["llama"]())
     sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
-    logits = adapter_of_run(tmp_path / "run", "llama", sft)
+    logits = adapter_of_run(run_dir, "llama", sft)
     with refused(rf"or export the base first: dpo export {sft} (.*)/hf$"):
-        export(tmp_path / "run", tmp_path / "out")
+        export(run_dir, tmp_path / "out")
 
     export(sft, tmp_path / "hf", model=str(tmp_path / "base"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "out")).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(export(run_dir, tmp_path / "out")).eval()
     assert_near(model(IDS).logits, logits)
 
     sft.unlink()  # or the new place of the base is given
-    merged = load(export(tmp_path / "run", tmp_path / "merged", merge=True, model=str(tmp_path / "hf")))
+    merged = load(export(run_dir, tmp_path / "merged", merge=True, model=str(tmp_path / "hf")))
     assert_near(merged(IDS).logits, logits)
 
 
-def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
+def test_what_cannot_be_exported_or_merged_is_one_sentence(base, run_dir, tmp_path):
     home = with_weights(base(FAMILIES["llama, tied"]()), "llama, tied")
     whole = archive(tmp_path / "policy.pt", build("llama, tied").state_dict())
     foreign, tied = tmp_path / "foreign", tmp_path / "tied"
@@ -205,11 +204,11 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     save_adapter(tied, "llama, tied", home, target_modules=["lm_head", "q_proj"])
     file = tied / "adapter_model.safetensors"  # in which PEFT has the base's head too
     save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
-    adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
+    adapter_of_run(run_dir, "llama", home, ", random_init: true")
     for path, options, said in (
         (whole, {"merge": True, "model": str(home)}, "or none that --merge could merge"),
-        (tmp_path / "run", {"dtype": "bfloat16"}, "in a dtype, add --merge"),
-        (tmp_path / "run", {}, "has random weights, which PEFT cannot load: add --merge"),
+        (run_dir, {"dtype": "bfloat16"}, "in a dtype, add --merge"),
+        (run_dir, {}, "has random weights, which PEFT cannot load: add --merge"),
         (foreign, {}, "holds an adapter: .* add --merge"),
         (tied, {"merge": True}, "tied names a layer .* tied to the embedding"),
         (TINY, {}, "holds no policy.pt or adapter"),
@@ -221,11 +220,11 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_the_card_tells_what_is_known(base, tmp_path, monkeypatch):
+def test_the_card_tells_what_is_known(base, run_dir, tmp_path, monkeypatch):
     home = base(FAMILIES["llama"]())
     (tmp_path / "demo").mkdir()  # as in the repository's directory
     monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
+    run = run_dir
     (run / "step-64").mkdir(parents=True)
     archive(run / "step-64" / "policy.pt", build("llama").state_dict(), {"rewards_eval/margins": 1.25})
     (run / "config.yaml").write_text(

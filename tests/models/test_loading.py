@@ -24,15 +24,15 @@ TO_ADAPTER = ("lora=lora", "lora.reference=adapter", *ALIKE)
 
 
 @pytest.fixture
-def adapter(tmp_path) -> Path:
+def adapter(run_dir) -> Path:
     """A run whose LATEST is an adapter that PEFT wrote."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     base = AutoModelForCausalLM.from_pretrained(TINY)
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **settings))
-    model.save_pretrained(tmp_path / "run" / "step-8")
-    (tmp_path / "run" / "step-8" / "policy.pt").touch()
-    (tmp_path / "run" / "LATEST").symlink_to("step-8")
-    return tmp_path / "run"
+    model.save_pretrained(run_dir / "step-8")
+    (run_dir / "step-8" / "policy.pt").touch()
+    (run_dir / "LATEST").symlink_to("step-8")
+    return run_dir
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, GROUPED, IDS, assert_near, build
-from support.runs import TINY, change_json, run_card
+from support.runs import TINY, change_json, read_json, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
@@ -63,10 +63,6 @@ def describe(folder: Path) -> dict[str, tuple]:
 def change_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def read_json(file: Path) -> dict:
-    return json.loads(file.read_text())
 
 
 @torch.no_grad()

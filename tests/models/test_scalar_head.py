@@ -9,7 +9,7 @@ import torch
 import transformers
 from support.models import FAMILIES, list_examples, nearly
 from support.pytests import refused, slow
-from support.runs import GOLDEN, TINY, run_card
+from support.runs import GOLDEN, TINY, read_json, run_card
 from support.trainers import compose, make
 
 from dpo.analysis.ledger import read_ledger
@@ -62,7 +62,7 @@ def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
 
 # --- TRL: benchmarks/trl_reward.py made the numbers -------------------------------------------------------------------
 
-TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
+TRL = read_json(GOLDEN / "trl_reward.json")
 
 
 @pytest.mark.parametrize("layout", ["shared_prefix", slow("padded")])
@@ -180,10 +180,10 @@ def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_l
 
 
 @pytest.mark.slow
-def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path):
+def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, run_dir):
     sft = finished("loss=sft", *LORA)
     run("run", "loss=bradley_terry", *LORA, f"model.archive={sft}", "n_examples=4", "lr=1e-30")
-    policy, reward = (read_state(folder / "LATEST" / "policy.pt") for folder in (sft, tmp_path / "run"))
+    policy, reward = (read_state(folder / "LATEST" / "policy.pt") for folder in (sft, run_dir))
     [head] = reward.keys() - policy.keys()
     assert head.endswith(HEAD_WEIGHT)
     assert all(torch.equal(reward[name], tensor) for name, tensor in policy.items())

@@ -70,12 +70,12 @@ def logits_of(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", slow("qwen3.5, experts"), slow("mllama")])
-def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, command, tmp_path, capsys):
+def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, command, run_dir, capsys):
     model = save(name)
     settings = (*TRAINED, f"model.name_or_path={model}")
     run_here(command("run", *settings))
     run_here(command("run", *settings, "resume=auto", "n_examples=8"))
-    exported = tmp_path / "run" / "LATEST" / "hf"
+    exported = run_dir / "LATEST" / "hf"
     before, after = load_file(f"{model}/model.safetensors"), load_file(exported / "model.safetensors")
     assert {key: tensor.shape for key, tensor in after.items()} == {key: t.shape for key, t in before.items()}
     changed = {key for key, tensor in before.items() if not torch.equal(tensor, after[key])}
@@ -93,18 +93,18 @@ def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, comman
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", slow("mllama")])
-def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, tmp_path):
+def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, run_dir, tmp_path):
     model = save(name)
     settings = (*TRAINED, f"model.name_or_path={model}", "lora=lora")
     run_here(command("run", *settings))
     run_here(command("run", *settings, "resume=auto", "n_examples=8"))
-    adapter = tmp_path / "run" / "LATEST" / "hf"
+    adapter = run_dir / "LATEST" / "hf"
     whole = transformers.AutoModelForImageTextToText.from_pretrained(model)
     before = logits_of(whole)
     adapted = logits_of(peft.PeftModel.from_pretrained(whole, adapter))
     assert (adapted - before).abs().max() > 1e-3
     assert_near(logits_of(run_card(adapter)["model"]), adapted)
-    reference = ("lora.reference=adapter", f"model.archive={tmp_path / 'run'}", "do_first_eval=true", "export=false")
+    reference = ("lora.reference=adapter", f"model.archive={run_dir}", "do_first_eval=true", "export=false")
     run_here(command("next", *settings, *reference))
     assert read_metrics(tmp_path / "next", "eval")[0]["rewards_eval/margins"] == 0
 

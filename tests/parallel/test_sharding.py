@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.pytests import slow
-from support.runs import ROOT, TINY, assert_alike, make_environment, run_here
+from support.runs import ROOT, TINY, assert_alike, make_environment, read_json, run_here
 from support.trainers import compose
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
@@ -327,7 +327,7 @@ def test_greedy_samples_are_those_of_one_process(mesh, tmp_path):
     dims, overrides = GRIDS[mesh]
     sample(0, 1, tmp_path / "one", (f"model.name_or_path={model}",))
     launch(sample, dims.world_size, tmp_path / "many", (*overrides, f"model.name_or_path={model}"), process_group=True)
-    ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("many", "one"))
+    ours, theirs = (read_json(tmp_path / name / "result.json") for name in ("many", "one"))
     assert ours == theirs  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, *_ in ours["samples"]}) > 2
 

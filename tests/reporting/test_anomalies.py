@@ -15,38 +15,36 @@ SPOILT = ("optimizer=SGD", "lr=1e30", "warmup_steps=0", "max_grad_norm=1e30")  #
 
 
 @pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient")])
-def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, run, spoil, tmp_path):
+def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, run, spoil, run_dir):
     spoil(4, what)
     with pytest.raises(RunError, match=r"update 4 has loss .*; its examples are in .*nonfinite-4;"):
         run("run", f"loss={loss}", "save_every=4")
 
-    assert len(read_metrics(tmp_path / "run", "train")) == 3
-    assert (tmp_path / "run" / "LATEST").resolve().name == "step-12"
-    rows = read_rows(tmp_path / "run" / "nonfinite-4" / "train.jsonl")
+    assert len(read_metrics(run_dir, "train")) == 3
+    assert (run_dir / "LATEST").resolve().name == "step-12"
+    rows = read_rows(run_dir / "nonfinite-4" / "train.jsonl")
     assert len(rows) == 4
     texts = {"chosen", "rejected"} if loss == "dpo" else {"completion"}
     assert rows[0].keys() >= {"prompt", *texts, "prompt_number", "loss/train"}
     if loss == "dpo":
-        reference = read_state(tmp_path / "run" / "step-12" / "trainer.pt")["reference_logps"]["logps"]
+        reference = read_state(run_dir / "step-12" / "trainer.pt")["reference_logps"]["logps"]
         assert reference.isfinite().any()
         assert not reference.isinf().any()
-    source = f"dataset_sources.bad={tmp_path}/run/nonfinite-4"
+    source = f"dataset_sources.bad={run_dir}/nonfinite-4"
     run("replay", f"loss={loss}", "datasets=[bad]", source, "n_examples=4", "do_first_eval=false")
 
 
-def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, tmp_path, capsys):
+def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, run_dir, capsys):
     spoil(4)
     run("run", "save_every=4", "nan_policy=skip")
 
     assert "warning: update 4 has loss nan" in capsys.readouterr().out
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [4, 8, 12, 16, 20, 24]
-    states = [
-        read_state(tmp_path / "run" / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")
-    ]
+    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8, 12, 16, 20, 24]
+    states = [read_state(run_dir / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")]
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
     assert states[1]["state"][0]["step"] == states[3]["state"][0]["step"] == 3
-    assert all(value.isfinite().all() for value in read_state(tmp_path / "run" / "step-24" / "policy.pt").values())
-    assert read_state(tmp_path / "run" / "step-24" / "trainer.pt")["callbacks"]["nonfinite"]["skipped"] == 1
+    assert all(value.isfinite().all() for value in read_state(run_dir / "step-24" / "policy.pt").values())
+    assert read_state(run_dir / "step-24" / "trainer.pt")["callbacks"]["nonfinite"]["skipped"] == 1
 
 
 @pytest.mark.parametrize(("what", "scale"), [("gradient", 1.0), ("loss", 2.0**16)])
@@ -59,14 +57,14 @@ def test_a_loss_that_is_nan_in_float16_or_a_gradient_that_no_scale_helps_stops_t
         run("run", "model.autocast=float16", "model.reference_dtype=null")
 
 
-def test_skipping_has_an_end(run, tmp_path):
+def test_skipping_has_an_end(run, run_dir):
     with pytest.raises(RunError, match=f"{MAX_SKIPPED} updates were skipped before"):
         run("run", *SPOILT, "nan_policy=skip", "n_examples=80", "eval_every=80", "self_test=false")
-    assert len(list((tmp_path / "run").glob("nonfinite-*"))) == MAX_SKIPPED + 1
+    assert len(list(run_dir.glob("nonfinite-*"))) == MAX_SKIPPED + 1
 
 
 @pytest.mark.slow
-def test_every_rank_stops(command, tmp_path):
+def test_every_rank_stops(command, run_dir):
     sharded = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8")
     result = train(*command("run", *SPOILT, *sharded))
 
@@ -74,7 +72,7 @@ def test_every_rank_stops(command, tmp_path):
     assert "error: rank" in result.stderr
     assert "update 2 has loss" in result.stderr
     assert "Traceback" not in result.stderr
-    assert len((tmp_path / "run" / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
+    assert len((run_dir / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):

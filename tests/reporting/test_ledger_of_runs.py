@@ -1,6 +1,5 @@
 """The ledger holds what the loss saw, whatever becomes of the run."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.records import context_in, start
-from support.runs import read_metrics, run_here, small_run
+from support.runs import read_json, read_metrics
 
 from dpo.analysis.ledger import PARQUET, read_ledger
 from dpo.data.examples import Example
@@ -29,17 +28,15 @@ def mean(rows: Sequence[dict], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
 
 
-@pytest.fixture(scope="module")
-def run_dir(rows, tmp_path_factory) -> Path:
-    """A run of two epochs, of 7 batches of 6 pairs each."""
-    folder = tmp_path_factory.mktemp("ledger") / "run"
+@pytest.fixture
+def two_epochs(finished) -> Path:
+    """The directory of a run of two epochs, of 7 batches of 6 pairs each."""
     settings = ("ledger=true", "cache_reference_logps=all", "n_examples=84", "eval_every=36", "lr=1e-2")
-    run_here(small_run(rows, folder, *settings, "datasets=[hh,more]", "batch_size=6", "do_first_eval=false"))
-    return folder
+    return finished(*settings, "datasets=[hh,more]", "batch_size=6", "do_first_eval=false")
 
 
-def test_the_rows_are_what_the_loss_saw(run_dir):
-    rows = rows_of(run_dir)
+def test_the_rows_are_what_the_loss_saw(two_epochs):
+    rows = rows_of(two_epochs)
     for row in rows:
         h = (row["policy_chosen"] - row["policy_rejected"]) - (row["reference_chosen"] - row["reference_rejected"])
         assert row["loss"] == pytest.approx(math.log1p(math.exp(-0.1 * h)), abs=1e-4)
@@ -47,7 +44,7 @@ def test_the_rows_are_what_the_loss_saw(run_dir):
     assert max(abs(row["margin"]) for row in rows) > 0.1
     names = {"loss": "loss/{}", "margin": "rewards_{}/margins", "policy_chosen": "logps_{}/chosen"}
     for split in ("train", "eval"):
-        lines = read_metrics(run_dir, split)
+        lines = read_metrics(two_epochs, split)
         assert {row["update"] for row in rows if row["split"] == split} == {line["updates"] for line in lines}
         for line in lines:
             visited = [row for row in rows if (row["split"], row["update"]) == (split, line["updates"])]
@@ -62,8 +59,8 @@ def test_the_rows_are_what_the_loss_saw(run_dir):
     assert {row["dataset"] for row in rows} == {"hh", "more"}
 
 
-def test_epochs_are_counted_and_pairs_that_an_epoch_drops_are_not_there(run_dir):
-    rows = rows_of(run_dir)
+def test_epochs_are_counted_and_pairs_that_an_epoch_drops_are_not_there(two_epochs):
+    rows = rows_of(two_epochs)
     trained = [(row["update"], row["epoch"]) for row in rows if row["split"] == "train"]
     assert trained == [(update, (update - 1) // 7) for update in range(1, 15) for _ in range(6)]
     evaluated = {(row["update"], row["epoch"]) for row in rows if row["split"] == "eval"}
@@ -73,20 +70,19 @@ def test_epochs_are_counted_and_pairs_that_an_epoch_drops_are_not_there(run_dir)
         assert len(set(seen)) == 42
 
 
-def test_a_pair_has_the_same_id_in_every_run(run_dir, run, tmp_path, rows):
-    run("two", "ledger=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "seed=1", "layout=padded")
+def test_a_pair_has_the_same_id_in_every_run(two_epochs, finished, rows):
+    other = finished("ledger=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "seed=1", "layout=padded")
     here, there = (
         {row["example"]: row["dataset"] for row in rows_of(folder) if row["split"] == "train"}
-        for folder in (run_dir, tmp_path / "two")
+        for folder in (two_epochs, other)
     )
     assert set(there.values()) == {"mine"}
     assert there.keys() <= {example for example, dataset in here.items() if dataset == "hh"}
 
 
-def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
-    run("run", "loss=sft", "ledger=true", "max_length=28", "max_prompt_length=12", "n_examples=44")
-
-    rows = rows_of(tmp_path / "run")
+def test_under_sft_there_is_nothing_rejected_and_no_reference(finished):
+    run_dir = finished("loss=sft", "ledger=true", "max_length=28", "max_prompt_length=12", "n_examples=44")
+    rows = rows_of(run_dir)
     assert {row["update"] for row in rows} == set(range(12))  # 44 examples are trained, in 11 updates
     for row in rows:
         absent = {name for name, value in row.items() if value is None}
@@ -94,16 +90,14 @@ def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
         assert absent == nothing | DRAWN
         assert row["loss"] == -row["policy_chosen"] > 0
     of_train = {row["example"]: row["truncated"] for row in rows if row["split"] == "train"}
-    report = json.loads((tmp_path / "run" / "preflight.json").read_text())["train"]
+    report = read_json(run_dir / "preflight.json")["train"]
     assert len(of_train) == report["examples"]
     assert 0 < sum(of_train.values()) == report["truncated_prompts"] < len(of_train)
 
 
-def test_a_labelled_response_is_chosen_or_rejected(run, tmp_path):
-    run("run", "loss=kto", "unpair=true", "ledger=true")
-
+def test_a_labelled_response_is_chosen_or_rejected(finished):
     by_role = {}
-    for row in rows_of(tmp_path / "run"):
+    for row in rows_of(finished("loss=kto", "unpair=true", "ledger=true")):
         [role] = (role for role in ("chosen", "rejected") if row[f"policy_{role}"] is not None)
         absent = {name for name, value in row.items() if value is None}
         other = "rejected" if role == "chosen" else "chosen"

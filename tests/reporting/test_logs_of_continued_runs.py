@@ -23,26 +23,25 @@ def updates_in(run_dir: Path) -> list[int]:
     return rows[::4]
 
 
-def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, tmp_path, capsys):
+def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, run_dir, tmp_path, capsys):
     run("other", *ON, "n_examples=8")
     run("run", *OFF, "n_examples=8")
     for name in (STREAM, PARQUET):
-        shutil.copy(tmp_path / "other" / name, tmp_path / "run")
-    shutil.copytree(tmp_path / "other" / "tensorboard", tmp_path / "run" / "tensorboard")
-    (tmp_path / "run" / f"{STREAM}.old").write_text("precious")
+        shutil.copy(tmp_path / "other" / name, run_dir)
+    shutil.copytree(tmp_path / "other" / "tensorboard", run_dir / "tensorboard")
+    (run_dir / f"{STREAM}.old").write_text("precious")
     capsys.readouterr()
 
     run("run", *ON, "n_examples=16", "resume=auto")
 
     said = capsys.readouterr().out
-    folder = tmp_path / "run"
     reason = "is not as the run's checkpoint knows it;"
-    assert f"warning: {folder / STREAM} {reason} {PARQUET} is renamed to {PARQUET}.old; {STREAM} is renamed to" in said
-    assert (folder / f"{STREAM}.old").read_text() == "precious"
-    assert (folder / f"{STREAM}.old.1").read_bytes() == (tmp_path / "other" / STREAM).read_bytes()
-    assert (folder / f"{PARQUET}.old").read_bytes() == (tmp_path / "other" / PARQUET).read_bytes()
-    assert updates_in(folder) == [3, 4]
-    assert [step for step, _ in scalars(folder)["loss/train"]] == [12, 16]  # the older events are hidden
+    assert f"warning: {run_dir / STREAM} {reason} {PARQUET} is renamed to {PARQUET}.old; {STREAM} is renamed to" in said
+    assert (run_dir / f"{STREAM}.old").read_text() == "precious"
+    assert (run_dir / f"{STREAM}.old.1").read_bytes() == (tmp_path / "other" / STREAM).read_bytes()
+    assert (run_dir / f"{PARQUET}.old").read_bytes() == (tmp_path / "other" / PARQUET).read_bytes()
+    assert updates_in(run_dir) == [3, 4]
+    assert [step for step, _ in scalars(run_dir)["loss/train"]] == [12, 16]  # the older events are hidden
 
 
 def logger_in(run_dir: Path, state: dict) -> FileLogger:

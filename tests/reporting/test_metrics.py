@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import make_weights
 from support.records import context_in, start
-from support.runs import read_rows
+from support.runs import read_json, read_rows
 
 from dpo.reporting.events import Callback, Callbacks, Evaluation, Sample, Update
 from dpo.reporting.files import FileLogger
@@ -57,7 +57,7 @@ def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
     facts = {"packages": {}, "git_commit": None, "started": "2026-11-22T07:00:00+00:00"}
     (tmp_path / "env.json").write_text(json.dumps(facts))
     start(FileLogger(context_in(tmp_path, policy=make_weights(12, 333)))).on_end()
-    record = json.loads((tmp_path / "env.json").read_text())
+    record = read_json(tmp_path / "env.json")
     assert record["parameters"] == {"trainable": 12, "total": 345}
     assert record["started"] < record["ended"]
 

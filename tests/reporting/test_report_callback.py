@@ -12,7 +12,7 @@ from dpo.settings.plan import make_plan
     ("program", "why"),
     [("raise ValueError('no ink')", "ValueError: no ink"), ("import time; time.sleep(60)", "it took too long")],
 )
-def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program, why, tmp_path, monkeypatch):
+def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program, why, run_dir, tmp_path, monkeypatch):
     (tmp_path / "dpo" / "analysis").mkdir(parents=True)
     (tmp_path / "dpo" / "analysis" / "page.py").write_text(program)
     for package in ("dpo", "dpo/analysis"):  # else Python takes ours
@@ -20,5 +20,5 @@ def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program,
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
-    ReportWriter(RunContext(make_plan({"report": True}), tmp_path / "run", 0, None, logged.append)).on_end()
-    assert logged == [f"warning: the report was not written: {why}; try dpo report {tmp_path / 'run'}"]
+    ReportWriter(RunContext(make_plan({"report": True}), run_dir, 0, None, logged.append)).on_end()
+    assert logged == [f"warning: the report was not written: {why}; try dpo report {run_dir}"]

@@ -1,17 +1,10 @@
 """TensorBoard shows what `metrics.jsonl` has, once."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from dpo.reporting.files import FileLogger
-from dpo.system.signals import Stopped
-
-ON = "tensorboard.enabled=true"
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -33,25 +26,16 @@ def logged(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run, tmp_path, monkeypatch):
-    log = FileLogger.on_update
-
-    def log_and_stop(self, update):
-        log(self, update)
-        if update.number == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
-    with pytest.raises(Stopped):
-        run("run", ON, "save_every=4", "n_examples=32")
-    monkeypatch.undo()
+def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run, run_and_stop, run_dir, tmp_path):
+    settings = ("tensorboard.enabled=true", "save_every=4", "n_examples=32")
+    run_and_stop("run", *settings, after=5)
     for step in ("step-20", "step-16"):  # as if it had been killed after the fifth update, with the fourth saved last
-        (tmp_path / "run" / step).rename(tmp_path / step)
+        (run_dir / step).rename(tmp_path / step)
 
-    run("run", ON, "save_every=4", "n_examples=32", "resume=auto")
+    run("run", *settings, "resume=auto")
 
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
-    shown, expected = scalars(tmp_path / "run"), logged(tmp_path / "run")
+    assert len(list((run_dir / "tensorboard").iterdir())) == 2
+    shown, expected = scalars(run_dir), logged(run_dir)
     assert {"loss/train", "loss/eval", "rewards_train/margins", "lr", "grad_norm"} <= shown.keys() == expected.keys()
     assert [step for step, _ in shown["loss/train"]] == [*range(4, 36, 4)]
     for name, values in expected.items():

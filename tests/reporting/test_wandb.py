@@ -177,12 +177,12 @@ def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_without_key_it_goes_offline_says_how_to_upload_and_keeps_what_is_printed(command, tmp_path):
+def test_without_key_it_goes_offline_says_how_to_upload_and_keeps_what_is_printed(command, run_dir, tmp_path):
     nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     result = succeeded(train(*command("run", "n_examples=4", "wandb.enabled=true"), **nobody))
 
     folder = Path(re.search(r"so offline in .*: wandb sync (\S+),", result.stdout)[1])
-    assert folder.parent == tmp_path / "run" / "wandb"
+    assert folder.parent == run_dir / "wandb"
     assert list(folder.glob("run-*.wandb"))
     text = (folder / "files" / "output.log").read_text()
     order = ["self-test passed", "evaluation after 0 examples", "evaluation after 4 examples"]

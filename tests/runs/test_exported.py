@@ -32,9 +32,8 @@ def same_as_checkpoint(run_dir, folder) -> bool:
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
 
-def test_a_run_is_exported_verified_and_trained_further(run, tmp_path, capsys):
+def test_a_run_is_exported_verified_and_trained_further(run, run_dir, tmp_path, capsys):
     run("run", "n_examples=8")
-    run_dir = tmp_path / "run"
     assert f"exported {run_dir}/step-8/hf" in capsys.readouterr().out
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
     check_complete(run_dir / "step-8")
@@ -54,17 +53,17 @@ def test_a_run_is_exported_verified_and_trained_further(run, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["FSDPTrainer", "TensorParallelTrainer"])
-def test_several_processes_export_once(trainer, command, tmp_path):
+def test_several_processes_export_once(trainer, command, run_dir):
     several = ("world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=8", "do_first_eval=false")
     result = succeeded(train(*command("run", f"trainer={trainer}", *several)))
     assert result.stdout.count("exported ") == 1
-    assert same_as_checkpoint(tmp_path / "run", tmp_path / "run" / "LATEST" / "hf")
+    assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
 
 
-def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp_path):
+def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, run_dir):
     """Its base's own config says float32: the run had it in bfloat16."""
     run("run", "lora=lora", "lr=1e-2", "model.policy_dtype=bfloat16", "model.reference_dtype=null", "n_examples=8")
-    config, checkpoint = OmegaConf.load(tmp_path / "run" / "config.yaml"), tmp_path / "run" / "LATEST"
+    config, checkpoint = OmegaConf.load(run_dir / "config.yaml"), run_dir / "LATEST"
     plan = resolve(config)
     trained, _ = load_policy(model_loaders(plan)[0], plan, checkpoint)
 
@@ -81,7 +80,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
         run("again", f"model.name_or_path={checkpoint}/hf")
 
 
-def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, capsys):
+def test_an_export_that_fails_costs_nothing_else(run, run_dir, monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -90,18 +89,18 @@ def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, cap
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the run is complete")]
     assert "its export failed: " in line
     assert "the disk is full" in line
-    check_complete(tmp_path / "run" / "LATEST")
-    assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
+    check_complete(run_dir / "LATEST")
+    assert {path.suffix for path in (run_dir / "LATEST").iterdir()} == {".pt", ".json"}
 
 
 # --- BEST ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_says_that_best_is_better_than_latest(run, tmp_path):
+def test_the_report_says_that_best_is_better_than_latest(run, run_dir):
     run("run", "optimizer=SGD", "lr=10", "max_grad_norm=100", "warmup_steps=0", "eval_every=4", "save_every=4")
 
-    evaluations = read_metrics(tmp_path / "run", "eval")
+    evaluations = read_metrics(run_dir, "eval")
     found = {line["examples"]: line["rewards_eval/accuracies"] for line in evaluations if line["examples"]}
     best = max(found, key=found.get)
     assert found[best] > found[max(found)], found  # as it happens with this seed
-    assert "An earlier checkpoint is better" in {rule.title for rule, _ in find_all(read_run(tmp_path / "run"))}
+    assert "An earlier checkpoint is better" in {rule.title for rule, _ in find_all(read_run(run_dir))}

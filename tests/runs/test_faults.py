@@ -46,7 +46,7 @@ def whole_sharded(finished) -> Path:
 
 @pytest.fixture
 def start(command):
-    """Start a run into `tmp_path / "run"`, with a fault."""
+    """Start a run into `run_dir`, with a fault."""
     return lambda *overrides, fault=None: start_run(command("run", *PRUNED, *overrides), fault)
 
 
@@ -62,11 +62,11 @@ def assert_continues(start, whole: Path, run_dir: Path) -> None:
 
 @SLOW  # test_invariance.py kills an update in `make test`
 @pytest.mark.parametrize("update", [0, 1, 3, 5])
-def test_killed_in_the_middle_of_an_update(update, start, whole, tmp_path):
+def test_killed_in_the_middle_of_an_update(update, start, whole, run_dir):
     run = start(fault=partial(kill_after_update, update))
     assert run.wait() == -signal.SIGKILL
-    assert len(read_metrics(tmp_path / "run", "train")) == update
-    assert_continues(start, whole, tmp_path / "run")
+    assert len(read_metrics(run_dir, "train")) == update
+    assert_continues(start, whole, run_dir)
 
 
 # A save brings 5 files, their manifest and their directory to the disk, renames it and points LATEST and BEST to
@@ -77,25 +77,25 @@ CORNERS = (12, 32)
 
 
 @pytest.mark.parametrize("step", [s if s in CORNERS else slow(s) for s in STEPS])
-def test_killed_at_every_step_of_a_save(step, start, whole, tmp_path):
+def test_killed_at_every_step_of_a_save(step, start, whole, run_dir):
     run = start(fault=partial(kill_at_step_of_saving, step))
     assert run.wait() == -signal.SIGKILL, run.text
-    assert_continues(start, whole, tmp_path / "run")
-    exported = {path.name for path in (tmp_path / "run" / "LATEST" / "hf").iterdir()}
+    assert_continues(start, whole, run_dir)
+    exported = {path.name for path in (run_dir / "LATEST" / "hf").iterdir()}
     assert exported == {path.name for path in (whole / "LATEST" / "hf").iterdir()}
-    assert list((tmp_path / "run").glob("step-*/.*")) == []
+    assert list(run_dir.glob("step-*/.*")) == []
 
 
 @pytest.mark.parametrize(
     ("ranks", "processes"), [((0,), ()), slow((0, 1), SHARDED), slow((0,), SHARDED), slow((1,), SHARDED)], ids=str
 )
-def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, processes, start, tmp_path):
+def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, processes, start, run_dir):
     options = (*processes, "sample_during_eval=true", "do_first_sampling=false", "n_examples=8", "export=false")
     begin = time.monotonic()
     run = start(*options, "collective_timeout_secs=300", fault=partial(fail_to_sample, *ranks))
     status = run.wait()
     assert time.monotonic() - begin < 150  # not as long as a collective may take
-    check_complete(tmp_path / "run" / "step-8")
+    check_complete(run_dir / "step-8")
     if len(ranks) == 2 or not processes:
         assert status == 0, run.text
         assert "warning: no samples after 8 examples, as they could not be drawn: ArithmeticError" in run.text
@@ -107,39 +107,39 @@ def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(r
     assert again.wait() == 0, again.text
 
 
-def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, whole, tmp_path, run):
+def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, whole, run_dir, run):
     run("run", *PRUNED, "n_examples=8")
     full = start("resume=auto", fault=partial(limit_file_size, 500_000))
     assert full.wait() == 1
     assert re.search(
         r"checkpoint \S+step-16 could not be written: the disk is full; earlier ones are intact", full.text
     )
-    assert {path.name for path in find_checkpoints(tmp_path / "run")} == {"step-8"}
-    assert_continues(start, whole, tmp_path / "run")
+    assert {path.name for path in find_checkpoints(run_dir)} == {"step-8"}
+    assert_continues(start, whole, run_dir)
 
 
 @pytest.mark.parametrize("number", [n if n == signal.SIGINT else slow(n) for n in STATUS])
-def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, tmp_path):
+def test_asked_to_stop_it_saves_and_exits_with_the_signals_status(number, start, run_dir):
     run = start("n_examples=4000", "eval_every=40")
-    wait_for_updates(tmp_path / "run", 3, run)
+    wait_for_updates(run_dir, 3, run)
     run.send_signal(number)
     assert run.wait() == STATUS[number], run.text
-    updates = read_metrics(tmp_path / "run", "train")
-    newest = find_checkpoints(tmp_path / "run")[0]
+    updates = read_metrics(run_dir, "train")
+    newest = find_checkpoints(run_dir)[0]
     assert newest.name == f"step-{updates[-1]['examples']}"
     check_complete(newest)
     again = start("resume=auto", f"n_examples={updates[-1]['examples'] + 8}")
     assert again.wait() == 0, again.text
-    assert [line["updates"] for line in read_metrics(tmp_path / "run", "train")] == list(range(1, len(updates) + 3))
+    assert [line["updates"] for line in read_metrics(run_dir, "train")] == list(range(1, len(updates) + 3))
 
 
 def save_for_ever() -> None:
     saver.write_checkpoint = lambda *_, **__: time.sleep(600)
 
 
-def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(start, tmp_path):
+def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(start, run_dir):
     process = start("n_examples=40000", "eval_every=40000", fault=save_for_ever)
-    wait_for_updates(tmp_path / "run", 3, process)
+    wait_for_updates(run_dir, 3, process)
     os.killpg(process.pid, signal.SIGINT)
     while "Ctrl-C: stopping" not in process.text:
         assert process.poll() is None
@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(start, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(20) == 130, process.text
     assert process.text.endswith("aborted: nothing more is saved\n")
-    assert find_checkpoints(tmp_path / "run") == []
+    assert find_checkpoints(run_dir) == []
 
 
 # --- in several processes ------------------------------------------------------------------------------------------
@@ -163,40 +163,40 @@ def wait_for_updates(run_dir: Path, n: int, process: Python | subprocess.Popen) 
 
 
 @pytest.fixture
-def assert_continues_sharded(command, whole_sharded, tmp_path):
+def assert_continues_sharded(command, whole_sharded, run_dir):
     def assert_it() -> None:
         succeeded(train(*command("run", *SHARDED, "resume=auto")))
-        assert find_differences(whole_sharded, tmp_path / "run") == []
+        assert find_differences(whole_sharded, run_dir) == []
 
     return assert_it
 
 
 @SLOW  # that a launcher ends and names a worker that is killed is in test_launching.py
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, command, assert_continues_sharded, tmp_path):
+def test_a_rank_that_is_killed_ends_the_run_which_continues(rank, command, assert_continues_sharded, run_dir):
     process = start_run(command("run", *SHARDED))
-    wait_for_updates(tmp_path / "run", 3, process)
+    wait_for_updates(run_dir, 3, process)
     os.kill(children_of(process.pid)[rank], signal.SIGKILL)
     assert process.wait(60) == 1, process.text
     assert re.search(r"rank \d was killed by SIGKILL", process.text)
     assert_continues_sharded()
 
 
-def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(command, assert_continues_sharded, tmp_path):
+def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(command, assert_continues_sharded, run_dir):
     process = start_run(command("run", *SHARDED))
-    wait_for_updates(tmp_path / "run", 2, process)
+    wait_for_updates(run_dir, 2, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, process.text
     assert process.text.count("SIGTERM: stopping after saving what was trained\n") == 1
-    go_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
+    go_on = f"rerun the same command with local_run_dir={run_dir} resume=auto to continue"
     assert process.text.count(go_on) == 1
     assert_continues_sharded()
 
 
 @SLOW  # its interpreters start anew; that the launcher passes a signal on is the test before it
-def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(command, assert_continues_sharded, tmp_path):
+def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(command, assert_continues_sharded, run_dir):
     process = start_interpreter("train.py", *command("run", *SHARDED))
-    wait_for_updates(tmp_path / "run", 2, process)
+    wait_for_updates(run_dir, 2, process)
     os.killpg(process.pid, signal.SIGINT)
     said = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, said
@@ -207,16 +207,16 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(command
 
 
 @SLOW
-def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(command, whole_sharded, tmp_path):
+def test_torchrun_restarts_a_crashed_run_which_continues_by_itself(command, whole_sharded, run_dir):
     overrides = [o for o in command("run", *SHARDED, "resume=auto") if not o.startswith("world_size")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     process = start_interpreter(*torchrun, "train.py", *overrides)
-    wait_for_updates(tmp_path / "run", 3, process)
+    wait_for_updates(run_dir, 3, process)
     [victim, *_] = [pid for pid in children_of(process.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)
     said = "".join(process.communicate(timeout=120))
     assert process.returncode == 0, said
-    assert find_differences(whole_sharded, tmp_path / "run") == []
+    assert find_differences(whole_sharded, run_dir) == []
 
 
 def children_of(pid: int) -> list[int]:

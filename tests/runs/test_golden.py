@@ -4,7 +4,6 @@ Every metric of 16 updates and both evaluations. `words` runs anywhere; `llama` 
 ship.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.pytests import succeeded
-from support.runs import BAND, GOLDEN, SHARED, distance, golden_command, read_metrics, train
+from support.runs import BAND, GOLDEN, SHARED, distance, golden_command, read_json, read_metrics, train
 
 
 def assert_same(ours: dict, theirs: dict, tolerance: float, where: str) -> None:
@@ -91,7 +90,7 @@ def repeat(run: str, overrides: tuple[str, ...], tmp_path: Path) -> dict:
     file = (GOLDEN if words else SHARED / "golden") / f"{run}.json"
     if not file.exists():
         pytest.skip(f"{file} is on the maintainers' machines only")
-    golden = json.loads(file.read_text())
+    golden = read_json(file)
     data = GOLDEN / "words" if words else SHARED / "data" / "hh"
 
     settings = {o.split("=")[0] for o in overrides}

@@ -50,7 +50,7 @@ from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_readable, read_json
 from dpo.system.run_directory import get_local_dir, read_run_facts
 from dpo.training.reference import read_logps
 
@@ -59,20 +59,20 @@ FUZZ = settings(deadline=None, max_examples=50, suppress_health_check=[HealthChe
 
 @pytest.fixture
 def checkpoint(copied) -> Path:
-    """The checkpoint of a complete run in `tmp_path / "run"`."""
+    """The checkpoint of a complete run in `run_dir`."""
     return copied("run", "n_examples=8") / "step-8"
 
 
 def vouch(checkpoint: Path, **changes) -> None:
     """Change a manifest and its own checksum with it."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
+    manifest = read_json(checkpoint / MANIFEST) | changes
     change_json(checkpoint / MANIFEST, **{**changes, "sha256": hash_manifest(manifest)})
 
 
 def vouch_for_file(file: Path, content: bytes) -> None:
     """Write a checkpoint's file, with its checksums in the manifest."""
     file.write_bytes(content)
-    files = json.loads((file.parent / MANIFEST).read_text())["files"]
+    files = read_json(file.parent / MANIFEST)["files"]
     facts = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     vouch(file.parent, files={**files, file.name: facts})
 
@@ -118,7 +118,7 @@ def test_code_in_a_cache_is_refused_and_not_run(run, tmp_path):
 
 
 def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(checkpoint, run, tmp_path, capsys):
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest = read_json(checkpoint / MANIFEST)
     wrong = {"files": None, "model": [], "config": [], "chat_template": {"chat_template": 1}, "updates": "x"}
     for name, value in wrong.items():
         vouch(checkpoint, **{**manifest, name: value})
@@ -142,13 +142,13 @@ def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_
     assert f"error: {record} holds no mapping: " in capsys.readouterr().err
 
 
-def test_reference_logps_that_cannot_be_written_cost_a_warning(run, tmp_path, capsys):
+def test_reference_logps_that_cannot_be_written_cost_a_warning(run, run_dir, tmp_path, capsys):
     folder = Path(get_local_dir([str(tmp_path)]))
     folder.mkdir()
     (folder / "reference_logps").touch()  # where a directory is wanted
     run("run", "n_examples=4", "cache_reference_logps=all", "do_first_eval=false")
     assert "so another run scores the reference's examples again: " in capsys.readouterr().out
-    assert (tmp_path / "run" / "LATEST").exists()
+    assert (run_dir / "LATEST").exists()
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -186,15 +186,15 @@ def test_names_of_datasets_cannot_escape(name, tmp_path):
 # --- secrets --------------------------------------------------------------------------------------------------------
 
 
-def test_secrets_reach_no_file_and_no_log(command, tmp_path):
+def test_secrets_reach_no_file_and_no_log(command, run_dir):
     secrets = {"WANDB_API_KEY": "wandb-0123456789", "HF_TOKEN": "hf_0123456789", "MY_SECRET": "s3cr3t-0123456789"}
     overrides = ("wandb.enabled=true", "wandb.project=${oc.env:MY_SECRET}", "exp_name=x-${oc.env:HF_TOKEN}")
     result = succeeded(train(*command("run", *overrides, "n_examples=4"), **secrets, WANDB_MODE="offline"))
 
     texts = {"stdout": result.stdout, "stderr": result.stderr}
-    texts |= {str(f): f.read_bytes().decode(errors="replace") for f in (tmp_path / "run").rglob("*") if f.is_file()}
+    texts |= {str(f): f.read_bytes().decode(errors="replace") for f in run_dir.rglob("*") if f.is_file()}
     assert {name for name, text in texts.items() if any(secret in text for secret in secrets.values())} == set()
-    assert "project: REDACTED" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "project: REDACTED" in (run_dir / "config.yaml").read_text()
     source = "dataset_sources.hh=https://bob:hunter2secret@host/x"
     wrong = train(*command("wrong", source, "exp_name=/${oc.env:HF_TOKEN}"), **secrets)
     rank_env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(get_open_port())}
@@ -271,16 +271,16 @@ def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_point
     assert (tmp_path / "elsewhere" / "precious").exists()
 
 
-def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
+def test_a_checkpoint_cuts_off_no_files_but_its_logs(run_dir, tmp_path):
     victims, lines = [tmp_path / "a", tmp_path / "b"], '{"a": 1}\n{"a": 2}\n'
-    (tmp_path / "run").mkdir()
-    for victim in (*victims, tmp_path / "run" / "metrics.jsonl"):
+    run_dir.mkdir()
+    for victim in (*victims, run_dir / "metrics.jsonl"):
         victim.write_text(lines)
-    logger = FileLogger(RunContext(resolve(OmegaConf.create()), tmp_path / "run", 0, None, print))
+    logger = FileLogger(RunContext(resolve(OmegaConf.create()), run_dir, 0, None, print))
     logger.load_state_dict({"log_bytes": {str(victims[0]): 0, "../b": 0, "metrics.jsonl": 9}})
     logger.on_start()
     assert [victim.read_text() for victim in victims] == [lines] * 2
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"a": 1}\n'
+    assert (run_dir / "metrics.jsonl").read_text() == '{"a": 1}\n'
 
 
 # --- fuzzing -------------------------------------------------------------------------------------------------------

@@ -5,25 +5,24 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 from support.pytests import refused
-from support.runs import TINY, write_rows
+from support.runs import TINY, read_json, write_rows
 
 from dpo.checkpoint.files import MANIFEST, hash_manifest
 from dpo.commands.export import main as export
 from dpo.models.generation import load_for_generation
-from dpo.system.plain_files import read_json
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, tmp_path, capsys):
+def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path, capsys):
     template, rows = tmp_path / "chat.jinja", [{"prompt": f"{i}", "chosen": "A", "rejected": "B"} for i in range(20)]
     template.write_text(TEMPLATE)
     data = write_rows(tmp_path / "mine.jsonl", rows)
     settings = (f"datasets=[{data}]", "chat=always", f"chat_template={template}", "do_first_eval=false")
     run("run", *settings, "n_examples=4")
     template.write_text(TEMPLATE.replace("<", "["))
-    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    [model] = load_for_generation(tmp_path / "run", reference="none")
+    assert export([str(run_dir), str(tmp_path / "out")]) == 0
+    [model] = load_for_generation(run_dir, reference="none")
     run("run", *settings, "n_examples=8", "resume=auto")
 
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
@@ -50,33 +49,33 @@ def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tm
     assert (tmp_path / "given" / "chat_template.jinja").read_text() == TEMPLATE
 
 
-def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run, tmp_path, capsys):
+def test_an_adapter_is_neither_merged_nor_asked_on_a_base_that_was_exchanged(run, run_dir, tmp_path, capsys):
     base = shutil.copytree(TINY, tmp_path / "base")
     run("run", f"model.name_or_path={base}", "lora=lora", "n_examples=4", "do_first_eval=false")
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     moved = ["--model", str(TINY)]
-    command = [str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]
+    command = [str(run_dir), str(tmp_path / "out"), "--merge"]
 
     assert (export(command), export([*command, *moved])) == (2, 0)
     assert f"error: the base {base} has other weights" in capsys.readouterr().err
     with refused(rf"the base {base} has other weights than those .* add --model"):
-        load_for_generation(tmp_path / "run")
-    assert len(load_for_generation(tmp_path / "run", model=moved[1])) == 2
+        load_for_generation(run_dir)
+    assert len(load_for_generation(run_dir, model=moved[1])) == 2
 
 
-def test_a_run_that_was_made_before_holdout_keeps_a_tenth(run, tmp_path):
+def test_a_run_that_was_made_before_holdout_keeps_a_tenth(run, run_dir, tmp_path):
     rows = [{"prompt": f"{i}", "chosen": "A", "rejected": "B"} for i in range(40)]
     settings = (f"datasets=[{write_rows(tmp_path / 'mine.jsonl', rows)}]", "chat=never", "do_first_eval=false")
     run("run", *settings, "n_examples=4", "holdout=0.1")
-    latest = tmp_path / "run" / "LATEST"
+    latest = run_dir / "LATEST"
     manifest = json.loads((latest / MANIFEST).read_text())
     del manifest["config"]["holdout"]
     manifest["sha256"] = hash_manifest(manifest)
     (latest / MANIFEST).write_text(json.dumps(manifest))
     for n_examples in (8, 12):
         run("run", *settings, f"n_examples={n_examples}", "resume=auto")
-    assert read_json(tmp_path / "run" / "preflight.json")["test"]["prompts"] == 4
+    assert read_json(run_dir / "preflight.json")["test"]["prompts"] == 4
     with refused(r"holdout=0.5 \(was 0.1\)"):
         run("run", *settings, "n_examples=16", "holdout=0.5", "resume=auto")

@@ -39,10 +39,10 @@ CELLS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), CELLS)
-def test_a_loss_trains_or_is_refused(kind, name, data, tmp_path):
+def test_a_loss_trains_or_is_refused(kind, name, data, run_dir):
     folder, settings, kinds_of_loss = KINDS[kind]
     own = (*settings, *SETTINGS.get(name, ()))
-    overrides = small_run(data, tmp_path / "run", f"loss={name}", "datasets=[x]", f"dataset_sources.x={data / folder}")
+    overrides = small_run(data, run_dir, f"loss={name}", "datasets=[x]", f"dataset_sources.x={data / folder}")
     overrides = (o for o in overrides if not o.startswith(("dataset_sources.hh", "dataset_sources.more")))
     plan = entry.resolve(compose(*overrides, *own))
 
@@ -58,7 +58,7 @@ def test_a_loss_trains_or_is_refused(kind, name, data, tmp_path):
     refused |= folder == "weighted" and not loss.takes_weights
     refused |= settings == ONLINE and loss.scalar_head  # a reward model gives no answers
     assert bool(problems) == refused, problems
-    assert refused or (tmp_path / "run" / "LATEST" / "policy.pt").exists()
+    assert refused or (run_dir / "LATEST" / "policy.pt").exists()
 
 
 @pytest.fixture(scope="module")

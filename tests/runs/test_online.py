@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from support import runs
@@ -22,6 +21,7 @@ from support.pytests import refused, slow
 from support.runs import find_differences, find_undocumented, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch
 
+from dpo.analysis.ledger import read_ledger
 from dpo.analysis.page import write_report
 from dpo.analysis.runs import describe_answers, read_run
 from dpo.checkpoint.files import read_state
@@ -68,10 +68,10 @@ def write_scorer(folder: Path, body: str, name: str = "rewards.py") -> tuple[str
 # --- what is drawn -------------------------------------------------------------------------------------------------
 
 
-def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path):
+def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, run_dir):
     run("run", *ONLINE, "online.n_samples=3", "online.ties=keep", "online.missing_eos_penalty=2.5")
 
-    lines = read_metrics(tmp_path / "run", "train")
+    lines = read_metrics(run_dir, "train")
     assert lines[0]["loss/train"] == pytest.approx(math.log(2))
     assert lines[0]["online/kl"] == 0 != lines[-1]["online/kl"]
     for line, update in zip(lines, seen, strict=True):
@@ -92,7 +92,7 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path
         assert line["online/score_worst"] <= line["online/score"] <= line["online/score_best"]
         assert 0 < line["online/sampling_share"] < 1
         assert line["online/seconds_per_token"] > 0
-    assert find_undocumented(tmp_path / "run") == set(), "docs/metrics.md lacks these metrics"
+    assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
 
@@ -122,7 +122,7 @@ def test_bradley_terry_labels_prefer_the_best_as_often_as_their_model_says(diffe
     assert labelled[:9] == [draw_label(hard, (0, 0, 4, prompt)) for prompt in range(9)]
 
 
-def test_a_flipped_label_is_trained_on_and_logged(run, seen, tmp_path):
+def test_a_flipped_label_is_trained_on_and_logged(run, seen, run_dir, tmp_path):
     settings = ("online.labels=bradley_terry", "online.n_samples=3", "online.ties=keep", "ledger=true")
     scorer = write_scorer(tmp_path, "return [len(c) / 20 for c in completions]")
     run("run", *ONLINE, *scorer, *settings, *IN_EIGHTS, "n_examples=32")
@@ -131,13 +131,13 @@ def test_a_flipped_label_is_trained_on_and_logged(run, seen, tmp_path):
     for update in seen:
         for place, drawn in update.drawn.items():
             assert update.examples[place].responses == tuple(side.tokens for side in drawn.pair)
-    lines = read_metrics(tmp_path / "run", "train")
+    lines = read_metrics(run_dir, "train")
     assert sum(line["online/flipped"] for line in lines) * 8 == pytest.approx(len(flipped))
     assert all(line["online/score_best"] >= line["online/score_worst"] for line in lines)
-    rows = pq.read_table(tmp_path / "run" / "ledger.parquet").to_pylist()
+    rows = read_ledger(run_dir).to_pylist()
     preferred_less = [row for row in rows if row["split"] == "train" and row["score_chosen"] < row["score_rejected"]]
     assert len(preferred_less) == sum(drawn.pair[0].score < drawn.pair[1].score for drawn in flipped)
-    samples = read_run(tmp_path / "run").drawn
+    samples = read_run(run_dir).drawn
     assert any(describe_answers(record)[0][1].startswith("best, rejected") for record in samples)
 
 
@@ -182,20 +182,20 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
+def test_prompts_without_responses_are_enough(run, capsys, run_dir, tmp_path):
     prompts_alone = runs.write_prompts(tmp_path / "prompts")
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
     run("run", *settings)
     assert "train: 22 prompts without responses" in capsys.readouterr().out
-    evaluations = read_metrics(tmp_path / "run", "eval")
+    evaluations = read_metrics(run_dir, "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
-    assert find_undocumented(tmp_path / "run") == set(), "docs/metrics.md lacks these metrics"
-    assert all(line["loss/train"] > 0 for line in read_metrics(tmp_path / "run", "train"))
+    assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
+    assert all(line["loss/train"] > 0 for line in read_metrics(run_dir, "train"))
     best = max(evaluations[1:], key=lambda line: line["online_eval/score"])  # the first of them
-    assert (tmp_path / "run" / "BEST").resolve().name == f"step-{best['examples']}"
-    write_report([tmp_path / "run"], tmp_path / "report")
-    found = read_run(tmp_path / "run")
+    assert (run_dir / "BEST").resolve().name == f"step-{best['examples']}"
+    write_report([run_dir], tmp_path / "report")
+    found = read_run(run_dir)
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
     run("dry", *settings, "dry_run=true")
     with refused(r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
@@ -205,7 +205,7 @@ def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
 # --- ties and offline pairs ----------------------------------------------------------------------------------------
 
 
-def test_a_batch_of_ties_alone_changes_nothing(run, tmp_path):
+def test_a_batch_of_ties_alone_changes_nothing(run, run_dir, tmp_path):
     """Nor does the momentum of an earlier batch with one pair."""
     calls = tmp_path / "calls"
     scorer = write_scorer(
@@ -215,13 +215,13 @@ def test_a_batch_of_ties_alone_changes_nothing(run, tmp_path):
         "    return [float(first and i == 0) for i in range(len(completions))]",
     )
     run("run", *ONLINE, *scorer, "optimizer=AdamW", "lr=1e-2", "eval_every=4")
-    first, *others = read_metrics(tmp_path / "run", "train")
+    first, *others = read_metrics(run_dir, "train")
     assert (first["online/ties"], [line["online/ties"] for line in others]) == (0.75, [1, 1])
     assert first["grad_norm"] > 0
     assert [line["grad_norm"] for line in others] == [0, 0]
-    states = [read_state(tmp_path / "run" / f"step-{n}" / "policy.pt") for n in (4, 12)]
+    states = [read_state(run_dir / f"step-{n}" / "policy.pt") for n in (4, 12)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    before, after = (line["logps_eval/chosen"] for line in read_metrics(tmp_path / "run", "eval")[:2])
+    before, after = (line["logps_eval/chosen"] for line in read_metrics(run_dir, "eval")[:2])
     assert before != after  # the first batch was trained on
 
 
@@ -240,12 +240,12 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), (loss, name)
 
 
-def test_a_share_of_each_batch_is_pairs_of_the_data(run, seen, tmp_path):
+def test_a_share_of_each_batch_is_pairs_of_the_data(run, seen, run_dir):
     run("run", *ONLINE, "online.mix_offline=0.3")
     offline = [{*range(4)} - update.drawn.keys() for update in seen]
     assert [len(places) for places in offline] == [1] * 3
     assert len(set().union(*offline)) > 1  # by chance
-    assert all("online/score" in line for line in read_metrics(tmp_path / "run", "train"))
+    assert all("online/score" in line for line in read_metrics(run_dir, "train"))
 
 
 # --- what continues ------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
 
 
 @pytest.mark.parametrize("during", ["an update", slow("an evaluation")])
-def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, monkeypatch):
+def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, run_dir, monkeypatch):
     """And the run continues as if it had not been stopped."""
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
     stopping_call = {"an update": 2, "an evaluation": 4}[during]  # the reference's answers
@@ -289,16 +289,16 @@ def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, m
     with pytest.raises(Stopped):
         run("run", *settings)
     assert len(calls) == stopping_call
-    assert (tmp_path / "run" / "LATEST").resolve().name == ("step-4" if during == "an update" else "step-8")
+    assert (run_dir / "LATEST").resolve().name == ("step-4" if during == "an update" else "step-8")
     run("run", *settings, "resume=auto")
-    assert find_differences(whole, tmp_path / "run") == []
+    assert find_differences(whole, run_dir) == []
 
 
 SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
 
 
 @pytest.mark.slow
-def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path, monkeypatch):
+def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, run_dir, tmp_path, monkeypatch):
     """After update 2, which is not taken, the reference is a copy.
 
     Update 3, of a resumed run, begins at a KL of 0, where nothing is ranked.
@@ -308,7 +308,7 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, tmp_path,
     run("run", *SYNC, *scorer, "n_examples=8")
     run("run", *SYNC, *scorer, "resume=auto")
 
-    first, second, third = read_metrics(tmp_path / "run", "train")
+    first, second, third = read_metrics(run_dir, "train")
     assert first["online/kl"] == third["online/kl"] == 0 != second["online/kl"]
     assert third["loss/train"] == pytest.approx(math.log(2))
     assert ["rewards_train/accuracies" in line for line in (first, second, third)] == [False, True, False]
@@ -336,7 +336,7 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
 
 
 @pytest.mark.parametrize("grid", [(), slow(SHARDED)])
-def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
+def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, run_dir, tmp_path):
     """It fails once, as a service would."""
     body = f"""
     with open({str(tmp_path / "calls")!r}, "a+") as calls:
@@ -351,9 +351,9 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     [sentence] = [line for line in result.stderr.splitlines() if "ConnectionError: no answer" in line]
     assert f"{tmp_path}/rewards.py:score failed" in sentence
     assert "Traceback" not in result.stderr
-    assert (tmp_path / "run" / "LATEST").resolve().name == "step-16"
+    assert (run_dir / "LATEST").resolve().name == "step-16"
     train_here(command("run", *settings, "resume=auto"))
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
+    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [8, 16, 24, 32]
 
 
 def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_path):
@@ -371,11 +371,11 @@ def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_
 @pytest.mark.parametrize(
     ("code", "said"), [("score = 5", "has no function score"), ("def(", "cannot be run: SyntaxError")]
 )
-def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
+def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, run_dir, tmp_path):
     (tmp_path / "rewards.py").write_text(code)
     with refused(re.escape(said)):
         run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (run_dir / "metrics.jsonl").exists()
 
 
 # --- reward models -------------------------------------------------------------------------------------------------
@@ -383,10 +383,10 @@ def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said
 REWARDED = (*ONLINE, "online.scorer=reward_model", "max_length=44")
 
 
-def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, tmp_path):
+def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, run_dir, tmp_path):
     """As Gemma's rejects system messages. The prompt is the last of them."""
     template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
     model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
     with refused(r"its tokenizer's chat template rejects the prompt.*not ten"):
         run("run", *REWARDED, f"online.reward_model={model}")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (run_dir / "metrics.jsonl").exists()

@@ -1,6 +1,5 @@
 """The plugin of docs/plugins.md trains, on one process and several, and is part of what a resume checks."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.pytests import refused, succeeded
-from support.runs import ROOT, read_code, read_metrics, run_python, run_script, small_run, write_rows
+from support.runs import ROOT, read_code, read_json, read_metrics, run_python, run_script, small_run, write_rows
 
 from dpo.plugins import run_plugins
 from dpo.system.users_code import hash_code
@@ -58,7 +57,7 @@ def test_a_plugin_adds_a_loss_an_optimizer_a_callback_a_dataset_and_a_reader(fol
     losses = [line["loss/train"] for line in read_metrics(folder / "run", "train")]
     logged = [line.split(",") for line in (folder / "run" / "losses.csv").read_text().splitlines()]
     assert [float(value) for _, value in logged] == losses
-    counts = json.loads((folder / "run" / "preflight.json").read_text())
+    counts = read_json(folder / "run" / "preflight.json")
     assert counts["train"]["examples"] + counts["test"]["examples"] == 50 + 40  # of 60 rows with votes 20 are ties
 
 

@@ -110,22 +110,21 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos():
         ("model", None, "model.name_or_path is not set: set model="),
     ],
 )
-def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama, tmp_path):
+def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama, run_dir):
     config = reference_config()
     config.pop(key, None)
     if value is not None:
         config[key] = value
     with refused(message):
-        BasicTrainer(tiny_llama, OmegaConf.create(config), 0, tmp_path / "run", tiny_llama)
+        BasicTrainer(tiny_llama, OmegaConf.create(config), 0, run_dir, tiny_llama)
 
 
 # --- worker_main ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypatch):
+def test_worker_main_trains_models_that_are_given(tiny_llama, run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_dir = tmp_path / "run"
     config = OmegaConf.create(reference_config(local_run_dir=str(run_dir)))
     policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama)
     train.worker_main(0, 1, config, policy, reference)
@@ -157,7 +156,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_llama, tmp_path):
+def test_two_processes_that_are_spawned_meet_and_give_the_numbers_of_one(tiny_llama, run_dir, tmp_path):
     one = OmegaConf.create(reference_config(local_run_dir=str(tmp_path / "one")))
     train.worker_main(0, 1, one, copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama))
     two = reference_config(trainer="FSDPTrainer", fsdp_port=get_open_port(), local_dirs=[str(tmp_path)])

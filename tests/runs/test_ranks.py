@@ -69,7 +69,7 @@ def start_run(rank: int, world_size: int, config: Any, folder: Path, of_rank_1: 
 
 
 @pytest.fixture
-def start(rows, tokenizer, tmp_path):
+def start(rows, tokenizer, run_dir, tmp_path):
     """Start two machines with files alike but for one, if that is named, of rank 1."""
 
     def start(*settings: str, changed: str = "", **of_rank_1: Any) -> None:
@@ -83,7 +83,7 @@ def start(rows, tokenizer, tmp_path):
             save_file(weights, file, metadata={"format": "pt"})
         elif changed:
             file.write_text(file.read_text().replace("[0]", "[1]").replace("1e-06", "0.1"))
-        config = compose(*small_run(rows, tmp_path / "run", *SHARDED, "n_examples=8", *settings))
+        config = compose(*small_run(rows, run_dir, *SHARDED, "n_examples=8", *settings))
         launch(start_run, 2, config, tmp_path, of_rank_1, process_group=True, timeout_secs=60)
 
     return start
@@ -97,10 +97,10 @@ SCORED = (*ONLINE, "online.scorer=function", "online.function=HERE/my.py:score")
 REWARDED = (*ONLINE, "online.scorer=reward_model", "online.reward_model=HERE")
 
 
-def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, tmp_path):
+def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(start, run_dir):
     with refused(r"^rank 1 on .* and rank 0 on .* differ in lr, the code of plugins: use the same files"):
         start("plugins=[HERE/my.py]", changed="my.py", lr=1e-4)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (run_dir / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_machines_with_other_code_of_a_plugin_or_another_setting_are_refused(sta
         slow(SCORED, "my.py", "online.function"),
     ],
 )
-def test_machines_with_another_model_or_scorer_are_refused(settings, changed, named, start, tmp_path):
+def test_machines_with_another_model_or_scorer_are_refused(settings, changed, named, start, run_dir):
     with refused(rf"rank 1 on .* differ in {named}: use the same files"):
         start(*settings, changed=changed)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (run_dir / "metrics.jsonl").exists()
 
 
 @SLOW
-def test_machines_with_the_same_files_in_other_places_train(start, tmp_path):
+def test_machines_with_the_same_files_in_other_places_train(start, run_dir):
     start("plugins=[HERE/my.py]", *REWARDED)
-    assert (tmp_path / "run" / "LATEST").exists()
+    assert (run_dir / "LATEST").exists()
 
 
 def distribute_unlike(rank: int, world_size: int) -> None:

@@ -51,7 +51,7 @@ def test_the_comparison_sees_what_differs(finished):
 
 
 @pytest.mark.slow
-def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, finished, tmp_path, monkeypatch):
+def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, finished, run_dir, monkeypatch):
     settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false")
     whole, samples = finished(*settings), Evaluator.samples
 
@@ -67,27 +67,27 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
         monkeypatch.setattr(Evaluator, "samples", killed_at(n_examples))
         with pytest.raises(LookupError):
             run("run", *settings, "resume=auto")
-        assert find_checkpoints(tmp_path / "run")[0].name == f"step-{n_examples}"
+        assert find_checkpoints(run_dir)[0].name == f"step-{n_examples}"
     monkeypatch.undo()
     for _ in range(2):
         run("run", *settings, "resume=auto")
         for name in ("samples.jsonl", "answers.jsonl"):
-            assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
-    assert find_differences(whole, tmp_path / "run") == []
+            assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
+    assert find_differences(whole, run_dir) == []
 
 
 # --- where to continue ---------------------------------------------------------------------------------------------
 
 
-def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, tmp_path, capsys):
+def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, run_dir, capsys):
     run("run", "resume=auto", "n_examples=8")
     assert "self-test passed" in capsys.readouterr().out
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    before = (run_dir / "metrics.jsonl").read_bytes()
 
     run("run", "resume=auto", "n_examples=8")
 
-    assert f"{tmp_path}/run/step-8: this run is already complete" in capsys.readouterr().out
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert f"{run_dir}/step-8: this run is already complete" in capsys.readouterr().out
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
     assert find_differences(finished(), file.parents[1]) == []
 
 
-def test_a_template_writes_the_date_on_which_the_run_began(run, tmp_path, monkeypatch):
+def test_a_template_writes_the_date_on_which_the_run_began(run, run_dir, tmp_path, monkeypatch):
     """In a copy of a checkpoint too; an export writes the date on which it is used."""
     model = shutil.copytree(TINY, tmp_path / "model")
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -133,17 +133,17 @@ def test_a_template_writes_the_date_on_which_the_run_began(run, tmp_path, monkey
     monkeypatch.setattr("dpo.checkpoint.resume.date", SimpleNamespace(today=lambda: date.fromisoformat(next(days))))
     run("run", *settings, "n_examples=4")
     run("run", *settings, "n_examples=8", "resume=auto", "export=true")
-    run("copy", *settings, "n_examples=12", f"resume={tmp_path / 'run' / 'step-8'}")
+    run("copy", *settings, "n_examples=12", f"resume={run_dir}/step-8")
 
     assert read_yaml(tmp_path / "copy" / "config.yaml")["chat_template_date"] == "2026-01-31"
-    assert (tmp_path / "run" / "LATEST" / "hf" / "chat_template.jinja").read_text() == template
+    assert (run_dir / "LATEST" / "hf" / "chat_template.jinja").read_text() == template
 
 
-def test_a_run_keeps_the_autocast_that_it_began_with(run, tmp_path):
+def test_a_run_keeps_the_autocast_that_it_began_with(run, run_dir):
     run("run", "n_examples=8", "model.autocast=bfloat16")  # as auto chooses on a GPU
     run("run", "n_examples=12", "model.autocast=auto", "resume=auto")
-    assert read_yaml(tmp_path / "run" / "config.yaml")["model"]["autocast"] == "bfloat16"
-    assert len(read_metrics(tmp_path / "run", "train")) == 3
+    assert read_yaml(run_dir / "config.yaml")["model"]["autocast"] == "bfloat16"
+    assert len(read_metrics(run_dir, "train")) == 3
 
 
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finished, tmp_path):
@@ -176,15 +176,15 @@ def test_another_reference_is_noticed(run, copied, finished):
         ("auto", r"finds no complete checkpoint; .*step-24 has no manifest"),
     ],
 )
-def test_what_cannot_be_continued_is_refused_and_nothing_is_thrown_away(place, refusal, run, copied, tmp_path):
+def test_what_cannot_be_continued_is_refused_and_nothing_is_thrown_away(place, refusal, run, copied, run_dir, tmp_path):
     copied("run")
     if place == "auto":
-        for manifest in (tmp_path / "run").glob("step-*/manifest.json"):
+        for manifest in run_dir.glob("step-*/manifest.json"):
             manifest.unlink()
     with refused(refusal):
         run("new" if place == "nowhere" else "run", f"resume={'auto' if place == 'auto' else tmp_path / place}")
     assert not (tmp_path / "new").exists()
-    assert len(read_metrics(tmp_path / "run", "train")) == 6
+    assert len(read_metrics(run_dir, "train")) == 6
 
 
 # --- what must not change ------------------------------------------------------------------------------------------
@@ -200,7 +200,9 @@ def test_changes_that_would_make_it_another_run_are_named(run, copied):
 
 
 @pytest.mark.parametrize("loss", ["dpo", slow("sft")])
-def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_replaced_are_not_read(loss, run, tmp_path):
+def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_replaced_are_not_read(
+    loss, run, run_dir, tmp_path
+):
     model = shutil.copytree(TINY, tmp_path / "model")
     settings = (f"loss={loss}", f"model.name_or_path={model}")
     run("run", *settings, "n_examples=8")
@@ -221,7 +223,7 @@ def test_a_changed_tokenizer_or_model_config_is_noticed_and_weights_that_are_rep
     if loss == "sft":  # without a reference
         (model / "model.safetensors").unlink()
     run("run", *settings, "n_examples=12", "resume=auto")
-    assert len(read_metrics(tmp_path / "run", "train")) == 3
+    assert len(read_metrics(run_dir, "train")) == 3
 
 
 @pytest.mark.slow
@@ -237,13 +239,13 @@ def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ
 
 
 @pytest.mark.parametrize("split", ["train", slow("test")])
-def test_changed_data_is_noticed(split, run, rows, tmp_path):
+def test_changed_data_is_noticed(split, run, rows, run_dir, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
     run("run", "n_examples=12", "resume=auto")  # the same texts in another place
     with (own / f"{split}.jsonl").open("a") as file:
         file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
-    records = [tmp_path / "run" / name for name in ("config.yaml", "preflight.json")]
+    records = [run_dir / name for name in ("config.yaml", "preflight.json")]
     before = [record.read_text() for record in records]
     changed = {"train": "training", "test": "test"}[split]
     with refused(rf"the {changed} data has changed since .*step-12"):

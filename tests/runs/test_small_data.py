@@ -1,11 +1,10 @@
 """A few rows are enough for a run, under each trainer."""
 
-import json
 from collections import Counter
 
 import pytest
 from support.pytests import slow, succeeded
-from support.runs import TINY, read_rows, train, write_rows
+from support.runs import TINY, read_json, read_rows, train, write_rows
 
 from dpo.analysis.ledger import read_ledger
 
@@ -29,7 +28,7 @@ TRAINERS = {
         slow(5, "sharded", (4, 1, 1)),
     ],
 )
-def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, trainer, counts, tmp_path):
+def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, trainer, counts, run_dir, tmp_path):
     rows = [
         {"prompt": f"Where is key {i}?", "chosen": f" Here{' I think' * (i % 3)}.", "rejected": " Go!"}
         for i in range(n_rows)
@@ -38,20 +37,20 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
         "loss=dpo", "loss.beta=0.1", f"model.name_or_path={TINY}", "exp_name=small", "ledger=true",
         "do_first_sampling=true", "eval_every=1000", "holdout=0.1",
         "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
-        "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
+        "max_prompt_length=24", f"local_run_dir={run_dir}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
     ))  # fmt: skip
 
     assert "warning: n_eval_examples" not in result.stdout
-    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    report = read_json(run_dir / "preflight.json")
     n_train, n_test, updates = counts
     assert (report["train"]["examples"], report["test"]["examples"]) == (n_train, n_test)
     assert report["updates"] == updates
     scored = Counter(
-        (row["update"], row["example"]) for row in read_ledger(tmp_path / "run").to_pylist() if row["split"] == "eval"
+        (row["update"], row["example"]) for row in read_ledger(run_dir).to_pylist() if row["split"] == "eval"
     )
     assert set(scored.values()) == {1}
     assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
-    samples, answers = (read_rows(tmp_path / "run" / name) for name in ("samples.jsonl", "answers.jsonl"))
+    samples, answers = (read_rows(run_dir / name) for name in ("samples.jsonl", "answers.jsonl"))
     assert len({(sample["examples"], sample["prompt"]) for sample in samples}) == len(samples) == 2 * n_test
     prompts = {sample["prompt"] for sample in samples}
     assert Counter((answer["examples"], answer["prompt"]) for answer in answers) == Counter(

@@ -41,8 +41,8 @@ def run_with_signal(step: str, number: int, overrides: list[str]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("step", [s if s in QUICK else slow(s) for s in STEPS])
-def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, command, tmp_path):
-    number, run_dir = list(STATUS)[len(step) % 3], tmp_path / "run"
+def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, command, run_dir):
+    number = list(STATUS)[len(step) % 3]
     status, said = run_with_signal(step, number, command("run"))
     assert_stopped_before_training(number, status, said, run_dir)
 
@@ -88,10 +88,10 @@ def ask_both_ranks() -> None:
     time.sleep(60)
 
 
-def test_of_several_processes_none_goes_on(command, tmp_path):
+def test_of_several_processes_none_goes_on(command, run_dir):
     began = time.monotonic()
     run = start_run(command("run", *SHARDED), partial(call_before, STEPS["model"], ask_both_ranks))
-    assert_stopped_before_training(signal.SIGTERM, run.wait(), run.text, tmp_path / "run")
+    assert_stopped_before_training(signal.SIGTERM, run.wait(), run.text, run_dir)
     assert run.text.count("SIGTERM") == 2  # acknowledged once, and the last sentence
     assert time.monotonic() - began < 40
 
@@ -109,13 +109,13 @@ def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_kill
             assert process.wait(timeout=30) == -signal.SIGTERM
 
 
-def test_a_run_that_has_a_checkpoint_says_how_to_continue(run, command, tmp_path):
+def test_a_run_that_has_a_checkpoint_says_how_to_continue(run, command, run_dir):
     run("run", "n_examples=8")
     status, said = run_with_signal("model", signal.SIGINT, command("run", "resume=auto"))
     assert status == 130
-    way_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
+    way_on = f"rerun the same command with local_run_dir={run_dir} resume=auto to continue"
     assert said.endswith(f"stopped by Ctrl-C: {way_on}\n")
-    assert len(read_metrics(tmp_path / "run", "train")) == 2
+    assert len(read_metrics(run_dir, "train")) == 2
 
 
 def fill_output() -> None:
@@ -126,10 +126,10 @@ def fill_output() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), SHARDED])
-def test_output_that_cannot_be_written_ends_no_run(more, command, tmp_path):
+def test_output_that_cannot_be_written_ends_no_run(more, command, run_dir):
     """On a full disk, or a pipe that nobody reads."""
     assert start_run(command("run", *more), fill_output).wait() == 0
-    assert len(find_checkpoints(tmp_path / "run")) > 0
+    assert len(find_checkpoints(run_dir)) > 0
 
 
 def close_streams() -> None:
@@ -138,9 +138,9 @@ def close_streams() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_several_processes_trains_without_streams(command, tmp_path):
+def test_a_run_of_several_processes_trains_without_streams(command, run_dir):
     assert start_interpreter("train.py", *command("run", *SHARDED), prepare=close_streams).wait(100) == 0
-    assert len(find_checkpoints(tmp_path / "run")) > 0
+    assert len(find_checkpoints(run_dir)) > 0
 
 
 def test_a_bad_command_line_has_its_status_without_streams():

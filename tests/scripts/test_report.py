@@ -17,8 +17,8 @@ def without_curves(monkeypatch):
     monkeypatch.setattr(curves, "plan_charts", lambda runs: [])
 
 
-def test_one_run_is_reported_in_its_directory(tmp_path, capsys):
-    run = write_run(tmp_path / "run", LINES)
+def test_one_run_is_reported_in_its_directory(run_dir, capsys):
+    run = write_run(run_dir, LINES)
     before = {name: (run / name).read_bytes() for name in os.listdir(run)}
 
     assert main([str(run)]) == 0
@@ -46,8 +46,8 @@ def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
     assert "2 runs compared" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_junk_and_a_place_that_is_not_a_reports_are_one_sentence_and_status_2(tmp_path, capsys):
-    run = str(write_run(tmp_path / "run", LINES))
+def test_junk_and_a_place_that_is_not_a_reports_are_one_sentence_and_status_2(run_dir, tmp_path, capsys):
+    run = str(write_run(run_dir, LINES))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "report.html").write_text("<title>my report</title>")
     for arguments, said in (

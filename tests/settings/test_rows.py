@@ -87,13 +87,13 @@ def test_what_cannot_be_rows_is_refused_and_nothing_is_overwritten(rows, message
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path, monkeypatch):
+def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {
         "exp_name": "test",
         "datasets": PAIRS,
         "local_dirs": [str(tmp_path)],
-        "local_run_dir": str(tmp_path / "run"),
+        "local_run_dir": str(run_dir),
         "loss": {"name": "sft"},
         "model": {"name_or_path": str(TINY)},
         "wandb": {"enabled": False},
@@ -102,7 +102,7 @@ def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path
     for n_examples in (4, 8):
         change = {"n_examples": n_examples, "resume": "auto"}
         train.worker_main(0, 1, {**config, **change}, copy.deepcopy(tiny_llama))
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [4, 8]
+    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
     with refused("unknown key learning_rate: here it is lr"):
         train.worker_main(0, 1, {**config, "learning_rate": 1}, tiny_llama)
     with refused("unknown key learning_rate: here it is lr"):

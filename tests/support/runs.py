@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from dpo.checkpoint.files import find_checkpoints, read_state
+from dpo.system.plain_files import read_json
 from support import warm
 from support.pytests import succeeded
 from support.warm import ROOT
@@ -126,7 +127,7 @@ def read_rows(path: Path) -> list[Any]:
 
 def change_json(path: Path, **changes: Any) -> None:
     """Change these entries of an object in a file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
+    path.write_text(json.dumps(read_json(path) | changes), encoding="utf-8")
 
 
 def write_splits(folder: Path, make_row: Callable[[str, int], dict]) -> Path:

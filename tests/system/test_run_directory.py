@@ -15,7 +15,7 @@ import tqdm
 import yaml
 from support.faults import start_run
 from support.pytests import refused, slow
-from support.runs import ROOT, read_rows
+from support.runs import ROOT, read_json, read_rows
 
 from dpo.errors import WarningLine
 from dpo.redaction import redact
@@ -37,10 +37,9 @@ def test_a_secret_is_redacted_however_it_is_quoted(secret, monkeypatch):
         assert redact(f"tokenizer {shown} cannot be loaded").count("REDACTED") == 1
 
 
-def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
+def test_a_new_directory_holds_config_and_environment(run_dir, monkeypatch):
     monkeypatch.setenv("SOME_VARIABLE", "not for the record")
 
-    run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_run_facts(run_dir, {"lr": 1e-6, "api_key": "abc"})
 
@@ -58,17 +57,17 @@ def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [".lock", "config.yaml", "step-8", ".step-8.dpo-tmp", "samples.txt", "report", "log.txt", "metrics.jsonl"]
 )
-def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, tmp_path, run):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")  # nothing of the run has this name
-    (tmp_path / "run" / name).write_text("{}")
+def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, run_dir, run):
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")  # nothing of the run has this name
+    (run_dir / name).write_text("{}")
     is_checkpoint = (name, resume) == ("step-8", "auto")
     message = "finds no complete checkpoint" if is_checkpoint else f"already holds a run \\({name}\\), or other files"
     for dry_run in ("true", "false"):
         with refused(message):
             run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
-    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {"notes.txt", name} - {".lock"}
-    assert (tmp_path / "run" / name).read_text() == "{}"
+    assert {path.name for path in run_dir.iterdir()} - {".lock"} == {"notes.txt", name} - {".lock"}
+    assert (run_dir / name).read_text() == "{}"
 
 
 def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
@@ -101,15 +100,15 @@ def test_a_refused_run_leaves_nothing_that_was_not_there(run, tmp_path, made_bef
 
 def test_the_time_of_a_resumed_run_has_what_came_before_its_checkpoint(tmp_path):
     write_run_facts(tmp_path, {})
-    record = json.loads((tmp_path / "env.json").read_text())
+    record = read_json(tmp_path / "env.json")
     assert record["seconds_before"] == 0
     started = datetime.fromisoformat(record["started"]).timestamp()
     for before, saved_after in ((100, 100), (130, 30)):
         write_run_facts(tmp_path, {}, former=("id", started + saved_after))
-        assert json.loads((tmp_path / "env.json").read_text())["seconds_before"] == pytest.approx(before, abs=2)
+        assert read_json(tmp_path / "env.json")["seconds_before"] == pytest.approx(before, abs=2)
     (other := tmp_path / "other").mkdir()
     write_run_facts(other, {}, former=("id", started))  # another run's checkpoint, copied
-    assert json.loads((other / "env.json").read_text())["seconds_before"] is None
+    assert read_json(other / "env.json")["seconds_before"] is None
 
 
 def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
@@ -155,12 +154,12 @@ def log_as_a_library() -> None:
 
 
 @pytest.mark.parametrize("processes", [[], slow(["trainer=FSDPTrainer", "world_size=2"])])
-def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends(command, tmp_path, processes):
+def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends(command, run_dir, processes):
     text = ""
     for n_examples in (8, 12):
         run = start_run(command("run", *processes, "resume=auto", f"n_examples={n_examples}"), log_as_a_library)
         assert run.wait() == 0, run.text
-        before, text, printed = text, (tmp_path / "run" / "log.txt").read_text(), run.text.splitlines()
+        before, text, printed = text, (run_dir / "log.txt").read_text(), run.text.splitlines()
         assert "of a library" in printed
         assert text.startswith(before)
         assert text.removeprefix(before).splitlines()[0] == printed[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import read_json
 from support.warm import launch
 
 from dpo.checkpoint import files, saver
@@ -108,6 +109,6 @@ def share_a_word(rank: int, world_size: int, folder: Path) -> None:
 def test_the_first_process_of_each_machine_makes_it_for_all(tmp_path):
     launch(share_a_word, 3, tmp_path, process_group=True)
 
-    got = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    got = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert got == [["0's", "0's"], ["0's", "0's"], ["0's", "2's"]]
     assert sorted((tmp_path / "makers").read_text().split()) == ["0", "0", "2"]

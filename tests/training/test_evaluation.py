@@ -11,7 +11,7 @@ import torch
 from support import trainers
 from support.models import load_tiny, plain_logps
 from support.pytests import sampled
-from support.runs import compose, small_run, write_rows
+from support.runs import compose, read_json, small_run, write_rows
 from support.warm import launch
 
 import trainers as own
@@ -106,7 +106,7 @@ def test_processes_may_be_more_than_there_are_examples(folder, expected):
     ]
     launch(evaluate_in_ways, 4, folder, cases, process_group=True)
 
-    for (n, _), found in zip(cases, json.loads((folder / "found.json").read_text()), strict=True):
+    for (n, _), found in zip(cases, read_json(folder / "found.json"), strict=True):
         assert_same(found, expected("loss=dpo", n))
         assert len(set(found["prompts"])) == len(found["prompts"]) == n  # none twice
 

@@ -44,9 +44,9 @@ def tensors_alone(monkeypatch):
 
 
 @pytest.fixture
-def plan_of(rows, tmp_path):
+def plan_of(rows, run_dir):
     def make(settings: str = "", world_size: int | None = None):
-        config = runs.compose(*small_run(rows, tmp_path / "run", *settings.split()))
+        config = runs.compose(*small_run(rows, run_dir, *settings.split()))
         return resolve(config, world_size=world_size)
 
     return make
@@ -95,9 +95,9 @@ class Tracker(TorchDispatchMode):
         slow("model.autocast=bfloat16 gradient_accumulation_steps=1"),
     ],
 )
-def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows, tmp_path):
+def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows, run_dir):
     overrides = ("n_examples=8", "gradient_accumulation_steps=2", *settings.split())
-    config = runs.compose(*small_run(rows, tmp_path / "run", *overrides))
+    config = runs.compose(*small_run(rows, run_dir, *overrides))
     plan = resolve(config)
     predicted, notes = predict(plan, load_data(plan, silent=True))
     policy, reference = model_loaders(plan)
@@ -223,7 +223,7 @@ def test_a_dry_run_says_what_would_run_without_weights_and_writes_nothing(comman
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, tmp_path):
+def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, run_dir, tmp_path):
     run("run", "n_examples=8")
     torch.save({"state": {"transformer.wte.weight": torch.zeros(2, 2)}}, tmp_path / "policy.pt")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -234,14 +234,14 @@ def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, tmp_path):
     ):
         with refused(message):
             run(name, "dry_run=true", override)
-    run("fork", "dry_run=true", f"resume={tmp_path}/run/step-8")
+    run("fork", "dry_run=true", f"resume={run_dir}/step-8")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp_path):
+def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, run_dir):
     run = start_run(command("run", "batch_size=8"), partial(run_out_of_memory_at, 2))
 
     assert run.wait() == 1
     said = run.text.splitlines()[-1]
     assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
-    assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
+    assert (run_dir / "step-8" / "manifest.json").exists()

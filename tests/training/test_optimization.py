@@ -99,22 +99,22 @@ def lrs(run_dir) -> list[float]:
     return [line["lr"] for line in read_metrics(run_dir, "train")]
 
 
-def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, spoil, tmp_path):
+def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, spoil, run_dir):
     spoil(3)
     run("run", "schedule=linear", "warmup_steps=0", "nan_policy=skip", "do_first_eval=false", "eval_every=24")
-    assert lrs(tmp_path / "run") == pytest.approx([1e-3 * n / 6 for n in (6, 5, 4, 4, 3, 2)])
+    assert lrs(run_dir) == pytest.approx([1e-3 * n / 6 for n in (6, 5, 4, 4, 3, 2)])
 
 
 @pytest.mark.slow
-def test_two_processes_scale_the_rate_and_a_run_keeps_it_with_another_number(command, run, tmp_path):
+def test_two_processes_scale_the_rate_and_a_run_keeps_it_with_another_number(command, run, run_dir):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
     succeeded(train(*command("run", *settings, "trainer=FSDPTrainer", "world_size=2", "n_examples=8")))
-    assert lrs(tmp_path / "run") == [0.002] * 2
+    assert lrs(run_dir) == [0.002] * 2
 
     run("run", *settings, "n_examples=12", "resume=auto")
 
-    assert lrs(tmp_path / "run") == [0.002] * 3
-    groups = read_state(tmp_path / "run" / "step-12" / "optimizer.pt")["param_groups"]
+    assert lrs(run_dir) == [0.002] * 3
+    groups = read_state(run_dir / "step-12" / "optimizer.pt")["param_groups"]
     assert [group["lr"] for group in groups] == [0.002]
 
 
