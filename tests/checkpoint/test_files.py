@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import PARTS, read_json
+from support.runs import PARTS, flip_a_bit, read_json, write_steps
 
 from dpo.checkpoint import files
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints, prune, set_link, tidy
@@ -25,19 +25,6 @@ def read(directory: Path, part: str = "policy") -> Any:
 
 
 # --- written -------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_files_hold_the_references_keys_and_load_as_plain_data(run_dir):
-    weight = torch.randn(4, 4)
-    states = {"policy": {"lm_head.weight": weight}, "scheduler": {"last_epoch": 3}}
-    saved = write_checkpoint(run_dir / "step-8", states, metrics={"loss/eval": 0.5})
-
-    assert os.listdir(run_dir) == ["step-8"]
-    assert sorted(os.listdir(saved)) == ["manifest.json", "policy.pt", "scheduler.pt"]
-    content = torch.load(saved / "policy.pt", weights_only=True)
-    assert list(content) == ["step_idx", "state", "metrics"]
-    assert (content["step_idx"], content["metrics"]) == (8, {"loss/eval": 0.5})
-    assert torch.equal(content["state"]["lm_head.weight"], weight)
 
 
 def test_a_directory_that_is_saved_again_holds_only_the_new_files(tmp_path):
@@ -73,23 +60,13 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
 # --- recognised ----------------------------------------------------------------------------------------------------
 
 
-def write(run_dir: Path, *steps: int) -> list[Path]:
-    states = {part: {"a": torch.arange(50.0)} for part in PARTS}
-    return [write_checkpoint(run_dir / f"step-{step}", states, step_idx=step, updates=2) for step in steps]
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize(
-    "damage", [Path.unlink, flip, lambda file: os.truncate(file, file.stat().st_size - 1), lambda f: f.write_bytes(b"")]
+    "damage",
+    [Path.unlink, flip_a_bit, lambda file: os.truncate(file, file.stat().st_size - 1), lambda f: f.write_bytes(b"")],
 )
 def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
     for n, part in enumerate([*(f"{part}.pt" for part in PARTS), "manifest.json"]):
-        [saved] = write(tmp_path, n)
+        [saved] = write_steps(tmp_path, n, updates=2)
         manifest = check_complete(saved)
         assert (manifest["examples"], manifest["updates"]) == (n, 2)
         assert manifest["files"].keys() == {f"{part}.pt" for part in PARTS}
@@ -99,7 +76,7 @@ def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
 
 
 def test_a_manifest_that_says_something_else_is_damage(tmp_path):
-    [saved] = write(tmp_path, 8)
+    [saved] = write_steps(tmp_path, 8, updates=2)
     manifest = read_json(saved / "manifest.json")
     changed = [json.dumps(manifest | change) for change in ({"updates": 3}, {"examples": 9}, {"files": {}}, {"new": 1})]
     for content in (*changed, "", "null", "[]", "{}", '{"files": null}', "[" * 100_000):
@@ -109,7 +86,7 @@ def test_a_manifest_that_says_something_else_is_damage(tmp_path):
 
 
 def test_after_a_kill_temporary_files_are_removed_and_a_checkpoint_being_replaced_is_restored(tmp_path):
-    write(tmp_path, 8, 16)
+    write_steps(tmp_path, 8, 16)
     (tmp_path / "step-8").rename(tmp_path / ".step-8.dpo-former")  # killed before the new one was in place
     for rest in (".step-16.dpo-former", ".step-24.dpo-tmp", ".step-4.dpo-tmp"):
         (tmp_path / rest).mkdir()
@@ -119,7 +96,7 @@ def test_after_a_kill_temporary_files_are_removed_and_a_checkpoint_being_replace
 
 
 def test_pruning_keeps_the_newest_the_best_and_never_fewer_than_two(tmp_path):
-    write(tmp_path, 8, 16, 24, 32, 40)
+    write_steps(tmp_path, 8, 16, 24, 32, 40)
     set_link(tmp_path / "BEST", tmp_path / "step-8")
     set_link(tmp_path / "LATEST", tmp_path / "step-40")
 

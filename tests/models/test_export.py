@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, IDS, assert_near, build, save_adapter
 from support.pytests import refused, slow
-from support.runs import PARTS, TINY, change_json
+from support.runs import PARTS, TINY, change_json, flip_a_bit
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.models.export import export
@@ -111,10 +111,7 @@ def test_a_damaged_checkpoint_is_not_exported(home, run_dir, tmp_path):
     states = {part: {"a": torch.arange(50.0)} for part in PARTS}
     shutil.rmtree(run_dir / "step-8")
     write_checkpoint(run_dir / "step-8", [*states.items(), *files], step_idx=8, metrics=None, facts={})
-    damaged = run_dir / "step-8" / "adapter_model.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1  # PEFT would not notice the last byte
-    damaged.write_bytes(content)
+    flip_a_bit(run_dir / "step-8" / "adapter_model.safetensors")  # which PEFT would not notice
     for merge in (False, True):
         with refused(r"adapter_model.safetensors: checksum mismatch"):
             export(run_dir, tmp_path / "out", model=str(home), merge=merge)

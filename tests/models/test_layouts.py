@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from support.gpu import HostReads
 from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
 from support.pytests import refused
 
@@ -51,17 +50,6 @@ PADDED = {
 def pairs():
     """Pairs of many lengths; examples 0 and 3 share a prompt and a response."""
     return list_examples(rows=8, shared=True)
-
-
-@pytest.mark.parametrize("name", ["padded", "shared_prefix"])
-def test_the_host_waits_for_nothing_in_a_forward(name, pairs):
-    layout, _ = layout_by_rules(name, build("llama", attention="sdpa"), max_length=LONG)
-    for attention in ("sdpa", "eager"):
-        model = build("llama", attention=attention)
-        [microbatch] = layout.split(pairs, 1)
-        with HostReads() as reads:
-            layout.forward(model, microbatch.inputs)
-        assert reads.number == 0
 
 
 @pytest.mark.parametrize("family", IN_FLOAT32)

@@ -20,18 +20,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support.commands import RUNS, find_refusals
 from support.pytests import refused, slow, succeeded
-from support.runs import GOLDEN, PARTS, change_json, train, write_rows
+from support.runs import GOLDEN, PARTS, change_manifest, train, write_rows, write_steps
 from transformers import dynamic_module_utils
 
 from dpo.checkpoint.files import (
     MANIFEST,
     check_complete,
-    hash_manifest,
     prune,
     read_state,
     set_link,
     tidy,
-    write_checkpoint,
 )
 from dpo.commands.export import main as export
 from dpo.commands.verify import main as verify
@@ -63,18 +61,12 @@ def checkpoint(copied) -> Path:
     return copied("run", "n_examples=8") / "step-8"
 
 
-def vouch(checkpoint: Path, **changes) -> None:
-    """Change a manifest and its own checksum with it."""
-    manifest = read_json(checkpoint / MANIFEST) | changes
-    change_json(checkpoint / MANIFEST, **{**changes, "sha256": hash_manifest(manifest)})
-
-
 def vouch_for_file(file: Path, content: bytes) -> None:
     """Write a checkpoint's file, with its checksums in the manifest."""
     file.write_bytes(content)
     files = read_json(file.parent / MANIFEST)["files"]
     facts = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    vouch(file.parent, files={**files, file.name: facts})
+    change_manifest(file.parent, files={**files, file.name: facts})
 
 
 # --- code that nobody asked for ------------------------------------------------------------------------------------
@@ -121,7 +113,7 @@ def test_values_of_another_type_in_a_manifest_are_one_sentence_of_every_command(
     manifest = read_json(checkpoint / MANIFEST)
     wrong = {"files": None, "model": [], "config": [], "chat_template": {"chat_template": 1}, "updates": "x"}
     for name, value in wrong.items():
-        vouch(checkpoint, **{**manifest, name: value})
+        change_manifest(checkpoint, **{**manifest, name: value})
         assert export([str(checkpoint), str(tmp_path / "out")]) == 2
         assert verify([str(checkpoint)]) == 1
         said = capsys.readouterr()
@@ -248,21 +240,14 @@ def test_what_is_no_file_is_not_read(kind, tmp_path):
             read(tmp_path / "odd")
 
 
-def write(run_dir: Path, *steps: int) -> list[Path]:
-    for step in steps:
-        states = {part: {"a": torch.arange(5.0)} for part in PARTS}
-        write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
-    return [run_dir / f"step-{step}" for step in steps]
-
-
 @pytest.mark.parametrize("kind", ["directory", "symbolic link", "FIFO", "loop"])
-def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_points_to(kind, tmp_path):
+def test_temporary_files_and_links_are_removed_and_what_links_point_to_stays(kind, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").touch()
-    write(tmp_path, 8)
+    write_steps(tmp_path, 8)
     for name in (".step-8.dpo-tmp", ".step-8.dpo-former", ".step-16.dpo-tmp"):
         make(kind, tmp_path / name)
-    [saved, *_] = write(tmp_path, 8, 16, 24, 32)
+    [saved, *_] = write_steps(tmp_path, 8, 16, 24, 32)
     set_link(tmp_path / "LATEST", saved)
     prune(tmp_path, 2, None)
     check_complete(saved)

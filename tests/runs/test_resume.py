@@ -9,9 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.pytests import refused, slow
-from support.runs import TINY, change_json, find_differences, read_log, read_metrics, write_rows
+from support.runs import (
+    TINY,
+    change_json,
+    change_manifest,
+    find_differences,
+    flip_a_bit,
+    read_json,
+    read_log,
+    read_metrics,
+    write_rows,
+)
 
-from dpo.checkpoint.files import find_checkpoints
+from dpo.checkpoint.files import MANIFEST, find_checkpoints
 from dpo.errors import InputError
 from dpo.system.plain_files import read_yaml
 from dpo.system.run_directory import write_run_facts
@@ -105,9 +115,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tm
 
 def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, capsys):
     file = copied("damaged") / "step-24" / "optimizer.pt"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(file)
 
     run("damaged", "resume=auto")
 

@@ -3,27 +3,18 @@
 from pathlib import Path
 
 import pytest
-import torch
-from support.runs import PARTS
+from support.runs import flip_a_bit, write_steps
 
-from dpo.checkpoint.files import set_link, write_checkpoint
+from dpo.checkpoint.files import set_link
 from dpo.commands.verify import main
 
 
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     """A run of two checkpoints."""
-    for step in (8, 16):
-        states = {part: {"a": torch.arange(50.0)} for part in PARTS}
-        write_checkpoint(tmp_path / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
-    set_link(tmp_path / "LATEST", tmp_path / "step-16")
+    *_, latest = write_steps(tmp_path, 8, 16)
+    set_link(tmp_path / "LATEST", latest)
     return tmp_path
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def test_a_line_for_each_checkpoint_and_status_1_if_one_is_damaged(run_dir, capsys):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from dpo.checkpoint.files import find_checkpoints, read_state
+from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state, write_checkpoint
 from dpo.system.plain_files import read_json
 from support import warm
 from support.pytests import succeeded
@@ -123,6 +123,27 @@ def write_rows(path: Path, rows: list) -> Path:
 def read_rows(path: Path) -> list[Any]:
     """Read one JSON value per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def flip_a_bit(file: Path) -> None:
+    """Damage the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def write_steps(run_dir: Path, *steps: int, **facts: Any) -> list[Path]:
+    """Write small complete checkpoints after so many examples; return their directories."""
+    states = {part: {"a": torch.arange(50.0)} for part in PARTS}
+    for step in steps:
+        write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts=facts)
+    return [run_dir / f"step-{step}" for step in steps]
+
+
+def change_manifest(checkpoint: Path, **changes: Any) -> None:
+    """Change a manifest, and its own checksum with it."""
+    manifest = read_json(checkpoint / MANIFEST) | changes
+    change_json(checkpoint / MANIFEST, **changes | {"sha256": hash_manifest(manifest)})
 
 
 def change_json(path: Path, **changes: Any) -> None:
