@@ -1,6 +1,7 @@
 """Secrets are hidden wherever they came from, whatever prints them, and before anything is cut."""
 
 import importlib
+import json
 
 import pytest
 from support.formats import ASK, SKY, assistant
@@ -18,6 +19,32 @@ harden_stdio()
 print("a line", "of {SECRET}")
 raise ValueError("a bug that quotes {SECRET}")
 """
+
+
+@pytest.mark.parametrize(
+    ("shown", "redacted"),
+    [
+        ("https://bob:p@ss0rd@host/x", "https://REDACTED@host/x"),
+        ("https://host/x?token=abc&split=train", "https://host/x?token=REDACTED&split=train"),
+        ("pg-0123456789 and pat-0123456789", "REDACTED and REDACTED"),
+        ("https://example.org/me@home", "https://example.org/me@home"),
+        ("eos_token_id=2, pad_token=<pad>", "eos_token_id=2, pad_token=<pad>"),
+        ("api_key=value-0123 token=VALUE0x", "api_key=REDACTED token=REDACTED"),
+        ({"wandb": {"api_key": "abc"}, "HF_TOKEN": "a"}, {"wandb": {"api_key": "REDACTED"}, "HF_TOKEN": "REDACTED"}),
+        ([{"secret": "abc", "token": None, "monkey": "x"}], [{"secret": "REDACTED", "token": None, "monkey": "x"}]),
+    ],
+)
+def test_what_looks_like_a_secret_is_redacted_and_nothing_else(shown, redacted, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", "pg-0123456789")
+    monkeypatch.setenv("GITHUB_PAT", "pat-0123456789")
+    assert redact(shown) == redacted
+
+
+@pytest.mark.parametrize("secret", ["abc\\def'\"ghi", "ab'cdefgh", "line\nfeed here", "pässwörd-long"])
+def test_a_secret_is_redacted_however_it_is_quoted(secret, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", secret)
+    for shown in (secret, repr(f"a {secret}"), json.dumps(secret), " ".join(secret.split())):
+        assert redact(f"tokenizer {shown} cannot be loaded").count("REDACTED") == 1
 
 
 @pytest.mark.parametrize(

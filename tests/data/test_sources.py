@@ -69,13 +69,6 @@ def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
     assert list(load_rows(Source(str(tmp_path / f"train{suffix}")), "test")) == ROWS  # one file is both splits
 
 
-def test_a_json_file_may_hold_lines_and_only_newlines_end_them(tmp_path):
-    # U+2028 is a line separator to str.splitlines, but an ordinary character in JSON
-    file = tmp_path / "train.json"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), encoding="utf-8")
-    assert list(load_rows(Source(str(file)), "train")) == ROWS
-
-
 @pytest.mark.parametrize(
     ("text", "row"),
     [
@@ -250,17 +243,22 @@ def test_a_subset_is_one_of_the_data_sets_of_a_repository(hub, tmp_path, place):
         Source.parse("mine", {"path": path, "name": "a"})
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f"}]}
+
+
 @pytest.mark.parametrize(
-    ("content", "rows"),
+    ("text", "rows"),
     [
-        ({"version": 1, "authors": ["a"], "data": ROWS}, ROWS),
-        (PAIR, [PAIR]),  # a record
-        (chat := {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f"}]}, [chat]),
+        (json.dumps({"version": 1, "authors": ["a"], "data": ROWS}, indent=1), ROWS),
+        (json.dumps(PAIR, indent=1), [PAIR]),
+        (json.dumps(CHAT), [CHAT]),
+        # U+2028 is a line separator to str.splitlines, but an ordinary character in JSON
+        ("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), ROWS),
     ],
 )
-def test_a_json_file_may_hold_records_in_an_object(tmp_path, content, rows):
+def test_a_json_file_may_hold_lines_a_record_or_records_in_an_object(tmp_path, text, rows):
     file = tmp_path / "train.json"
-    file.write_text(json.dumps(content, indent=1))
+    file.write_text(text, encoding="utf-8")
     assert list(load_rows(Source(str(file)), "train")) == rows
 
 

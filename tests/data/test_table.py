@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.formats import TOOLS, user
 from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import GOLDEN, TINY, read_json, write_rows
@@ -31,7 +32,10 @@ ODD = [
     Prompt("a", [" b", " c", " b"], [{"chosen": 0, "rejected": 1}, {"chosen": 2, "rejected": 1}], "keep_end", False, 0),
     Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [{"chosen": 1, "rejected": 0}], "keep_start", True, 1, "mine"),
     Prompt("no pair", [" alone"], [], "keep_start", False, 2),
-    Prompt("<user>é", [" b"], [{"chosen": 0}], "keep_start", True, 3, messages=[{"role": "user", "content": "é"}]),
+    Prompt(
+        *("<user>é", [" b"], [{"chosen": 0}], "keep_start", True, 3),
+        **{"messages": [user("é")], "tools": TOOLS, "cuts": [[0, 1]], "apart": False},
+    ),
 ]
 
 

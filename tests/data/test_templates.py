@@ -78,15 +78,8 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
 
 
-def test_cuts_are_in_the_table_and_truncated_with_their_response(chat, tmp_path):
+def test_cuts_are_truncated_with_their_response(chat):
     tokenizer = chat(WITH_TOOLS)
-    data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
-    prompts = [*number_prompts([("mine", data)], keep_all=True)]
-    write_prompts(tmp_path / "train.jsonl", prompts)
-    assert [*PromptTable(tmp_path / "train.jsonl")] == prompts
-    assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
-    assert prompts[0].cuts is not None
-
     [whole] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer)
     start, end = whole.cuts[0]
     limits = {"max_prompt_length": 1, "max_length": 1 + start + 2}

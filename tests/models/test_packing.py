@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.models import list_examples
 
 from dpo.data.examples import Example
-from dpo.models.packing import NONE, count_tokens, pack, split_evenly, tree_mask
+from dpo.models.packing import count_tokens, pack, split_evenly, tree_mask
 
 PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
 
@@ -33,14 +33,6 @@ def test_a_window_counts_positions_not_columns():
     assert windowed[4:].tolist() == [[0, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 1]]
 
 
-def test_padding_is_not_seen():
-    other, short = PAIR._replace(prompt=(5, 2, 3)), Example((4,), ((30, 31, 32, 9),) * 2)
-    packed = pack([PAIR, other, short], max_tree_tokens=100)
-    assert packed.input_ids.tolist()[2] == [4, 30, 31, 32, 0, 0]
-    assert packed.tree.tolist()[2] == [0, 0, 0, 0, NONE, NONE]
-    assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
-
-
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("window", [None, 3])
 def test_segments_see_what_the_dense_mask_says(alignment, window):
@@ -56,16 +48,6 @@ def test_segments_see_what_the_dense_mask_says(alignment, window):
     text = packed.tree[0] >= 0
     assert torch.equal(seen[text], dense[text])
     assert not seen[~text][:, text].any()
-
-
-def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
-    responses = [(10 + i, 50, 9) for i in range(5)]
-    packed = pack([Example((1, 2), tuple(responses))], max_tree_tokens=6)
-    assert packed.input_ids.tolist() == [
-        [1, 2, 10, 50, 11, 50],
-        [1, 2, 12, 50, 13, 50],
-        [1, 2, 14, 50, 0, 0],
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import build, list_examples, plain_logps
+from support.models import build, list_examples
 from support.pytests import refused
 from support.runs import TINY, change_json
 
@@ -45,16 +45,6 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
     assert not torch.equal(*random)  # or there would be nothing to switch off
     assert torch.equal(*ours)
     assert torch.equal(ours[1], random[1])
-
-
-def test_one_forward_over_all_scores_each_text_as_if_it_were_alone():
-    model, examples = build("llama"), list_examples(rows=4)
-    logps = plain_logps(model, examples)
-    for i, (prompt, responses, *_) in enumerate(examples):
-        for side, response in enumerate(responses):
-            log_softmax = model(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
-            alone = log_softmax[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None]).sum()
-            torch.testing.assert_close(logps[side, i], alone, rtol=1e-5, atol=0)
 
 
 def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():

@@ -60,9 +60,9 @@ def assert_continues(start, whole: Path, run_dir: Path) -> None:
     assert {path.name for path in run_dir.iterdir() if path.name.startswith(".")} == {".lock"}
 
 
-@SLOW  # test_invariance.py kills an update in `make test`
-@pytest.mark.parametrize("update", [0, 1, 3, 5])
-def test_killed_in_the_middle_of_an_update(update, start, whole, run_dir):
+# test_invariance.py kills a run with checkpoints in `make test`
+@pytest.mark.parametrize("update", [slow(0), 1, slow(3), slow(5)])
+def test_a_run_that_is_killed_in_an_update_continues_or_starts_again(update, start, whole, run_dir):
     run = start(fault=partial(kill_after_update, update))
     assert run.wait() == -signal.SIGKILL
     assert len(read_metrics(run_dir, "train")) == update
@@ -77,7 +77,7 @@ CORNERS = (12, 32)
 
 
 @pytest.mark.parametrize("step", [s if s in CORNERS else slow(s) for s in STEPS])
-def test_killed_at_every_step_of_a_save(step, start, whole, run_dir):
+def test_a_run_that_is_killed_at_any_step_of_a_save_continues(step, start, whole, run_dir):
     run = start(fault=partial(kill_at_step_of_saving, step))
     assert run.wait() == -signal.SIGKILL, run.text
     assert_continues(start, whole, run_dir)

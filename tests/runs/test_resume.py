@@ -1,7 +1,6 @@
 """A resumed run is the uninterrupted one, or refused in words."""
 
 import json
-import os
 import shutil
 from datetime import date
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from support.runs import (
 from dpo.checkpoint.files import MANIFEST, find_checkpoints
 from dpo.errors import InputError
 from dpo.system.plain_files import read_yaml
-from dpo.system.run_directory import write_run_facts
 from dpo.training.evaluation import Evaluator
 
 WAYS = {
@@ -98,19 +96,6 @@ def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, run_
 
     assert f"{run_dir}/step-8: this run is already complete" in capsys.readouterr().out
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
-    whole = finished("n_examples=8")
-    (tmp_path / "killed" / ".step-8.dpo-tmp").mkdir(parents=True)
-    write_run_facts(tmp_path / "killed", {})
-    (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
-
-    run("killed", "n_examples=8", "resume=auto")
-
-    said = "is not as the run's checkpoint knows it; metrics.jsonl is renamed to metrics.jsonl.old"
-    assert said in capsys.readouterr().out
-    assert find_differences(whole, tmp_path / "killed") == []
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, capsys):
@@ -259,16 +244,3 @@ def test_changed_data_is_noticed(split, run, rows, run_dir, tmp_path):
     with refused(rf"the {changed} data has changed since .*step-12"):
         run("run", "resume=auto", f"dataset_sources.hh={own}")
     assert [record.read_text() for record in records] == before
-
-
-@pytest.mark.slow
-def test_a_deterministic_run_is_the_same_twice(run, tmp_path, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    try:
-        for name in ("a", "b"):
-            run(name, "deterministic=true", "n_examples=8", "sample_during_eval=true", "n_eval_model_samples=4")
-            assert torch.are_deterministic_algorithms_enabled()
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert find_differences(tmp_path / "a", tmp_path / "b") == []

@@ -93,13 +93,6 @@ def kill_after_update(number: int) -> None:
     at_update(number, partial(signal.raise_signal, signal.SIGKILL))
 
 
-def run_out_of_memory_at(number: int) -> None:
-    """Ask torch for too much memory in update `number` + 1."""
-    import torch
-
-    at_update(number, partial(torch.empty, 10**13))
-
-
 def fail_to_sample(*ranks: int) -> None:
     """Let these ranks fail at the third token of every sample, which a checkpoint precedes."""
     from dpo.training.evaluation import Evaluator

@@ -4,14 +4,12 @@ import os
 import re
 import shutil
 import weakref
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import runs
-from support.faults import run_out_of_memory_at, start_run
 from support.models import save_reward_model
 from support.pytests import refused, sampled, slow, succeeded
 from support.runs import TINY, small_run, train
@@ -236,12 +234,3 @@ def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, run_dir, tmp
             run(name, "dry_run=true", override)
     run("fork", "dry_run=true", f"resume={run_dir}/step-8")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, run_dir):
-    run = start_run(command("run", "batch_size=8"), partial(run_out_of_memory_at, 2))
-
-    assert run.wait() == 1
-    said = run.text.splitlines()[-1]
-    assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
-    assert (run_dir / "step-8" / "manifest.json").exists()
