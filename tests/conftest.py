@@ -57,6 +57,12 @@ def chat(tokenizer):
 
 
 @pytest.fixture
+def printed(capsys) -> Callable[[], str]:
+    """A function that returns what was printed since it was last asked."""
+    return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
 def hangups_are_heard():
     """SIGHUP is not ignored, as it is where nohup has started the tests."""
     earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)

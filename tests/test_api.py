@@ -55,14 +55,14 @@ def test_rows_are_trained_on_and_the_result_has_metrics_samples_a_verdict_and_a_
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_readme_train(keys, monkeypatch, capsys):
+def test_the_lines_of_the_readme_train(keys, monkeypatch, printed):
     lines = read_code(ROOT / "README.md")
     assert len([line for line in lines.splitlines() if line]) == 5
     train = dpo.run
     small = "model=demo wandb.enabled=false n_epochs=1 max_length=48 max_prompt_length=32"  # the model is on the Hub
     monkeypatch.setattr(dpo, "run", lambda keys, data: train(f"{keys} {small}", data), raising=False)
     exec(lines.replace("import dpo\n", ""), {"dpo": dpo})
-    assert "The model" in capsys.readouterr().out
+    assert "The model" in printed()
 
 
 @pytest.mark.slow

@@ -71,11 +71,11 @@ def checkpoints(run_dir: Path) -> dict[str, str | None]:
     return {p.name: os.readlink(p) if p.is_symlink() else None for p in run_dir.iterdir() if p.is_dir()}
 
 
-def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it(make_trainer, capsys):
+def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it(make_trainer, printed):
     trainer = make_trainer(*DPO, "eval_every=10", "n_examples=12")  # batches of 4
     trainer.train()
 
-    lines = capsys.readouterr().out
+    lines = printed()
     assert "self-test passed: first loss 0.693147" in lines
     evaluations = read_metrics(trainer.run_dir, "eval")
     assert [(e["examples"], e["updates"]) for e in evaluations] == [(0, 0), (8, 2), (12, 3)]
@@ -108,11 +108,11 @@ def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, v
     assert checkpoints(trainer.run_dir) == {**steps, "LATEST": "step-12", "BEST": "step-8"}
 
 
-def test_a_line_says_what_is_done_before_the_first_update(make_trainer, capsys):
+def test_a_line_says_what_is_done_before_the_first_update(make_trainer, printed):
     trainer = make_trainer(*DPO, "n_examples=4", "max_length=36", *SAMPLED, "cache_reference_logps=all")
     trainer.train()
 
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update: ")]
+    [line] = [line for line in printed().splitlines() if line.startswith("before the first update: ")]
     keys = ("self_test", "cache_reference_logps", "do_first_eval, n_eval_examples", "sample_during_eval")
     assert all(f"({names})" in line for names in keys)
     answers = read_rows(trainer.run_dir / "answers.jsonl")

@@ -9,17 +9,17 @@ from dpo.data.schema import Prompt
 @pytest.mark.parametrize(
     ("prompt", "turns"),
     [
-        (Prompt(" Once upon\n", [], [], "keep_start", False), [("user", " Once upon\n")]),
+        (Prompt(" Once upon\n", [], []), [("user", " Once upon\n")]),
         (
-            Prompt("\n\nHuman: Hi \n\nAssistant: Hello!\n\nHuman: And?\n\nAssistant:", [], [], "keep_end", False),
+            Prompt("\n\nHuman: Hi \n\nAssistant: Hello!\n\nHuman: And?\n\nAssistant:", [], []),
             [("user", "Hi"), ("assistant", "Hello!"), ("user", "And?")],
         ),
         (  # one speaker twice: templates demand that they alternate
-            Prompt("\n\nHuman: Hi\n\nHuman: Hey\n\nAssistant:", [], [], "keep_end", False),
+            Prompt("\n\nHuman: Hi\n\nHuman: Hey\n\nAssistant:", [], []),
             [("user", "Hi\n\nHey")],
         ),
         (  # a chat template has rendered it; an HH form in it is the user's
-            Prompt("<user>Hi<assistant>", [], [], "keep_start", True, messages=[{"role": "user", "content": "Hi"}]),
+            Prompt("<user>Hi<assistant>", [], [], rendered=True, messages=[{"role": "user", "content": "Hi"}]),
             [("user", "Hi")],
         ),
     ],

@@ -43,8 +43,8 @@ def find(row: dict | str, trains_on: str = "pairs", **given: str) -> Columns:
         *(
             ("pairs", f"Question {better} {worse} id", {}, f"Question {better} {worse}")
             for better, worse in (
-                ("good_answer", "bad_answer"), ("Winner", "Loser"), ("positive", "negative"),
-                ("preferred-answer", "non-preferred-answer"), ("answer_chosen", "answer_rejected"),
+                ("positive", "negative"), ("preferred-answer", "non-preferred-answer"),
+                ("answer_chosen", "answer_rejected"),
             )
         ),
         ("targets", "prompt chosen rejected messages completion", {}, "prompt chosen rejected"),  # pairs before targets
@@ -53,7 +53,6 @@ def find(row: dict | str, trains_on: str = "pairs", **given: str) -> Columns:
         ("targets", "prompt answer", {"prompt": "answer", "completion": "prompt"}, "answer - - prompt"),
         ("targets", "Input Instruction Output", {}, "Instruction - - Output - - Input"),  # Alpaca's
         ("targets", "input instruction output", {"prompt": "instruction"}, "instruction - - output"),
-        ("labels", "instruction input output kto_tag", {}, "instruction - - output - kto_tag input"),
         ("labels", "prompt chosen rejected", {}, "prompt chosen rejected"),  # for `unpair`
     ],
 )  # fmt: skip
@@ -85,6 +84,7 @@ def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, gi
 
 KEY = "dataset_sources.mine.columns"
 LISTED = " or ".join(f"({', '.join(form)})" for form in FORMS["pairs"])
+UNCLEAR = "{prompt: question, chosen: COLUMN, rejected: COLUMN}"
 NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
 
 
@@ -95,18 +95,13 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             "question answer",
             "pairs",
             {},
-            f"training on pairs needs the columns {LISTED}, and it is not clear which of question, answer in rows.csv "
-            f"are these: name them, as in '{KEY}={{prompt: question, chosen: COLUMN, rejected: COLUMN}}'",
+            f"needs the columns {LISTED}, and it is not clear which of question, answer in rows.csv "
+            f"are these: name them, as in '{KEY}={UNCLEAR}'",
         ),
         # a column that may say which response is better is no response, nor is each first response the better one
-        ("question text_x text_y winner", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
-        ("question one two loser", "pairs", {}, "{prompt: question, chosen: COLUMN, rejected: COLUMN}"),
-        (
-            "question my_answer_a my_answer_b winner",
-            "pairs",
-            {},
-            "{prompt: question, chosen: COLUMN, rejected: COLUMN}",
-        ),
+        ("question text_x text_y winner", "pairs", {}, UNCLEAR),
+        ("question one two loser", "pairs", {}, UNCLEAR),
+        ("question my_answer_a my_answer_b winner", "pairs", {}, UNCLEAR),
         ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
         ({**NAMED, "topic": "B or not"}, "pairs", {}, f"begin with: set '{KEY}={{prompt: topic}}'"),
         (
@@ -124,8 +119,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             {"context": "Where is A?", **TEXTS, "score": 0.5},
             "pairs",
             {},
-            f"may be context, or what both begin with: set '{KEY}={{prompt: context, chosen: chosen, rejected: "
-            f"rejected}}', or '{KEY}={{chosen: chosen, rejected: rejected}}'",
+            f"{{prompt: context, chosen: chosen, rejected: rejected}}', or '{KEY}={{chosen: chosen",
         ),
         ({"turns": TALK["conversations"], **NOTE, **ANSWERS}, "pairs", {}, "may be turns or note, or"),
     ],

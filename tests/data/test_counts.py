@@ -24,7 +24,7 @@ from dpo.data.tokenization import TextEncoder
 def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
     responses = [response for pair in pairs for response in pair]
     examples = [{"chosen": 2 * i, "rejected": 2 * i + 1} for i in range(len(pairs))]
-    return Prompt(text, responses, examples, "keep_end", rendered)
+    return Prompt(text, responses, examples, rendered=rendered)
 
 
 def inspect(tokenizer, *prompts: Prompt, max_length: int = 6, trains_on: str = "pairs") -> SplitReport:
@@ -99,7 +99,7 @@ def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
 
 
 def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
-    prompts = [Prompt(text, [], [], "keep_end", False) for text in ("a b", " b c d e f g h i", "a")]
+    prompts = [Prompt(text, [], []) for text in ("a b", " b c d e f g h i", "a")]
     offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))
     assert (offline.prompts, offline.examples, offline.tokenized) == (3, 0, 0)
     assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
@@ -108,7 +108,7 @@ def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
 
 def test_labels_are_counted(tokenizer):
     examples = [{"chosen": 0}, {"rejected": 1}, {"rejected": 0}, {"chosen": 0}]
-    labelled = Prompt("a", [" b", " c d"], examples, "keep_end", False, weights=[2.0, 1.0, 1.0, 4.0])
+    labelled = Prompt("a", [" b", " c d"], examples, weights=[2.0, 1.0, 1.0, 4.0])
     report = inspect(tokenizer, labelled, trains_on="labels")
     assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
     said = "train: 4 examples of 1 prompt; desirable: 2; undesirable: 2; contradictory labels: 2"

@@ -66,7 +66,7 @@ def test_a_rejected_response_may_be_empty(tokenizer):
     assert take([{**LABEL, "completion": "", "label": False}], tokenizer, "labels") == [{"rejected": ""}]
 
 
-def test_kto_trains_on_thumbs_up_and_down(run, capsys, run_dir, tmp_path):
+def test_kto_trains_on_thumbs_up_and_down(run, printed, run_dir, tmp_path):
     file = tmp_path / "thumbs.csv"
     votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
     file.write_text(f"question,answer,thumbs\n{votes}")
@@ -74,7 +74,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, run_dir, tmp_path):
 
     run("run", *settings)
 
-    said = capsys.readouterr().out
+    said = printed()
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
     assert re.search(r"train: 40 examples of 20 prompts; desirable: \d+; undesirable: \d+\n", said)
     assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(run_dir, "train"))
@@ -93,31 +93,31 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
 
 
-def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options) -> list[tuple]:
-    """The weights and margins of the prompts."""
+WEIGHTED = [
+    {**PAIR, "weight": 2, "margin": 0.5},
+    {**PAIR, "prompt": "R:", "weight": 1, "margin": 0},
+    {**PAIR, "rejected": " c", "weight": 0.5, "margin": 3},
+]
+WEIGHTED_LISTS = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "trains_on", "options", "expected"),  # the weights and margins of each prompt
+    [
+        (WEIGHTED, "pairs", {}, [([2, 0.5], None), ([1], None)]),
+        (WEIGHTED, "pairs", {"with_margins": True}, [([2, 0.5], [0.5, 3]), ([1], [0])]),
+        (WEIGHTED, "labels", {"unpair": True}, [([2, 2, 0.5, 0.5], None), ([1, 1], None)]),
+        (WEIGHTED, "targets", {}, [([0.5], None), ([1], None)]),  # the target is the last one
+        (WEIGHTED, "prompts", {}, [(None, None)] * 2),
+        (WEIGHTED_LISTS, "pairs", {}, [([2] * 5 + [3], None)]),
+        (WEIGHTED_LISTS[1:], "lists", {}, [([3], None)]),
+        ([{**PAIR, "w": 2}], "pairs", {"columns": {"weight": "w"}}, [([2], None)]),
+        ([{**PAIR, "weight": "2", "margin": Decimal(-1)}], "pairs", {"with_margins": True}, [([2], [-1])]),
+    ],
+)
+def test_each_example_has_the_weight_and_margin_of_its_record(rows, trains_on, options, expected, tokenizer):
     data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **options)
-    prompts = number_prompts([("mine", data)])
-    return [(prompt.weights, prompt.margins) for prompt in prompts]
-
-
-def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
-    pairs = [
-        {**PAIR, "weight": 2, "margin": 0.5},
-        {**PAIR, "prompt": "R:", "weight": 1, "margin": 0},
-        {**PAIR, "rejected": " c", "weight": 0.5, "margin": 3},
-    ]
-    assert read_numbers(pairs, tokenizer, "pairs") == [([2, 0.5], None), ([1], None)]
-    assert read_numbers(pairs, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [0.5, 3]), ([1], [0])]
-    assert read_numbers(pairs, tokenizer, "labels", unpair=True) == [([2, 2, 0.5, 0.5], None), ([1, 1], None)]
-    assert read_numbers(pairs, tokenizer, "targets") == [([0.5], None), ([1], None)]  # the target is the last one
-    assert read_numbers(pairs, tokenizer, "prompts") == [(None, None)] * 2
-    lists = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
-    assert read_numbers(lists, tokenizer, "pairs") == [([2] * 5 + [3], None)]
-    assert read_numbers(lists[1:], tokenizer, "lists") == [([3], None)]
-    renamed = [{"w" if name == "weight" else name: value for name, value in pair.items()} for pair in pairs]
-    assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
-    texts = [{**pair, "weight": str(pair["weight"]), "margin": Decimal(-1)} for pair in pairs]
-    assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
+    assert [(prompt.weights, prompt.margins) for prompt in number_prompts([("mine", data)])] == expected
 
 
 QUESTION = "\n\nHuman: a\n\nAssistant:"

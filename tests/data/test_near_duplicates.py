@@ -13,7 +13,7 @@ KEPT = "How long does the battery last?"
 
 
 def prompt_of(text: str, chosen: str = "a", rejected: str = "b") -> Prompt:
-    return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}], "keep_end", False)
+    return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}])
 
 
 def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> SplitReport:

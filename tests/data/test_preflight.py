@@ -27,11 +27,11 @@ def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_
     assert warning.startswith("this tokenizer would begin every text with '<bos>', but training adds no special tokens")
 
 
-def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(run, tmp_path, capsys):
+def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(run, tmp_path, printed):
     shutil.copytree(TINY, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     run("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true")
-    said = capsys.readouterr().out
+    said = printed()
     assert said.count("warning: the text of hh is used without the tokenizer's chat template") == 1
 
 

@@ -49,7 +49,7 @@ def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, reason, tokeni
         load_splits("mine", tokenizer, sources, bad_records="skip")
 
 
-def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, capsys):
+def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, printed):
     rows = [{**GOOD, "prompt": f"What is {i}?"} for i in range(40)]
     bad = [{**rows[0], "chosen": ""}] * (LISTED + 2)
     pairs = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}]
@@ -76,7 +76,7 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, capsys):
         expected = {("bad record", n) for n in range(41, 63)} | {("duplicated pair", 63), ("contradictory pair", 64)}
         found = {(each["problem"], each["record"]) for each in problems}
         assert {(kind, n) for kind, n in found if kind == "bad record" or "pair" in kind} == expected
-        assert "duplicated pairs: 1; contradictory pairs: 1; " in capsys.readouterr().out
+        assert "duplicated pairs: 1; contradictory pairs: 1; " in printed()
 
 
 def test_a_long_name_of_a_run_hides_no_refusal_and_nothing_of_an_earlier_run_is_left(tmp_path):

@@ -138,7 +138,7 @@ def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_p
     assert any(f": {n_test} of {n_prompts} prompts; holdout=NUMBER gives another" in note for note in test.notes)
 
 
-def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path, run, capsys):
+def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effect_it_is_said(tmp_path, run, printed):
     source = {"mine": str(write_rows(tmp_path / "all.jsonl", [PAIR]))}
     with refused(r"mine \(.*all.jsonl\) has 1 different prompt, too few to hold some out: add some"):
         load_splits("mine", None, source)
@@ -147,7 +147,7 @@ def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effec
     for split in ("train", "test"):
         write_rows(tmp_path / f"{split}.jsonl", [PAIR])
     run("run", f"datasets={tmp_path}", "holdout=2", "dry_run=true", "chat=never", "batch_size=1")
-    assert "holdout=2 has no effect on" in capsys.readouterr().out
+    assert "holdout=2 has no effect on" in printed()
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -28,7 +28,7 @@ from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
 from dpo.data.examples import make_labels
 from dpo.data.report import SplitCounter
-from dpo.data.schema import Prompt, Split, read_messages
+from dpo.data.schema import Prompt, read_messages
 from dpo.data.table import PromptTable, number_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
@@ -216,7 +216,7 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
         ["1}", said],
     )
     assert asked(prompt, tokenizer) == text
-    stored = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
+    stored = Prompt(text, [], [], rendered=True, messages=prompt)
     assert as_messages(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
@@ -226,40 +226,50 @@ DATED = (
 ODD = {"none": [None, True], "text": "a'b\"\n%}é", "number": -1.5}
 
 
+WRITES_ODD = DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
+WRITTEN_ODD = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}"
+DAY = "2025-02-09"
+
+
+@pytest.fixture
+def bind(chat, tmp_path):
+    """A tokenizer with a template from a file, and with the day of a run unless it is exported."""
+
+    def bind(template: str, arguments: dict, **date: str):
+        (tmp_path / "template.jinja").write_text(template)
+        tokenizer = chat(None)
+        bind_template(tokenizer, ChatPlan("auto", str(tmp_path / "template.jinja"), arguments, DAY), **date)
+        return tokenizer
+
+    return bind
+
+
 @pytest.mark.parametrize(
-    ("arguments", "begins"),
+    ("arguments", "begin", "end"),
     [
-        ({"date_string": "today"}, "\ntoday <user>"),
-        ({"enable_thinking": False, "odd": ODD}, "\n09 Feb 2025 <user>"),
+        ({"date_string": "today"}, "\ntoday <user>", ""),
+        ({"enable_thinking": False, "odd": ODD}, "\n09 Feb 2025 <user>", WRITTEN_ODD),
     ],
 )
-def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arguments, begins, chat, tmp_path):
-    file, date = tmp_path / "template.jinja", "2025-02-09"
-    file.write_text(
-        DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
-    )
-    tokenizer, exported = chat(None), chat(None)
-    bind_template(tokenizer, ChatPlan("auto", str(file), arguments, date), date=date)
-    bind_template(exported, ChatPlan("auto", str(file), arguments, date))
-    end = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}" if "odd" in arguments else ""
-    text = f"{begins}Which colour?{EOS}\n<assistant>{end}"
-    assert asked(ASK, tokenizer) == text
+def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arguments, begin, end, bind):
+    tokenizer = bind(WRITES_ODD, arguments, date=DAY)
+    assert asked(ASK, tokenizer) == f"{begin}Which colour?{EOS}\n<assistant>{end}"
     assert identify_tokenizer(tokenizer) is not None
-    # the export keeps the arguments, which its caller may change, and not the date
-    assert exported.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True).endswith(text[-20:])
+
+
+def test_an_exported_template_keeps_arguments_which_a_caller_may_change_and_not_the_date(bind):
+    exported = bind(WRITES_ODD, {"enable_thinking": False, "odd": ODD})
+    assert exported.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True).endswith(WRITTEN_ODD)
     text = exported.apply_chat_template(ASK, tokenize=False, date_string="now", enable_thinking=True)
     assert text == f"\nnow <user>Which colour?{EOS}\n"
-    assert date[:4] not in exported.chat_template
+    assert DAY[:4] not in exported.chat_template
     assert identify_tokenizer(exported) is None  # it writes the day on which it is used
 
 
 @pytest.mark.parametrize("form", ["%d %b %Y", "%R, %-d. %B", "100%%d", "%%%Y%%"])
-def test_a_template_writes_the_date_as_strftime_does(form, chat, tmp_path):
-    (tmp_path / "template.jinja").write_text(f"{{{{ strftime_now('{form}') }}}} {{{{ messages[0].content }}}}")
-    tokenizer, date = chat(None), "2025-02-09"
-    bind_template(tokenizer, ChatPlan("auto", str(tmp_path / "template.jinja"), {}, date), date=date)
-    text = tokenizer.apply_chat_template(ASK, tokenize=False)
-    assert text == f"{datetime.fromisoformat(date).strftime(form)} {ASK[0]['content']}"
+def test_a_template_writes_the_date_as_strftime_does(form, bind):
+    tokenizer = bind(f"{{{{ strftime_now('{form}') }}}}", {}, date=DAY)
+    assert tokenizer.apply_chat_template(ASK, tokenize=False) == datetime.fromisoformat(DAY).strftime(form)
 
 
 @pytest.mark.parametrize(
@@ -310,26 +320,37 @@ def test_texts_get_the_chat_template_and_a_note_says_so(chat):
     assert plain.responses == [TEXT["chosen"], TEXT["rejected"]]
 
 
-def are_rendered(data: Split) -> bool:
-    return all(prompt.rendered for prompt in data.values())
+HEADERS = (
+    "\nAssistant:",
+    "\n### Response:\n",
+    "\n**Answer:**",
+    "\nRéponse :",
+    " [/INST]",
+    "<turn>model\n",
+    " ASSISTANT:",
+)
+
+
+def list_prompts(end: str, n: int) -> list[str]:
+    """80 prompts, of which n have this end."""
+    return [f"Q: {i}?{end if i < n else ''}" for i in range(80)]
 
 
 @pytest.mark.parametrize(
-    "end",
-    ["\nAssistant:", "\n### Response:\n", "\n**Answer:**", "\nRéponse :", " [/INST]", "<turn>model\n", " ASSISTANT:"],
+    ("prompts", "key", "is_rendered"),
+    [
+        *((list_prompts(header, 41), "auto", False) for header in HEADERS),
+        (list_prompts(HEADERS[0], 41), "always", True),
+        # a few may end so by chance
+        (list_prompts(HEADERS[0], 39), "auto", True),
+        (["Say: a", "Assistant:"], "auto", True),
+        ([f"What is this?{end}" for end in ("\n#endif", "\n12:30:", " in French:", "\n...")], "auto", True),
+    ],
 )
-def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told(end, chat):
-    """Most of its prompts do: a few may end so by chance."""
+def test_texts_stay_as_they_are_if_most_prompts_end_in_an_answers_header(prompts, key, is_rendered, chat):
     tokenizer = chat(WITH_TOOLS)
     tokenizer.add_tokens(["<turn>"])
-    rows = [{**TEXT, "prompt": f"Q: {i}?{end if i > 38 else ''}"} for i in range(80)]
-    data = get_custom(rows, "mine", tokenizer)
-    assert not are_rendered(data)
-    assert [*data] == [row["prompt"] for row in rows]
-    assert any("texts are used as they are, without the chat template (chat=auto)" in n for n in data.notes)
-    assert are_rendered(get_custom(rows, "mine", tokenizer, chat="always"))
-    assert are_rendered(get_custom(rows[:70], "mine", tokenizer))
-    by_chance = [{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}]
-    assert are_rendered(get_custom(by_chance, "mine", tokenizer))
-    others = [{**TEXT, "prompt": f"What is this?{end}"} for end in ("\n#endif", "\n12:30:", " in French:", "\n...")]
-    assert are_rendered(get_custom(others, "mine", tokenizer))
+    data = get_custom([{**TEXT, "prompt": prompt} for prompt in prompts], "mine", tokenizer, chat=key)
+    assert {prompt.rendered for prompt in data.values()} == {is_rendered}
+    assert ([*data] == prompts) == (not is_rendered)
+    assert any("without the chat template (chat=auto)" in note for note in data.notes) == (not is_rendered)

@@ -65,7 +65,7 @@ def test_a_small_sweep_is_a_frontier(swept):
 
 @pytest.mark.slow
 def test_a_sweep_continues_where_it_was_stopped_and_other_settings_have_a_directory_of_their_own(
-    swept, monkeypatch, capsys
+    swept, monkeypatch, printed
 ):
     prepare(monkeypatch)
     wanted = sweeps.list_runs(SIZE)
@@ -74,7 +74,7 @@ def test_a_sweep_continues_where_it_was_stopped_and_other_settings_have_a_direct
     stopped.result.unlink()
     assert swept.sweep.train_all(wanted) == [row for row in swept.rows if row["seed"] == 0]
     assert read_json(stopped.result) == rows
-    assert capsys.readouterr().out.startswith("5/5  rm_tokens-0-")
+    assert printed().startswith("5/5  rm_tokens-0-")
     other = sweeps.Sweep(swept.sweep.out, TASK, SIZE._replace(sft_epochs=5), OVERRIDES)
     assert not other.root.exists()
 

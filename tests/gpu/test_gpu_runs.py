@@ -146,7 +146,7 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
 @pytest.mark.slow
 @needs_gpu
 @limit(60)
-def test_doctor_computes_on_every_gpu(capsys):
+def test_doctor_computes_on_every_gpu(printed):
     assert run_python("-m", "scripts.doctor").returncode == 0
     utils.print_gpu_memory()
-    assert "GiB at the peak" in capsys.readouterr().out
+    assert "GiB at the peak" in printed()

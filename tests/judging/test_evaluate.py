@@ -41,7 +41,7 @@ def read_result(kind: str = "function") -> dict:
     return read_json(Path("out", f"evaluation-{kind}.json"))
 
 
-def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, capsys):
+def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, printed):
     assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
     result, page = read_result(), Path("out/evaluation-function.html").read_text()
     answers = read_rows(Path("out/answers.jsonl"))
@@ -49,7 +49,7 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
     assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
     assert result["agreement"] is not None
-    assert result["sentences"][0] in capsys.readouterr().out
+    assert result["sentences"][0] in printed()
     assert re.search(r"So few say little; \d+ more prompts would show one that is 10 points away from 50 %.", page)
     assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
 
@@ -80,9 +80,9 @@ def test_files_of_an_evaluation_are_known_by_their_beginning(name, tmp_path):
     check_files(tmp_path, "server")
 
 
-def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, capsys):
+def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, printed):
     assert main([str(run_dir), "--judge", "human", *SHORT]) == 0
-    command = re.search(r"then: dpo evaluate (.*)", capsys.readouterr().out)[1].split()
+    command = re.search(r"then: dpo evaluate (.*)", printed())[1].split()
     page = Path("out/judge.html").read_text()
     pairs, drawn = (json.loads(re.search(rf"const {name} = (.*);", page)[1]) for name in ("pairs", "drawn"))
     assert len(pairs) > 3
@@ -115,7 +115,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
 def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     model = LoadedModel("first", None, chat(WITH_TOOLS), "chat")
     with refused(r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
-        encode_for(model, Prompt("Say <|endoftext|>", [], [], "keep_end", rendered=False), None, n_new=8)
+        encode_for(model, Prompt("Say <|endoftext|>", [], []), None, n_new=8)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_a_file_of_answers_that_is_damaged_is_named_with_the_line(line, tmp_path
         KeptLines(path, ANSWER_MARK, ANSWER_FORM)
 
 
-def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, capsys):
+def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, printed):
     asked = write_rows(tmp_path / "three.jsonl", [{"prompt": f"Where is {i}?"} for i in range(3)])
     for name in ("a", "b"):
         shutil.copytree(TINY, tmp_path / name / "hf")
     assert main(["a/hf", "b/hf", "--judge", "function:mine.py:score", "--prompts", str(asked), *SHORT]) == 0
-    assert "a/hf wins 0, ties 3 and loses 0 of 3 prompts against b/hf" in capsys.readouterr().out
+    assert "a/hf wins 0, ties 3 and loses 0 of 3 prompts against b/hf" in printed()

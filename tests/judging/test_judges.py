@@ -22,7 +22,7 @@ from dpo.models.answers import Answer
 
 
 def make_pair(first: str, second: str, question: str = "Why?") -> Pair:
-    prompt = Prompt(question, [], [], "keep_start", rendered=False)
+    prompt = Prompt(question, [], [])
     return Pair(prompt, question, Answer(first, (), ended=True), Answer(second, (), ended=True))
 
 

@@ -120,7 +120,7 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     ],
 )
 def test_readers_see_turns_and_no_control_tokens(messages, fed, turns, tokenizer):
-    prompt = Prompt("<|endoftext|>[I] Why?<|endoftext|>", [], [], "keep_end", bool(messages), messages=messages)
+    prompt = Prompt("<|endoftext|>[I] Why?<|endoftext|>", [], [], rendered=bool(messages), messages=messages)
     assert write_turns(prompt, fed, tokenizer) == turns
 
 

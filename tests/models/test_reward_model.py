@@ -17,10 +17,10 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.keys import dotted
 from dpo.settings.plan import make_plan
 
-DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
-RAW = Prompt("Once", [], [], "keep_start", False)
+DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [])
+RAW = Prompt("Once", [], [])
 MESSAGES = [system("Be kind."), user("Hello")]
-CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], "keep_start", True, messages=MESSAGES)
+CHAT = Prompt("[system]Be kind.[user]Hello[assistant]", [], [], rendered=True, messages=MESSAGES)
 TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
@@ -167,7 +167,7 @@ def test_without_a_template_a_chat_is_written_without_the_policys_tokens_or_a_se
     folder = save_reward_model(tmp_path, "bert", tokenizer, template=None, max_position_embeddings=100)
     scorer = scorer_of(folder, most=60, reward_format=form)
     text = "[CLS]Hello" if messages is None else "[CLS]<system>Be kind.<user>Hello<assistant>"
-    prompt = Prompt(text, [], [], "keep_start", messages is not None, messages=messages)
+    prompt = Prompt(text, [], [], rendered=messages is not None, messages=messages)
     read = scorer.score.encode(prompt, Answer("Hi![SEP]" if messages else "Hi!", (), ended=True))["input_ids"]
     expected = [each.replace("[EOS]", "").replace("[BOS]", "") for each in texts]
     assert read == tokenizer(*expected)["input_ids"]
@@ -178,7 +178,7 @@ def test_calls_and_results_have_no_place_in_texts(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
     chat = [*MESSAGES, {"role": "tool", "content": "42"}]
     with refused("no turn of role 'tool' and no calls: choose the form chat"):
-        scorer_of(folder).check(Prompt("<tool>42", [], [], "keep_start", True, messages=chat))
+        scorer_of(folder).check(Prompt("<tool>42", [], [], rendered=True, messages=chat))
 
 
 def test_a_model_of_ours_reads_the_end_token_with_which_a_chat_ends(tokenizer, tmp_path):
@@ -195,7 +195,7 @@ def test_the_end_of_a_text_that_is_too_long_is_scored(family, words, tmp_path):
     folder = save_reward_model(tmp_path, family, words, template=None, max_position_embeddings=40 + before)
     scorer = scorer_of(folder, most=36)
 
-    long = Prompt("x" * 100, [], [], "keep_start", False)
+    long = Prompt("x" * 100, [], [])
     [score] = scorer([long], [Answer("y" * 30, (), False)])
     assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
     assert [note.partition("; ")[2] for one in (scorer, scorer_of(folder, most=8)) for note in one.notes] == [

@@ -115,7 +115,7 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
         texts = {side: row[side].removeprefix(prompt + mark) for side in ("chosen", "rejected")}
         scored = rewards.get(text_digest(prompt + mark, texts))
         for side, text in texts.items() if scored else ():
-            prompts.append(Prompt(prompt + mark, [], [], "keep_end", rendered=False))
+            prompts.append(Prompt(prompt + mark, [], []))
             answers.append(Answer(text, (), True))
             found.append(scored[f"policy_{side}"])
     assert len(found) == 8

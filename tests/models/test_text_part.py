@@ -70,7 +70,7 @@ def logits_of(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", slow("qwen3.5, experts"), slow("mllama")])
-def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, command, run_dir, capsys):
+def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, command, run_dir, printed):
     model = save(name)
     settings = (*TRAINED, f"model.name_or_path={model}")
     run_here(command("run", *settings))
@@ -87,7 +87,7 @@ def test_an_export_holds_the_whole_checkpoint_under_its_names(name, save, comman
     text = transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert_near(logits_of(whole), logits_of(text))
     is_part = type(text) is not type(whole)
-    assert ("only the text part of" in capsys.readouterr().out) == is_part
+    assert ("only the text part of" in printed()) == is_part
     assert (exported / "processor_config.json").read_text() == "{}"
     run_here(command("next", *TRAINED, f"model.name_or_path={exported}", "export=false"))
 

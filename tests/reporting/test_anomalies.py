@@ -34,11 +34,11 @@ def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, r
     run("replay", f"loss={loss}", "datasets=[bad]", source, "n_examples=4", "do_first_eval=false")
 
 
-def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, run_dir, capsys):
+def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, run_dir, printed):
     spoil(4)
     run("run", "save_every=4", "nan_policy=skip")
 
-    assert "warning: update 4 has loss nan" in capsys.readouterr().out
+    assert "warning: update 4 has loss nan" in printed()
     assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8, 12, 16, 20, 24]
     states = [read_state(run_dir / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")]
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
@@ -75,7 +75,7 @@ def test_every_rank_stops(command, run_dir):
     assert len((run_dir / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):
+def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, printed):
     huge = [0.7, *[20.0] * 15]
     healthy = [
         evaluation(0, 0.69, **rewards("eval", 0, 0)),
@@ -86,12 +86,12 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, capsys):
     ]
     warner = CollapseWarner(context_in(write_run(tmp_path, healthy)))
     warner.on_evaluation(Evaluation(16, 64, {}))
-    assert capsys.readouterr().out == ""
+    assert printed() == ""
 
     write_run(tmp_path, [healthy[0], *fallen])
     for _ in range(2):
         warner.on_evaluation(Evaluation(16, 64, {}))
     numbers = "loss/train 20 now, 0.69 at the start"
     said = f"warning: the run has collapsed: {numbers}; it seldom recovers: start again with a tenth of lr"
-    assert capsys.readouterr().out.startswith(said)
+    assert printed().startswith(said)
     assert list(CALLBACKS).index("files") < list(CALLBACKS).index("collapse")  # which reads what that has written

@@ -23,18 +23,18 @@ def updates_in(run_dir: Path) -> list[int]:
     return rows[::4]
 
 
-def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, run_dir, tmp_path, capsys):
+def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, run_dir, tmp_path, printed):
     run("other", *ON, "n_examples=8")
     run("run", *OFF, "n_examples=8")
     for name in (STREAM, PARQUET):
         shutil.copy(tmp_path / "other" / name, run_dir)
     shutil.copytree(tmp_path / "other" / "tensorboard", run_dir / "tensorboard")
     (run_dir / f"{STREAM}.old").write_text("precious")
-    capsys.readouterr()
+    printed()
 
     run("run", *ON, "n_examples=16", "resume=auto")
 
-    said = capsys.readouterr().out
+    said = printed()
     reason = "is not as the run's checkpoint knows it;"
     assert f"warning: {run_dir / STREAM} {reason} {PARQUET} is renamed to {PARQUET}.old; {STREAM} is renamed to" in said
     assert (run_dir / f"{STREAM}.old").read_text() == "precious"
@@ -54,7 +54,7 @@ def log(logger: FileLogger, number: int) -> None:
     logger.on_samples(4 * number, [Sample("p", f"answer {number}", None)])
 
 
-def test_what_was_logged_after_the_checkpoint_is_written_again_and_once(tmp_path, capsys):
+def test_what_was_logged_after_the_checkpoint_is_written_again_and_once(tmp_path, printed):
     logger = logger_in(tmp_path, {})
     state_at_start = logger.state_dict()
     log(logger, 1)
@@ -67,11 +67,11 @@ def test_what_was_logged_after_the_checkpoint_is_written_again_and_once(tmp_path
         assert [line["examples"] for line in read_rows(tmp_path / name)] == [4, 12]
     log(logger_in(tmp_path, state_at_start), 1)
     assert (tmp_path / "samples.txt").read_text().count("after") == 1
-    assert capsys.readouterr().out == ""
+    assert printed() == ""
 
 
 @pytest.mark.parametrize("name", FileLogger.files)
-def test_lines_that_are_lost_before_the_checkpoint_leave_those_before_them(name, tmp_path, capsys):
+def test_lines_that_are_lost_before_the_checkpoint_leave_those_before_them(name, tmp_path, printed):
     file, logger = tmp_path / name, logger_in(tmp_path, {})
     for number in (1, 2):
         log(logger, number)
@@ -84,7 +84,7 @@ def test_lines_that_are_lost_before_the_checkpoint_leave_those_before_them(name,
     assert (tmp_path / f"{name}.old").read_bytes() == damaged
     if name.endswith(".jsonl"):
         assert [line["examples"] for line in read_rows(file)] == [4, 12]
-    said = capsys.readouterr().out
+    said = printed()
     assert f"warning: {file} is not as the run's checkpoint knows it; {name} is renamed to {name}.old" in said
 
 
@@ -103,7 +103,7 @@ def spoil_head(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, zero, spoil_head])
-def test_a_ledger_that_is_damaged_before_the_checkpoint_keeps_its_whole_rows(damage, tmp_path, capsys):
+def test_a_ledger_that_is_damaged_before_the_checkpoint_keeps_its_whole_rows(damage, tmp_path, printed):
     ledger, stream = ledger_in(tmp_path), tmp_path / STREAM
     for update in (1, 2):
         ledger.on_update(Update(update, 4 * update, EXAMPLES, table_of("train"), {}))
@@ -119,4 +119,4 @@ def test_a_ledger_that_is_damaged_before_the_checkpoint_keeps_its_whole_rows(dam
     assert (tmp_path / f"{STREAM}.old").read_bytes() == content
     assert (tmp_path / f"{PARQUET}.old").read_bytes() == parquet  # it may have what the stream has lost
     assert len(read_ledger(tmp_path)) == len(rows_of(tmp_path))
-    assert f"warning: {stream} is not as" in capsys.readouterr().out
+    assert f"warning: {stream} is not as" in printed()

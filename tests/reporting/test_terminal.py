@@ -40,25 +40,25 @@ def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1)
     return Progress(plan, silent=silent)
 
 
-def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
+def test_an_update_is_one_line_with_totals_and_time_left(clock, printed):
     progress = make_progress(interval=0.0, batch_size=32)
     for update in progress.track_updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
         progress.on_update(Update(update, 0, [], {}, DPO))
 
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed().splitlines()
     assert lines[0] == "update 1/64, 32/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s, 02:06 left"
     assert lines[2] == "update 3/64, 96/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s, 02:02 left"
 
 
-def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
+def test_a_run_that_continues_counts_from_where_it_was(clock, printed):
     progress = make_progress(interval=0.0, batch_size=4)
     for _ in progress.track_updates([1], total=10, done=8):
         clock.now += 5.0
         metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
         progress.on_update(Update(9, 0, [], {}, metrics))
     line = "update 9/10, 36/40 examples  loss 123,457  score -12.2  2,346 ex/s, 00:05 left\n"
-    assert capsys.readouterr().out == line  # no exponents, and no accuracy where there is none
+    assert printed() == line  # no exponents, and no accuracy where there is none
 
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
@@ -74,7 +74,7 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
     assert "\r" not in captured.out + captured.err
 
 
-def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, capsys):
+def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, printed):
     progress = make_progress(interval=1.0)
     for _ in progress.track([1, 2], total=2, what="sample"):
         for token in range(60):
@@ -83,7 +83,7 @@ def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, c
     for _ in progress.track([1, 2], total=2, what="evaluate"):
         clock.now += 1.0
 
-    assert capsys.readouterr().out.splitlines() == [
+    assert printed().splitlines() == [
         "sample 0/2, token 20/60, ? left",
         "sample 0/2, token 40/60, ? left",
         "sample 1/2, 00:30 left",

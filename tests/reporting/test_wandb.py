@@ -82,7 +82,7 @@ def test_a_resumed_run_continues_its_wandb_run_and_another_run_does_not(start):
     assert start(state=state | {"run_dir": "/elsewhere"}).run.given["id"] is None
 
 
-def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
+def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, printed):
     logger = start()
 
     def log(values: dict) -> None:
@@ -92,7 +92,7 @@ def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
     for number in (1, 2):
         logger.on_evaluation(evaluation(number, 0.5, 0.5))
     logger.on_end()
-    assert capsys.readouterr().out.count("warning: W&B logging disabled after an error (OSError: the service") == 1
+    assert printed().count("warning: W&B logging disabled after an error (OSError: the service") == 1
 
 
 def test_an_aborted_run_uploads_its_report_and_is_an_alert_without_secrets_that_has_failed(
@@ -157,7 +157,7 @@ def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", [None, "online", "offline", "disabled"])
 @pytest.mark.parametrize("has_key", [True, False])
-def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatch, capsys):
+def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatch, printed):
     asked, given = [], []
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -173,7 +173,7 @@ def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatc
     needs_key = mode in (None, "online")
     assert asked == [False] * needs_key
     assert given == ["offline" if needs_key and not has_key else None]
-    assert capsys.readouterr().out.count("W&B: no API key") == (needs_key and not has_key)
+    assert printed().count("W&B: no API key") == (needs_key and not has_key)
 
 
 @pytest.mark.slow

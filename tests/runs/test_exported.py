@@ -32,18 +32,18 @@ def same_as_checkpoint(run_dir, folder) -> bool:
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
 
-def test_a_run_is_exported_verified_and_trained_further(run, run_dir, tmp_path, capsys):
+def test_a_run_is_exported_verified_and_trained_further(run, run_dir, tmp_path, printed):
     run("run", "n_examples=8")
-    assert f"exported {run_dir}/step-8/hf" in capsys.readouterr().out
+    assert f"exported {run_dir}/step-8/hf" in printed()
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
     check_complete(run_dir / "step-8")
 
     shutil.rmtree(run_dir / "LATEST" / "hf")  # it comes back, and nothing is trained
     run("run", "n_examples=8", "resume=auto")
-    assert "already complete" in capsys.readouterr().out
+    assert "already complete" in printed()
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
     run("run", "n_examples=8", "resume=auto")
-    assert f"exported {run_dir}" not in capsys.readouterr().out
+    assert f"exported {run_dir}" not in printed()
 
     run("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false", "n_examples=4")
     trained = read_metrics(run_dir, "eval")[-1]["logps_eval/chosen"]

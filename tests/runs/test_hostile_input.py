@@ -133,12 +133,12 @@ def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_
     assert f"error: {record} holds no mapping: " in capsys.readouterr().err
 
 
-def test_reference_logps_that_cannot_be_written_cost_a_warning(run, run_dir, tmp_path, capsys):
+def test_reference_logps_that_cannot_be_written_cost_a_warning(run, run_dir, tmp_path, printed):
     folder = Path(get_local_dir([str(tmp_path)]))
     folder.mkdir()
     (folder / "reference_logps").touch()  # where a directory is wanted
     run("run", "n_examples=4", "cache_reference_logps=all", "do_first_eval=false")
-    assert "so another run scores the reference's examples again: " in capsys.readouterr().out
+    assert "so another run scores the reference's examples again: " in printed()
     assert (run_dir / "LATEST").exists()
 
 

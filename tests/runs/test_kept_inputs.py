@@ -13,7 +13,7 @@ from dpo.models.generation import load_for_generation
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path, capsys):
+def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path, printed):
     template, rows = tmp_path / "chat.jinja", [{"prompt": f"{i}", "chosen": "A", "rejected": "B"} for i in range(20)]
     template.write_text(TEMPLATE)
     data = write_rows(tmp_path / "mine.jsonl", rows)
@@ -27,7 +27,7 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
     asked = model.encode(model.write([{"role": "user", "content": "Hi"}]), n_new=1)
     assert model.tokenizer.decode(asked) == "<user>Hi"
-    assert "had when the run began" in capsys.readouterr().out
+    assert "had when the run began" in printed()
 
 
 def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tmp_path, capsys):

@@ -182,11 +182,11 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_without_responses_are_enough(run, capsys, run_dir, tmp_path):
+def test_prompts_without_responses_are_enough(run, printed, run_dir, tmp_path):
     prompts_alone = runs.write_prompts(tmp_path / "prompts")
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
     run("run", *settings)
-    assert "train: 22 prompts without responses" in capsys.readouterr().out
+    assert "train: 22 prompts without responses" in printed()
     evaluations = read_metrics(run_dir, "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])

@@ -37,7 +37,7 @@ QUICK = ("in the third epoch",)
 
 
 @pytest.mark.parametrize("way", [w if w in QUICK else slow(w) for w in WAYS])
-def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, finished, tmp_path, capsys):
+def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_stop, finished, tmp_path, printed):
     updates, settings = WAYS[way]
     whole = finished(*settings)
     run_and_stop("stopped", *settings, after=updates)
@@ -46,7 +46,7 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
 
     run("stopped", *settings, "resume=auto")
 
-    assert f"continuing from {tmp_path}/stopped/{step}" in capsys.readouterr().out
+    assert f"continuing from {tmp_path}/stopped/{step}" in printed()
     assert find_differences(whole, tmp_path / "stopped") == []
     assert len(read_log(tmp_path / "stopped")) > updates
 
@@ -87,24 +87,24 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
 # --- where to continue ---------------------------------------------------------------------------------------------
 
 
-def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, run_dir, capsys):
+def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, run_dir, printed):
     run("run", "resume=auto", "n_examples=8")
-    assert "self-test passed" in capsys.readouterr().out
+    assert "self-test passed" in printed()
     before = (run_dir / "metrics.jsonl").read_bytes()
 
     run("run", "resume=auto", "n_examples=8")
 
-    assert f"{run_dir}/step-8: this run is already complete" in capsys.readouterr().out
+    assert f"{run_dir}/step-8: this run is already complete" in printed()
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, printed):
     file = copied("damaged") / "step-24" / "optimizer.pt"
     flip_a_bit(file)
 
     run("damaged", "resume=auto")
 
-    said = capsys.readouterr().out
+    said = printed()
     assert f"warning: checkpoint skipped: {file}: checksum mismatch" in said
     assert "continuing from" in said
     assert "step-16" in said

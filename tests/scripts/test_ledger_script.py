@@ -42,9 +42,9 @@ def run_dir(tmp_path) -> Path:
     return run_dir
 
 
-def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_dir, capsys):
+def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_dir, printed):
     assert main([str(run_dir), "--top", "1"]) == 0
-    told = capsys.readouterr().out
+    told = printed()
 
     assert "\x1b" not in told
     lines = told.splitlines()
@@ -55,26 +55,26 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
 
 
-def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
+def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, printed):
     texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
     own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
     visit = {"example": "bad", "dataset": "hh", "epoch": 0, "split": "train", "truncated": False, "margin": -1.8}
     append(tmp_path / STREAM, [visit | {"update": n} | own for n in (2, 3)])
     assert main([str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed().splitlines()
     shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2
     assert sum(line.endswith("; scores: chosen 2, rejected -1") for line in lines) == 2
 
 
-def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
+def test_texts_that_are_not_at_hand_are_one_line(run_dir, printed):
     mine = run_dir.parent / "mine"
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [*RIGHT, {**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert capsys.readouterr().out.endswith("\nThe run's datasets have changed, and lack some of these pairs.\n")
+    assert printed().endswith("\nThe run's datasets have changed, and lack some of these pairs.\n")
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir)]) == 0
-    note = capsys.readouterr().out.splitlines()[-1]
+    note = printed().splitlines()[-1]
     assert note.startswith(f"Texts are not shown: {mine} does not exist")

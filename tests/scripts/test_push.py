@@ -150,7 +150,7 @@ def test_a_name_that_is_none_is_refused(arguments, copied, capsys):
     assert "must be USER/NAME" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, capsys):
+def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, printed):
     run_dir = copied("run")
     (run_dir / "evaluation").mkdir()
     for name, content in {"x": "[]", "y": "{", "z": "[" * 100_000}.items():
@@ -159,4 +159,4 @@ def test_a_file_that_is_no_evaluation_is_left_out_of_the_card(copied, tmp_path, 
     folder.mkdir()
     (folder / "README.md").write_text("---\ntags: []\n---\n# A model\n")
     complete_card(folder, find_model(run_dir), "id")
-    assert capsys.readouterr().out.count("left out of the card: ") == 3
+    assert printed().count("left out of the card: ") == 3

@@ -17,22 +17,22 @@ def without_curves(monkeypatch):
     monkeypatch.setattr(curves, "plan_charts", lambda runs: [])
 
 
-def test_one_run_is_reported_in_its_directory(run_dir, capsys):
+def test_one_run_is_reported_in_its_directory(run_dir, printed):
     run = write_run(run_dir, LINES)
     before = {name: (run / name).read_bytes() for name in os.listdir(run)}
 
     assert main([str(run)]) == 0
 
-    assert capsys.readouterr().out == f"report: {run}/report/report.html\n"
+    assert printed() == f"report: {run}/report/report.html\n"
     assert "<h1>made" in (run / "report" / "report.html").read_text()
     assert {name: (run / name).read_bytes() for name in before} == before
 
 
-def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, monkeypatch):
+def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, printed, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [str(write_run(tmp_path / name, LINES, config={"exp_name": name})) for name in "ab"]
     assert main(runs) == main(runs) == main([*runs, "--out", "deep/er"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert printed().splitlines() == [
         *["report: report/report.html"] * 2,
         "report: deep/er/report.html",
     ]

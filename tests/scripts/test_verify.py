@@ -17,23 +17,23 @@ def run_dir(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_line_for_each_checkpoint_and_status_1_if_one_is_damaged(run_dir, capsys):
+def test_a_line_for_each_checkpoint_and_status_1_if_one_is_damaged(run_dir, printed):
     assert main([str(run_dir)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed().splitlines()
     assert [line.split()[:2] for line in lines] == [["whole", f"{run_dir}/step-{n}"] for n in (16, 8)]
 
     flip_a_bit(run_dir / "step-8" / "optimizer.pt")
     (run_dir / "step-16" / "manifest.json").unlink()
 
     assert main([str(run_dir)]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    assert printed().splitlines() == [
         f"damaged  {run_dir}/step-16 has no manifest",
         f"damaged  {run_dir}/step-8/optimizer.pt: checksum mismatch",
     ]
 
 
-def test_one_checkpoint_may_be_named_by_its_link(run_dir, capsys):
+def test_one_checkpoint_may_be_named_by_its_link(run_dir, printed):
     flip_a_bit(run_dir / "step-8" / "policy.pt")
 
     assert main([str(run_dir / "LATEST")]) == 0
-    assert capsys.readouterr().out.startswith(f"whole    {run_dir}/step-16 (")
+    assert printed().startswith(f"whole    {run_dir}/step-16 (")

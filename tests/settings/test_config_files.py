@@ -155,14 +155,14 @@ def test_a_removed_key_is_refused_with_what_to_use(monkeypatch, tmp_path):
     assert find_refusals(f"--config-dir={tmp_path} experiment=mine exp_name=x model.name_or_path=gpt2") == [sentence]
 
 
-def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, capsys):
+def test_what_was_removed_is_left_out_of_the_config_of_an_earlier_run(tmp_path, printed):
     (path := tmp_path / "config.yaml").write_text(
         "model: {name_or_path: gpt2, attn_implementation: flex_attention}\n"
         "dataset_sources: {mine: {path: /data, format: alpaca}}\n"
     )
     plan = read_plan(path, prefixes=("model.", "dataset"))
     assert (plan.model.attn_implementation, plan.data.dataset_sources["mine"]) == ("sdpa", {"path": "/data"})
-    printed = re.findall(r"ignored, as (\S+) was removed after 9949121b; ", capsys.readouterr().out)
+    printed = re.findall(r"ignored, as (\S+) was removed after 9949121b; ", printed())
     assert printed == ["model.attn_implementation=flex_attention", "dataset_sources.mine.format=alpaca"]
 
 

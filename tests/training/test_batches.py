@@ -35,7 +35,7 @@ def test_a_mismatched_example_has_a_response_to_another_prompt():
     for i, n_responses in enumerate([3, 1, 2, 4]):
         responses = [f"{i}.{j}<|endoftext|>" for j in range(n_responses)]
         examples = [{"chosen" if j % 2 else "rejected": j} for j in range(n_responses)]
-        prompts.append(Prompt(str(i), responses, examples, "keep_end", i >= 2, index_in_split=i))
+        prompts.append(Prompt(str(i), responses, examples, rendered=i >= 2, index_in_split=i))
     examples = [example for prompt in prompts for example in list_examples(prompt)]
     for seed in range(8):
         mismatched = mismatch_examples(prompts, examples, seed=seed)
