@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import datasets
 import pandas as pd
 import pytest
 from hypothesis import given, settings
@@ -63,15 +62,6 @@ def test_the_lines_of_the_readme_train(keys, monkeypatch, printed):
     monkeypatch.setattr(dpo, "run", lambda keys, data: train(f"{keys} {small}", data), raising=False)
     exec(lines.replace("import dpo\n", ""), {"dpo": dpo})
     assert "The model" in printed()
-
-
-@pytest.mark.slow
-def test_a_dataset_and_overrides_as_text_give_the_same_run(keys, tmp_path):
-    first = dpo.run(keys, data=ROWS).metrics["loss/train"].dropna()
-    text = " ".join(f"{key}={_write(value)}" for key, value in keys.items() if key != "local_run_dir")
-    second = dpo.run(text, data=datasets.Dataset.from_list(ROWS))
-    assert list(second.metrics["loss/train"].dropna()) == list(first)
-    assert second.directory.parent.parent == tmp_path
 
 
 def test_bad_input_is_an_error_with_all_problems(keys):

@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from support.pytests import refused
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
@@ -53,15 +52,6 @@ def test_prompt_and_response_are_tokenized_apart_without_special_tokens_but_the_
     assert adds_bos("a")["input_ids"] == [1, 65, 1]
     row = tokenize_batch_element("a", "b", "b", "keep_start", adds_bos, max_length=9, max_prompt_length=4)
     assert row["chosen_input_ids"] == [65, 66, 0]
-
-
-@pytest.mark.parametrize("place", ["prompt", "chosen", "rejected"])
-def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
-    texts = {"prompt": "a", "chosen": " b", "rejected": " c", place: "guilty <|endoftext|> text"}
-    with refused(r"<\|endoftext\|>.*guilty <\|endoftext\|> text"):
-        tokenize_batch_element(
-            **texts, truncation_mode="keep_end", tokenizer=tokenizer, max_length=9, max_prompt_length=4
-        )
 
 
 @pytest.mark.parametrize(

@@ -158,25 +158,6 @@ def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, run_di
         assert torch.equal(state["lm_head.weight"].float(), build("llama").lm_head.weight.bfloat16().float())
 
 
-def test_an_adapter_is_exported_as_peft_loads_it_with_its_base(home, run_dir, tmp_path):
-    logits = adapter_of_run(run_dir, "llama", home)
-
-    out = export(run_dir, tmp_path / "out")
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
-    assert_near(model(IDS).logits, logits)
-    assert transformers.AutoTokenizer.from_pretrained(out).get_vocab()
-    assert {file.suffix for file in out.iterdir()} == {".md", ".json", ".safetensors"}
-    assert not (out / "config.json").exists()
-    card = (out / "README.md").read_text()
-    for line in ("library_name: peft", "base_model_relation: adapter"):
-        assert line in card
-    assert facts_of(out)["adapter"]["r"] == 4
-    assert str(tmp_path) not in card
-
-    assert_near(load(export(out, tmp_path / "all", merge=True))(IDS).logits, logits)
-
-
 def test_a_base_that_peft_cannot_load_is_exported_first(base, run_dir, tmp_path):
     base(FAMILIES["llama"]())
     sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
@@ -221,18 +202,17 @@ def test_the_card_tells_what_is_known(base, run_dir, tmp_path, monkeypatch):
     home = base(FAMILIES["llama"]())
     (tmp_path / "demo").mkdir()  # as in the repository's directory
     monkeypatch.chdir(tmp_path)
-    run = run_dir
-    (run / "step-64").mkdir(parents=True)
-    archive(run / "step-64" / "policy.pt", build("llama").state_dict(), {"rewards_eval/margins": 1.25})
-    (run / "config.yaml").write_text(
+    (run_dir / "step-64").mkdir(parents=True)
+    archive(run_dir / "step-64" / "policy.pt", build("llama").state_dict(), {"rewards_eval/margins": 1.25})
+    (run_dir / "config.yaml").write_text(
         f"exp_name: 'courteous ![x](y) <b>'\n"
         f"datasets: [hh, mine, demo]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a```\\n# b"\n'
     )
-    (run / "env.json").write_text('{"git_commit": "abc123", "git_uncommitted_changes": false}')
+    (run_dir / "env.json").write_text('{"git_commit": "abc123", "git_uncommitted_changes": false}')
 
-    out = export(run / "step-64", tmp_path / "out")
+    out = export(run_dir / "step-64", tmp_path / "out")
 
     card = (out / "README.md").read_text()
     head, text = card.split("---\n")[1:]
@@ -241,9 +221,7 @@ def test_the_card_tells_what_is_known(base, run_dir, tmp_path, monkeypatch):
     assert "base_model" not in head  # a directory is nothing that the Hub knows
     assert "![x](y)" not in text.split("## Training")[0]  # what a user wrote is no markup
     facts = facts_of(out)
-    settings = facts.pop("settings")
-    assert (settings["loss.beta"], settings["exp_name"]) == (0.3, "courteous ![x](y) <b>")
-    assert settings["optimizer"] == "a```\n# b"
+    assert facts.pop("settings")["optimizer"] == "a```\n# b"
     assert facts == {
         "base": "base",
         "weights": "LlamaForCausalLM, float32",
@@ -252,6 +230,4 @@ def test_the_card_tells_what_is_known(base, run_dir, tmp_path, monkeypatch):
         "data": {"hh": "Anthropic/hh-rlhf", "mine": "local files: mine.jsonl", "demo": "demo"},
         "commit": "abc123",
     }
-    assert "/home/somebody" not in card
-    assert "BitsAndBytesConfig" not in card
-    assert str(tmp_path) not in card
+    assert not any(text in card for text in ("/home/somebody", "BitsAndBytesConfig", str(tmp_path)))

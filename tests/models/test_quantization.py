@@ -11,7 +11,6 @@ from support.runs import TINY
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from dpo.models.adapters import count_parameters
 from dpo.models.quantization import Linear4bit, quantize, round_weight
 
 pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
@@ -88,7 +87,6 @@ def test_the_same_layers_have_the_bytes_that_transformers_would_load():
 @pytest.mark.parametrize("family", ["llama", "gpt2, tied"])
 def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family):
     model, same = quantize(build(family)), build(family)
-    assert count_parameters(model)["total"] == count_parameters(same)["total"]
     ids = torch.arange(48).view(4, 12)
     before = same(ids).logits
     for name, layer in model.named_modules():
@@ -100,7 +98,6 @@ def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family):
         assert torch.equal(model.eval()(ids).logits, trained)
     torch.testing.assert_close(trained, same(ids).logits)
     assert not torch.allclose(trained, before, atol=1e-3)
-    assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (4, 14)
 
 
 def test_without_bitsandbytes_the_sentence_says_what_to_install(monkeypatch):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.runs import compose, small_run, write_lists, write_prompts, write_rows, write_weighted
+from support.runs import ask, compose, small_run, write_lists, write_prompts, write_splits, write_weighted
 
 import train as entry
 from dpo.errors import InputError
@@ -61,22 +61,25 @@ def test_a_loss_trains_or_is_refused(kind, name, data, run_dir):
     assert refused or (run_dir / "LATEST" / "policy.pt").exists()
 
 
+def answer(i: int) -> dict[str, str]:
+    return {"completion": f" It is {'very ' * (i % 4)}near."}
+
+
+MAKE = {  # rows of each kind of data
+    "pairs": lambda split, i: {"prompt": ask(split, i), "chosen": " Near.", "rejected": f" Who knows {i}?"},
+    "labels": lambda split, i: {"prompt": ask(split, i), **answer(i), "label": not i % 3},
+    "thumbs_up": lambda split, i: {"prompt": ask(split, i), **answer(i), "label": True},
+    "targets": lambda split, i: {"prompt": ask(split, i), **answer(i)},
+    "equal": lambda split, i: {"prompt": ask(split, i), "responses": [" Near.", f" {i}?"], "scores": [1, 1]},
+}
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_lists(folder / "lists")
     write_prompts(folder / "prompts")
     write_weighted(folder / "weighted")
-    for split, n in (("train", 22), ("test", 8)):
-        rows: dict[str, list] = {kind: [] for kind in ("pairs", "labels", "thumbs_up", "targets", "equal")}
-        for i in range(n):
-            prompt = {"prompt": f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"}
-            good, bad = f" It is {'very ' * (i % 4)}near.", f" Who {'really ' * (i % 3)}knows {i}?"
-            rows["pairs"].append({**prompt, "chosen": good, "rejected": bad})
-            rows["labels"].append({**prompt, "completion": bad if i % 3 else good, "label": not i % 3})
-            rows["thumbs_up"].append({**prompt, "completion": good, "label": True})
-            rows["targets"].append({**prompt, "completion": good})
-            rows["equal"].append({**prompt, "responses": [good, bad], "scores": [1, 1]})
-        for kind, own in rows.items():
-            write_rows(folder / kind / f"{split}.jsonl", own)
+    for kind, make in MAKE.items():
+        write_splits(folder / kind, make)
     return folder

@@ -22,7 +22,6 @@ from support.runs import find_differences, find_undocumented, read_metrics, trai
 from support.trainers import compose, make, next_batch
 
 from dpo.analysis.ledger import read_ledger
-from dpo.analysis.page import write_report
 from dpo.analysis.runs import describe_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example
@@ -188,16 +187,12 @@ def test_prompts_without_responses_are_enough(run, printed, run_dir, tmp_path):
     run("run", *settings)
     assert "train: 22 prompts without responses" in printed()
     evaluations = read_metrics(run_dir, "eval")
-    assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
     assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
-    assert all(line["loss/train"] > 0 for line in read_metrics(run_dir, "train"))
     best = max(evaluations[1:], key=lambda line: line["online_eval/score"])  # the first of them
     assert (run_dir / "BEST").resolve().name == f"step-{best['examples']}"
-    write_report([run_dir], tmp_path / "report")
     found = read_run(run_dir)
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
-    run("dry", *settings, "dry_run=true")
     with refused(r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
         run("mixed", *settings, "online.mix_offline=0.25")
 
@@ -238,14 +233,6 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), (loss, name)
-
-
-def test_a_share_of_each_batch_is_pairs_of_the_data(run, seen, run_dir):
-    run("run", *ONLINE, "online.mix_offline=0.3")
-    offline = [{*range(4)} - update.drawn.keys() for update in seen]
-    assert [len(places) for places in offline] == [1] * 3
-    assert len(set().union(*offline)) > 1  # by chance
-    assert all("online/score" in line for line in read_metrics(run_dir, "train"))
 
 
 # --- what continues ------------------------------------------------------------------------------------------------

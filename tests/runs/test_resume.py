@@ -87,17 +87,6 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
 # --- where to continue ---------------------------------------------------------------------------------------------
 
 
-def test_auto_starts_where_there_is_nothing_and_ends_where_all_is_done(run, run_dir, printed):
-    run("run", "resume=auto", "n_examples=8")
-    assert "self-test passed" in printed()
-    before = (run_dir / "metrics.jsonl").read_bytes()
-
-    run("run", "resume=auto", "n_examples=8")
-
-    assert f"{run_dir}/step-8: this run is already complete" in printed()
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_continues(run, copied, finished, printed):
     file = copied("damaged") / "step-24" / "optimizer.pt"
     flip_a_bit(file)

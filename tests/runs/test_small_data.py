@@ -40,7 +40,6 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
         "max_prompt_length=24", f"local_run_dir={run_dir}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
     ))  # fmt: skip
 
-    assert "warning: n_eval_examples" not in result.stdout
     report = read_json(run_dir / "preflight.json")
     n_train, n_test, updates = counts
     assert (report["train"]["examples"], report["test"]["examples"]) == (n_train, n_test)
@@ -52,8 +51,8 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
     samples, answers = (read_rows(run_dir / name) for name in ("samples.jsonl", "answers.jsonl"))
     assert len({(sample["examples"], sample["prompt"]) for sample in samples}) == len(samples) == 2 * n_test
-    prompts = {sample["prompt"] for sample in samples}
-    assert Counter((answer["examples"], answer["prompt"]) for answer in answers) == Counter(
-        (n_examples, prompt) for n_examples in {sample["examples"] for sample in samples} for prompt in prompts
-    )
+    assert {(answer["examples"], answer["prompt"]) for answer in answers} == {
+        (sample["examples"], sample["prompt"]) for sample in samples
+    }
+    assert len(answers) == len(samples)
     assert f" of {n_test} answer" in result.stdout.splitlines()[-1]

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from dpo.system import signals
 from dpo.system.signals import handling_signals, on_stop_signals
 
 
@@ -48,12 +47,6 @@ def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, said, capfd):
 def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):
     assert hear(signal.SIGINT, signal.SIGINT) == [signal.SIGINT]
     assert capfd.readouterr().out.count("\n") == 1
-
-
-def test_a_second_ctrl_c_interrupts(monkeypatch):
-    monkeypatch.setattr(signals, "SAME_SECS", 0)
-    with pytest.raises(KeyboardInterrupt):
-        hear(signal.SIGINT, signal.SIGINT)
 
 
 def test_only_rank_0_acknowledges_a_signal(monkeypatch, capfd):
