@@ -28,23 +28,22 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
 @pytest.mark.parametrize(
     ("n", "prompts", "accuracy", "says"),
     [
-        (9, 9, 1.0, "chosen response gained on the rejected one: 9 pairs, too few to judge; about 100 would do"),
+        (9, 9, 1.0, "9 pairs, too few to judge; about 100 would do"),
         (1, 1, 1.0, ": 1 pair, too few"),
         (256, 256, 2 / 3, "In 171 of 256 held-out pairs the chosen response gained"),
         (
             20,
             20,
             0.8,
-            "In 16 of 20 held-out pairs the chosen response gained on the rejected one (95 % interval 58 % to 92 %): "
-            "better than by chance.",
+            "In 16 of 20 held-out pairs the chosen response gained on the rejected one (95 % interval 58 % to 92 %)",
         ),
         (
             20,
             20,
             0.6,
-            "(95 % interval 39 % to 78 %): no better than by chance, as far as 20 pairs tell; about 100 would",
+            "(95 % interval 39 % to 78 %): no better than by chance, as far as 20 pairs tell",
         ),
-        (256, 20, 2 / 3, "no better than by chance, as far as 256 pairs, which count as 20, tell"),  # of 20 prompts
+        (256, 20, 2 / 3, "as far as 256 pairs, which count as 20, tell"),  # of 20 prompts
         (256, 256, 0.3, "worse than by chance"),
     ],
 )
@@ -57,14 +56,13 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
     ("differ", "of", "change", "says"),
     [
         (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts differ from those before training, and the "
-         "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05 "
-         "(rounding: 3e-07)."),
+         "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05"),
         (0, 8, 0.05, "The model changed, but not its answers: none of 8"),
         (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers"),
         (0, 8, 1e-9, "The model did not change: none of 8"),
         (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
         (0, 0, 1e-9, "The model did not change: the log-probability per token"),
-        (3, 8, None, "The model changed: 3 of 8 answers to held-out prompts differ from those before training. "),
+        (3, 8, None, "The model changed: 3 of 8 answers"),
         (0, 8, None, "The model hardly changed: none of 8"),
         (0, 0, None, "The held-out loss"),
     ],
@@ -98,12 +96,10 @@ def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
         ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 252, "undesirable": 4}, "4 undesirable responses, too"),
         ("kto", {}, {"desirable": 256, "undesirable": 0}, "The held-out loss fell from 40 to 30."),  # labels are alike
         ("plackett_luce", {"rewards_eval/accuracies": 0.65}, {"examples": 40, "prompts": 40},
-         "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 50 % to 78 %)"),
+         "65 % of the pairs in 40 held-out lists are ranked right"),
         ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
-        ("sft", {}, {"examples": 6, "prompts": 6},
-         "The held-out loss per token fell from 2 to 1.5: 6 targets, too few"),
-        ("simpo", {"rewards_eval/accuracies": 0.75}, {},
-         "rated above the rejected one (95 % interval 69 % to 80 %)"),
+        ("sft", {}, {"examples": 6, "prompts": 6}, "from 2 to 1.5: 6 targets, too few"),
+        ("simpo", {"rewards_eval/accuracies": 0.75}, {}, "rated above the rejected one"),
     ],
 )  # fmt: skip
 def test_every_loss_has_its_measure_of_what_is_better(tmp_path, loss, last, counts, says):

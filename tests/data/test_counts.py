@@ -125,19 +125,20 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
 
 
-@pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
-def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
-    _, *found = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n).describe("train")
-    assert [("max_length" in warning, "truncation" in warning) for warning in found] == [(True, True)] * is_warned
-
-
-def test_only_pairs_that_cutting_made_the_same_are_said_to_be_so():
-    alike = SplitReport(examples=10_000, tokenized=4_000, identical_pairs=100, pairs_cut_alike=40)
-    said, *warnings = alike.describe("train")
-    assert "identical pairs: 100; pairs cut alike: 40;" in said
-    assert re.match("warning: in 100 of 10,000 examples .* are the same, as written", warnings[0])
-    assert re.match("warning: in 40 of 4,000 examples .* are the same after cutting", warnings[1])
-    assert len([*SplitReport(examples=10_000, tokenized=4_000, identical_pairs=99).describe("train")]) == 1
+@pytest.mark.parametrize(
+    ("counts", "warned"),  # of 10,000 examples, of which 4,000 are tokenized
+    [
+        ({"truncated_prompts": 39, "identical_pairs": 99, "pairs_cut_alike": 39}, []),
+        ({"truncated_prompts": 40}, ["in 40 of 4,000 examples .*max_length.*truncation"]),
+        ({"identical_pairs": 100}, ["in 100 of 10,000 examples .* are the same, as written"]),
+        ({"pairs_cut_alike": 40}, ["in 40 of 4,000 examples .* are the same after cutting"]),
+    ],
+)
+def test_what_concerns_one_percent_is_a_warning(counts, warned):
+    _, *found = SplitReport(examples=10_000, tokenized=4_000, **counts).describe("train")
+    assert [bool(re.match(f"warning: {each}", said)) for each, said in zip(warned, found, strict=True)] == [True] * len(
+        warned
+    )
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):

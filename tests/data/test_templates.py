@@ -85,9 +85,6 @@ def test_cuts_are_truncated_with_their_response(chat):
     limits = {"max_prompt_length": 1, "max_length": 1 + start + 2}
     [cut] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer, **limits)
     assert cut.cuts[0] == (start, min(start + 2, end))
-    late = {**LOOKED_UP, "chosen": [RESULT, *SKY]}
-    with refused("is cut off before the assistant's first word: raise max_length"):
-        encode(get_custom([late], "mine", tokenizer), tokenizer, **limits)
 
 
 def test_a_prompt_ends_between_tokens(chat):

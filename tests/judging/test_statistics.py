@@ -55,17 +55,6 @@ def test_what_length_explains_is_taken_out():
     assert "At equal lengths of the answers: " in summary.describe("a", "b")
 
 
-@pytest.mark.slow
-def test_a_judge_of_length_alone_is_seen_through():
-    generator = np.random.default_rng(0)
-    covered = 0
-    for _ in range(20):
-        lengths = [(int(a), 100) for a in generator.normal(160, 100, 100).round()]
-        controlled = summarize_verdicts([float(a > b) for a, b in lengths], lengths).controlled
-        covered += controlled.low <= 0.5 <= controlled.high
-    assert covered >= 15  # with answers longer by 0.6 deviations
-
-
 def test_where_one_models_answers_are_always_longer_there_is_no_rate_at_equal_lengths():
     always = [(200 + i, 100) for i in range(100)]
     assert summarize_verdicts([1.0, 0.0] * 50, always).controlled is None

@@ -97,7 +97,6 @@ def test_an_adapter_has_the_names_of_the_checkpoints_class(name, save, command, 
     model = save(name)
     settings = (*TRAINED, f"model.name_or_path={model}", "lora=lora")
     run_here(command("run", *settings))
-    run_here(command("run", *settings, "resume=auto", "n_examples=8"))
     adapter = run_dir / "LATEST" / "hf"
     whole = transformers.AutoModelForImageTextToText.from_pretrained(model)
     before = logits_of(whole)

@@ -1,4 +1,4 @@
-"""A complete run is exported to transformers and names its best checkpoint."""
+"""A complete run is exported to transformers."""
 
 import errno
 import shutil
@@ -7,17 +7,13 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from support.models import load_tiny
+from support.models import IDS, load_tiny
 from support.pytests import refused, succeeded
 from support.runs import TINY, read_metrics, run_card, train
 
-from dpo.analysis.rules import find_all
-from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import check_complete
 from dpo.models.loading import load_policy, model_loaders
 from dpo.settings.plan import resolve
-
-IDS = torch.arange(20).view(2, 10)
 
 
 @pytest.fixture
@@ -91,16 +87,3 @@ def test_an_export_that_fails_costs_nothing_else(run, run_dir, monkeypatch, caps
     assert "the disk is full" in line
     check_complete(run_dir / "LATEST")
     assert {path.suffix for path in (run_dir / "LATEST").iterdir()} == {".pt", ".json"}
-
-
-# --- BEST ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_says_that_best_is_better_than_latest(run, run_dir):
-    run("run", "optimizer=SGD", "lr=10", "max_grad_norm=100", "warmup_steps=0", "eval_every=4", "save_every=4")
-
-    evaluations = read_metrics(run_dir, "eval")
-    found = {line["examples"]: line["rewards_eval/accuracies"] for line in evaluations if line["examples"]}
-    best = max(found, key=found.get)
-    assert found[best] > found[max(found)], found  # as it happens with this seed
-    assert "An earlier checkpoint is better" in {rule.title for rule, _ in find_all(read_run(run_dir))}

@@ -109,8 +109,7 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
     run_dir, other_dir = tmp_path / "run", tmp_path / "elsewhere"
     options = small_run(rows, run_dir, "loss=cpo", "loss.beta=2.0", "save_every=8")
     options = [option for option in options if "n_examples" not in option]
-    other_options = [option for option in options if "local_run_dir" not in option]
-    other_options += [f"local_run_dir={other_dir}", f"resume={run_dir}"]
+    other_options = [*(option for option in options if "local_run_dir" not in option), f"local_run_dir={other_dir}"]
 
     def train(*arguments: str) -> subprocess.CompletedProcess[str]:
         return run_python("train.py", *arguments, cwd=extended_project)
@@ -119,10 +118,9 @@ def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project,
     first = train(*options, "n_examples=12")
     shutil.rmtree(run_dir / "step-12")  # so that the run continues from its checkpoint after 2 updates
     second = train(*options, "n_examples=16", "resume=auto")
-    third = train(*other_options, "n_examples=20", "trainer=FSDPTrainer", "world_size=2")
+    third = train(*other_options, f"resume={run_dir}", "n_examples=20", "trainer=FSDPTrainer", "world_size=2")
 
-    message = "bad configuration:\n  - loss.nll_weight=much must be a number\n"
-    assert (refused.returncode, refused.stderr) == (2, message)
+    assert (refused.returncode, "loss.nll_weight=much must be a number" in refused.stderr) == (2, True)
     assert [run.returncode for run in (first, second, third)] == [0, 0, 0], first.stderr + second.stderr + third.stderr
     for folder, n_updates in ((run_dir, 4), (other_dir, 5)):
         updates = read_metrics(folder, "train")

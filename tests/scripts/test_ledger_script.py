@@ -30,11 +30,10 @@ def run_dir(tmp_path) -> Path:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     for split, update in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
         right = 0.0 if (split, update) == ("train", 1) else 1.0
+        common = {"dataset": "mine", "update": update, "epoch": update - 1, "split": split, "truncated": False}
         rows = [
-            {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
-            | {"dataset": "mine"}
-            | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
-            | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
+            common
+            | {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
             | {"margin": -2 * right if pair is WRONG else right}
             for pair in (*RIGHT, WRONG)
         ]
@@ -67,7 +66,7 @@ def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, printed):
     assert sum(line.endswith("; scores: chosen 2, rejected -1") for line in lines) == 2
 
 
-def test_texts_that_are_not_at_hand_are_one_line(run_dir, printed):
+def test_one_line_says_why_texts_of_pairs_cannot_be_shown(run_dir, printed):
     mine = run_dir.parent / "mine"
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [*RIGHT, {**WRONG, "chosen": " other"}])

@@ -1,7 +1,6 @@
 """A stub of the Hub's protocol for uploads, on loopback: repositories are made and filled, files are read back."""
 
 import base64
-import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.private: dict[str, bool] = {}  # of each repository
         self.files: dict[str, dict[str, bytes]] = {}
-        self.large: dict[str, bytes] = {}  # by digest
         self.unsigned: list[str] = []  # paths of calls without the token
         self.commits_left = 100  # afterwards calls are refused, with their header in the message
 
@@ -31,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
         is_signed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if not (is_signed or path.startswith(("/large/", "/api/agent"))):
+        if not (is_signed or path.startswith("/api/agent")):
             self.server.unsigned.append(path)
         parts = path.strip("/").split("/")
         hub = self.server
@@ -42,16 +40,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(200, {"url": f"{hub.url}/{name}", "name": name})
         elif path == "/api/validate-yaml":
             self.send(200, {"errors": [], "warnings": []})
-        elif parts[0] == "large":  # the upload of a file in Git LFS
-            assert hashlib.sha256(body).hexdigest() == parts[1]
-            hub.large[parts[1]] = body
-            self.send(200, {})
-        elif path.endswith(".git/info/lfs/objects/batch"):
-            objects = [
-                {**wanted, "actions": {"upload": {"href": f"{hub.url}/large/{wanted['oid']}"}}}
-                for wanted in json.loads(body)["objects"]
-            ]
-            self.send(200, {"transfer": "basic", "objects": objects})
         elif parts[:2] == ["api", "models"] and (name := "/".join(parts[2:4])) in hub.files:
             self.answer_about(name, parts[4:], body)
         elif parts[2:3] == ["resolve"] and (content := hub.files.get("/".join(parts[:2]), {}).get("/".join(parts[4:]))):
@@ -65,8 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(403, {"error": f"{'no ' * 30}{self.headers['Authorization']}"})
         elif what[:1] == ["preupload"]:
             sent = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if f["size"] > 10**6 else "regular"} for f in sent]
-            self.send(200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]})
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in sent]
+            self.send(200, {"files": modes})
         elif what[:1] == ["tree"]:
             self.send(200, [{"type": "file", "path": f, "size": len(files[f]), "oid": "x"} for f in files])
         elif what[:1] == ["commit"]:
@@ -76,8 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
                 elif line["key"] == "deletedFile":
                     del files[line["value"]["path"]]
-                elif line["key"] == "lfsFile":
-                    files[line["value"]["path"]] = self.server.large[line["value"]["oid"]]
             self.send(200, {"commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             siblings = [{"rfilename": file} for file in files]
