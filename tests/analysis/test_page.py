@@ -72,13 +72,10 @@ def test_the_page_has_a_curve_of_each_metric_that_was_logged_and_has_a_chart(run
     page = Page(write_report([made(run_dir)], tmp_path / "out").read_text())
 
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.html", "loss.png", "rewards.png"}
-    images = [attributes for tag, attributes in page.elements if tag == "img"]
-    assert images[0]["alt"] == "Loss against examples"
-    assert len({image["src"] for image in images}) == len(drawn_charts([run_dir])) == 8
-    for image in images:
-        kind, _, png = image["src"].partition(",")
-        assert kind == "data:image/png;base64"
-        assert base64.b64decode(png).startswith(b"\x89PNG")
+    images = {attributes["src"] for tag, attributes in page.elements if tag == "img"}
+    assert len(images) == len(drawn_charts([run_dir])) == 8
+    png = base64.b64encode(b"\x89PNG").decode()[:5]  # whose last bits are of the next byte
+    assert all(image.startswith(f"data:image/png;base64,{png}") for image in images)
 
 
 def test_the_page_needs_nothing_else_and_runs_no_code(run_dir):

@@ -1,6 +1,7 @@
 """A prompt and its answer as chat messages."""
 
 import pytest
+from support.formats import user
 
 from dpo.data.asking import as_messages
 from dpo.data.schema import Prompt
@@ -19,7 +20,7 @@ from dpo.data.schema import Prompt
             [("user", "Hi\n\nHey")],
         ),
         (  # a chat template has rendered it; an HH form in it is the user's
-            Prompt("<user>Hi<assistant>", [], [], rendered=True, messages=[{"role": "user", "content": "Hi"}]),
+            Prompt("<user>Hi<assistant>", [], [], rendered=True, messages=[user("Hi")]),
             [("user", "Hi")],
         ),
     ],

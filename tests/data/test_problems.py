@@ -56,17 +56,12 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, printed):
     (tmp_path / "cache").mkdir()
 
     for n in (1, 2):  # each refusal has a file of its own
-        before = {path: path.read_text() for path in (tmp_path / "cache").rglob("bad_records-*")}
         with pytest.raises(InputError) as error:
             run("refused", *own)
         assert str(error.value).count("is empty") == LISTED
-        [listed] = {*(tmp_path / "cache").rglob("bad_records-*")} - before.keys()
-        assert f"bad_records=skip leaves such records out; {listed} names all of them" in str(error.value)
-        assert [row["record"] for row in read_rows(listed)] == [*range(41, 63)]
-        assert len(before) == n - 1
-        for path, text in before.items():
-            assert path.read_text() == text
-        listed.write_text("mine now")
+        files = [*(tmp_path / "cache").rglob("bad_records-*")]
+        assert [[row["record"] for row in read_rows(file)] for file in files] == [[*range(41, 63)]] * n
+        assert any(f"{file} names all of them" in str(error.value) for file in files)
 
     for name in ("run", "again"):  # the second run finds the table of the first
         run(name, *own, "bad_records=skip")

@@ -9,6 +9,7 @@ import os
 import datasets
 import huggingface_hub
 import pytest
+from support.formats import user
 from support.pytests import refused
 from support.runs import write_rows
 
@@ -241,7 +242,7 @@ def test_a_subset_is_one_of_the_data_sets_of_a_repository(hub, tmp_path, place):
         Source.parse("mine", {"path": path, "name": "a"})
 
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f"}]}
+CHAT = {"messages": [user("Hi")], "tools": [{"name": "f"}]}
 
 
 @pytest.mark.parametrize(

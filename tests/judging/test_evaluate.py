@@ -48,9 +48,7 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run/step-24", "its start")}
     wins = sum(a > b for a, b in zip(*lengths.values(), strict=True))
     assert (result["n"], result["wins"]) == (len(answers) // 2, wins)
-    assert result["agreement"] is not None
     assert result["sentences"][0] in printed()
-    assert re.search(r"So few say little; \d+ more prompts would show one that is 10 points away from 50 %.", page)
     assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
 
     assert main([str(run_dir), str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0

@@ -8,7 +8,6 @@ import transformers
 from support.formats import user
 from support.models import FAMILIES, GROUPED, build
 
-from dpo.data.collation import tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
 from dpo.models.answers import DEFAULTS, Sampling, choose_sampling, generate, mark_truncation, write_turns
@@ -102,13 +101,11 @@ def test_draws_follow_the_models_distribution(tokenizer, tiny_llama):
     [("keep_start", "\n\nHuman: Who has seen the red [...]"), ("keep_end", "[...] d umbrella?\n\nAssistant:")],
 )
 def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
-    prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
-    rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
-    ids = [tuple(row["prompt_input_ids"]) for row in rows]
-    examples = [Example(prompt, (), id=(i, 0), prompt_is_cut=i == 1) for i, prompt in enumerate(ids)]
-    stored = [Prompt(text, [], [], mode, False) for text in prompts]
-    shown = [mark_truncation(example, prompt, tokenizer) for example, prompt in zip(examples, stored, strict=True)]
-    assert shown == [prompts[0], fed]
+    prompt = Prompt("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", [], [], mode)
+    ids = tokenizer(prompt.text)["input_ids"]
+    cut = tuple(ids[:12] if mode == "keep_start" else ids[-12:])
+    assert mark_truncation(Example(cut, (), prompt_is_cut=True), prompt, tokenizer) == fed
+    assert mark_truncation(Example(tuple(ids), ()), prompt, tokenizer) == prompt.text
 
 
 @pytest.mark.parametrize(

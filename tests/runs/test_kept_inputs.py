@@ -3,6 +3,7 @@
 import shutil
 
 from safetensors.torch import load_file, save_file
+from support.formats import user
 from support.pytests import refused
 from support.runs import TINY, change_manifest, read_json, write_rows
 
@@ -25,7 +26,7 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     run("run", *settings, "n_examples=8", "resume=auto")
 
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
-    asked = model.encode(model.write([{"role": "user", "content": "Hi"}]), n_new=1)
+    asked = model.encode(model.write([user("Hi")]), n_new=1)
     assert model.tokenizer.decode(asked) == "<user>Hi"
     assert "had when the run began" in printed()
 

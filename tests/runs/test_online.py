@@ -81,16 +81,12 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, run_dir)
             answers += three
             scores = [-len(one.tokens) - 2.5 * (not one.ended) for one in three]
             assert [one.score for one in three] == scores
-            assert len(three) == 3
-            assert [len(one.tokens) == 8 or one.ended for one in three] == [True] * 3
+            assert all(len(one.tokens) == 8 or one.ended for one in three)
             assert [side.score for side in drawn.pair] == [max(scores), min(scores)]
             assert update.examples[place].responses == tuple(side.tokens for side in drawn.pair)
         assert line["online/score"] == pytest.approx(sum(one.score for one in answers) / 12)
         assert line["online/length"] == pytest.approx(sum(len(one.tokens) for one in answers) / 12)
         assert line["online/eos"] == pytest.approx(sum(one.ended for one in answers) / 12)
-        assert line["online/score_worst"] <= line["online/score"] <= line["online/score_best"]
-        assert 0 < line["online/sampling_share"] < 1
-        assert line["online/seconds_per_token"] > 0
     assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
@@ -161,16 +157,11 @@ def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
     [microbatch] = Padded().split([Example(p, (a.tokens,)) for p, a in zip(prompts, answers[0], strict=True)], 1)
     with torch.no_grad():
         ours, theirs = (Padded().forward(model, microbatch.inputs).logps[0].sum(-1) for model in models.values())
-    expected = {
-        "score": scores[0],
-        "length": [len(one.tokens) for one in answers[0]],
-        "eos": [one.ended for one in answers[0]],
-        "win_rate": (scores[0] > scores[1]) + (scores[0] == scores[1]) / 2,
-        "kl": (ours - theirs).numpy(),
-        "reference_score": scores[1],
-        "reference_length": [len(one.tokens) for one in answers[1]],
-        "reference_eos": [one.ended for one in answers[1]],
-    }
+    expected = {"win_rate": (scores[0] > scores[1]) + (scores[0] == scores[1]) / 2, "kl": (ours - theirs).numpy()}
+    for who, prefix in enumerate(("", "reference_")):
+        expected[f"{prefix}score"] = scores[who]
+        expected[f"{prefix}length"] = [len(one.tokens) for one in answers[who]]
+        expected[f"{prefix}eos"] = [one.ended for one in answers[who]]
     assert len(prompts) == 4
     assert {one.tokens for one in answers[0]}.isdisjoint(one.tokens for one in answers[1])
     assert metrics.keys() == {f"online_eval/{name}{suffix}" for name in expected for suffix in ("", "_se")}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.formats import assistant, system, user
 from support.models import load_tiny
 from support.pytests import refused
 from support.runs import TINY, change_json
@@ -22,11 +23,7 @@ from dpo.models.generation import LoadedModel, load_for_generation
 
 LLAMA = str(TINY)
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
-TALK = [
-    {"role": "user", "content": "Good morning."},
-    {"role": "assistant", "content": "Good morning."},
-    {"role": "user", "content": "Is the ladder still here?"},
-]
+TALK = [user("Good morning."), assistant("Good morning."), user("Is the ladder still here?")]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -62,7 +59,7 @@ def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[st
     """The answers of each model to some prompts."""
     answers = {}
     for model in models:
-        texts = [model.write([{"role": "user", "content": text}]) for text in ASKED]
+        texts = [model.write([user(text)]) for text in ASKED]
         prompts = [model.encode(text, n_new=12) for text in texts]
         answers[model.name] = [model.answer(prompt, number, sampling) for number, prompt in enumerate(prompts)]
     return answers
@@ -81,12 +78,12 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
     assert ask("hh", TALK) == (
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
     )
-    assert ask("hh", [{"role": "system", "content": "Be kind."}, *TALK[:1]]).startswith("Be kind.\n\nHuman: Good")
+    assert ask("hh", [system("Be kind."), *TALK[:1]]).startswith("Be kind.\n\nHuman: Good")
     with refused("content of a message of role 'user' in the prompt has the control token '<"):
-        ask("chat", [{"role": "user", "content": "Write <|endoftext|>"}])
+        ask("chat", [user("Write <|endoftext|>")])
     with refused("has no turn of role 'tool' and no calls: choose the form chat"):
         ask("hh", [*TALK, {"role": "tool", "content": "42"}])
-    assert ask("raw", [{"role": "user", "content": "Once upon"}]) == "Once upon"
+    assert ask("raw", [user("Once upon")]) == "Once upon"
 
 
 def test_a_prompt_with_its_answer_must_fit_the_models_positions(tokenizer):

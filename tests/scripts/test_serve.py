@@ -5,19 +5,19 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.browser import opening_browser
-from support.runs import ROOT, make_environment, read_rows, small_run
+from support.runs import make_environment, read_rows
 from support.warm import Python
 
 from dpo.analysis import curves
 from dpo.judging.page import write_form
+from dpo.system.run_directory import lock_run_dir
 
 
 @pytest.fixture
@@ -51,35 +51,25 @@ def get(port: int, path: str, host: str = "") -> tuple[int, str]:
     return response.status, response.read().decode()
 
 
-def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied, tmp_path):
+@pytest.fixture
+def served(serve, copied, tmp_path) -> tuple[int, Python]:
+    """The port and process of a server of two runs."""
     copied("runs/first")
     copied("runs/second")
-    port, process = serve(tmp_path / "runs", fault=draw_no_curves)
+    return serve(tmp_path / "runs", fault=draw_no_curves)
+
+
+def test_runs_are_served_with_all_news_until_ctrl_c(served, tmp_path):
+    port, process = served
     status, text = get(port, "/")
     assert (status, "2 runs compared" in text) == (200, True)
     assert '<a href="/0">first</a>' in text
-    assert get(port, "/1", host=f"localhost:{port}")[0] == 200
-    assert get(port, "/1", host=f"LOCALHOST:{port}")[0] == 200
     with (tmp_path / "runs" / "second" / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "examples": 4000, "updates": 1000}\n')
-    assert "1,000 of" in get(port, "/1")[1]  # whatever file has news
+    assert "1,000 of" in get(port, "/1")[1]
     with socket.create_connection(("127.0.0.1", port)) as impatient:
         impatient.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
         impatient.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed with a reset
-    outside = (
-        f"/{'1' * 5000}",
-        "/2",
-        "/-1",
-        "/second",
-        "/third",
-        "/first/config.yaml",
-        "/../secret",
-        "/%2e%2e/runs/first/config.yaml",
-    )
-    for path in outside:
-        assert get(port, path) == (404, "")
-    for host in ("example.org", f"127.0.0.1:{port}.example.org", "127.0.0.1:80"):
-        assert get(port, "/", host=host) == (403, "")
     (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere")
     assert get(port, "/")[0] == 200
     process.send_signal(signal.SIGINT)
@@ -87,33 +77,24 @@ def test_runs_are_served_to_this_machine_alone_and_nothing_else_is(serve, copied
     assert "Traceback" not in process.text
 
 
-@pytest.mark.slow
-def test_a_browser_follows_a_run_that_trains_and_compares_finished_ones(serve, copied, rows, tmp_path):
-    copied("runs/first")
-    with opening_browser(tmp_path) as browser:
-        command = small_run(
-            rows, tmp_path / "runs" / "second", "n_examples=400000", "eval_every=400000", "exp_name=second"
-        )
-        train = subprocess.Popen(
-            [sys.executable, ROOT / "train.py", *command, "wandb.enabled=false"], env=make_environment(), cwd=ROOT
-        )
-        metrics = tmp_path / "runs" / "second" / "metrics.jsonl"
-        while not (metrics.exists() and '"train"' in metrics.read_text()):
-            time.sleep(0.1)
-            assert train.poll() is None
-        port, _ = serve(tmp_path / "runs")
-        browser.open(f"http://127.0.0.1:{port}/1")
-        said = "document.body.innerText.match(/Still training after ([0-9,]+) of/)"
-        first = browser.wait_for(said)[1]
-        browser.wait_for(f"({said} || [])[1] > '{first}' ? 1 : 0")  # the page loads itself again
-        browser.open(f"http://127.0.0.1:{port}/")
-        assert browser.run("document.querySelectorAll('img').length") > 3
-        assert browser.run("document.querySelector('h1').innerText") == "2 runs compared"
-        train.send_signal(signal.SIGTERM)
-        train.wait(timeout=60)
-        browser.wait_for("!document.body.innerText.includes('still training')")
-        browser.open(f"http://127.0.0.1:{port}/1")
-        browser.wait_for("document.body.innerText.includes('Stopped after')")
+def test_nothing_but_reports_is_served_and_to_this_machine_alone(served):
+    port, _ = served
+    for path in (f"/{'1' * 5000}", "/2", "/-1", "/second", "/first/config.yaml", "/%2e%2e/runs/first/config.yaml"):
+        assert get(port, path) == (404, "")
+    for host in (f"localhost:{port}", f"LOCALHOST:{port}"):
+        assert get(port, "/1", host)[0] == 200
+    for host in ("example.org", f"127.0.0.1:{port}.example.org", "127.0.0.1:80"):
+        assert get(port, "/", host) == (403, "")
+
+
+def test_a_page_loads_itself_again_while_its_run_trains(served, tmp_path):
+    def find_refresh() -> str | None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{served[0]}/0") as response:
+            return response.headers["Refresh"]
+
+    assert find_refresh() is None
+    with lock_run_dir(tmp_path / "runs" / "first"):
+        assert int(find_refresh() or 0) > 0
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 from support.commands import find_refusals
+from support.formats import assistant, user
 from support.pytests import succeeded
 from support.runs import ask, run_python, small_run, train, write_splits
 
@@ -13,13 +14,12 @@ from dpo.system.host import is_installed
 from scripts.site import AXES, LOSSES, draw_matrix, find_refusal
 
 PARTS = 6
-ANSWER = {"role": "assistant", "content": "It is near."}
 MAKE = {  # a row of each kind of data
     "pairs": lambda prompt, i: {"prompt": prompt, "chosen": f" Near {i}.", "rejected": f" Who knows {i}?"},
     "chats": lambda prompt, i: {
-        "prompt": [{"role": "user", "content": f"Where is {i}?"}],
-        "chosen": [ANSWER],
-        "rejected": [{**ANSWER, "content": f"Who knows {i}?"}],
+        "prompt": [user(f"Where is {i}?")],
+        "chosen": [assistant("It is near.")],
+        "rejected": [assistant(f"Who knows {i}?")],
     },
     "ranked lists": lambda prompt, i: {
         "prompt": prompt,

@@ -37,13 +37,6 @@ class Browser:
         """The value of a script in the page."""
         return self.call("/execute/sync", script=f"return {script}", args=[])
 
-    def wait_for(self, script: str, *, seconds: float = 60) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (value := self.run(script)):
-            assert time.monotonic() < deadline, script
-            time.sleep(0.2)
-        return value
-
 
 @contextmanager
 def opening_browser(downloads: Path) -> Iterator[Browser]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from support.runs import ROOT, make_environment
@@ -74,23 +74,18 @@ def _name(argument: Any) -> Any:
     return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else argument
 
 
-def at_update(number: int, act: Callable[[], Any]) -> None:
-    """Call `act` in the middle of update `number` + 1."""
+def kill_after_update(number: int) -> None:
+    """SIGKILL this process in the middle of update `number` + 1."""
     from trainers import Trainer
 
     clip = Trainer.clip_gradient
 
-    def acting(self: Trainer) -> Any:
+    def kill_or_clip(self: Trainer) -> Any:
         if self.batch_counter == number:
-            act()
+            signal.raise_signal(signal.SIGKILL)
         return clip(self)
 
-    Trainer.clip_gradient = acting
-
-
-def kill_after_update(number: int) -> None:
-    """SIGKILL this process in the middle of update `number` + 1."""
-    at_update(number, partial(signal.raise_signal, signal.SIGKILL))
+    Trainer.clip_gradient = kill_or_clip
 
 
 def fail_to_sample(*ranks: int) -> None:

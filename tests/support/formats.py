@@ -8,7 +8,6 @@ from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
 
 LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
-PAIR = {"chosen": "A is right.", "rejected": "B is right."}
 
 
 def user(content: str) -> dict[str, str]:
@@ -44,7 +43,6 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look 
 CALL = call({"at": "sky"})
 RESULT = {"role": "tool", "content": "A clear day"}
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
-TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]
 
 
 def encode(data: Any, tokenizer: Any, **limits: int) -> list[Example]:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state, write_checkpoint
 from dpo.system.plain_files import read_json
 from support import warm
+from support.formats import assistant, call, user
 from support.pytests import succeeded
 from support.warm import ROOT
 
@@ -194,13 +195,9 @@ def write_chats(folder: Path) -> Path:
 
     def make_row(split: str, i: int) -> dict:
         tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")[: 1 + i % 2]]
-        function = {"name": "look", "arguments": {"at": f"{split} {i}"}}
-        looked = [
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-            {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"},
-        ]
-        question = {"role": "user", "content": f"What is at {i}?"}
-        good, bad, doubt = ({"role": "assistant", "content": text} for text in (f"{i} stars.", "Who knows?", "Where?"))
+        looked = [call({"at": f"{split} {i}"}), {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"}]
+        question = user(f"What is at {i}?")
+        good, bad, doubt = (assistant(text) for text in (f"{i} stars.", "Who knows?", "Where?"))
         # chosen begins with a call, rejected with an answer; in some pairs both have calls
         chosen, rejected = [*looked, good], [doubt, question, *looked, bad] if i % 3 else [bad]
         return {"prompt": [question], "chosen": chosen, "rejected": rejected, "tools": tools}

@@ -161,12 +161,11 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path):
     check_free(tmp_path)
 
 
-@pytest.mark.parametrize(("is_terminal", "no_color", "shown"), [
-    (True, "", "\033[33mwarning\033[0m: hot\na warning: cold\n\033[33merror\033[0m: x\n"),
-    (True, "1", "warning: hot\na warning: cold\nerror: x\n"),
-    (False, "", "warning: hot\na warning: cold\nerror: x\n"),
-])  # fmt: skip
-def test_warnings_and_errors_have_colors_on_a_terminal_alone(is_terminal, no_color, shown, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "mark"),
+    [(True, "", "\033[33m{}\033[0m"), (True, "1", "{}"), (False, "", "{}")],
+)
+def test_warnings_and_errors_have_colors_on_a_terminal_alone(is_terminal, no_color, mark, monkeypatch, tmp_path):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr("dpo.system.host._RedactedText.isatty", lambda self: is_terminal)
     with (tmp_path / "out").open("w") as file, monkeypatch.context() as patch:
@@ -174,6 +173,7 @@ def test_warnings_and_errors_have_colors_on_a_terminal_alone(is_terminal, no_col
         patch.setattr(sys, "stderr", file)
         harden_stdio()
         print("warning: hot\na warning: cold\nerror: x", flush=True)
+    shown = f"{mark.format('warning')}: hot\na warning: cold\n{mark.format('error')}: x\n"
     assert (tmp_path / "out").read_text() == shown
 
 
