@@ -75,7 +75,7 @@ def test_every_damage_to_every_file_is_recognised(damage, tmp_path):
             check_complete(saved)
 
 
-def test_a_manifest_that_says_something_else_is_damage(tmp_path):
+def test_a_manifest_that_does_not_describe_its_checkpoint_is_damage(tmp_path):
     [saved] = write_steps(tmp_path, 8, updates=2)
     manifest = read_json(saved / "manifest.json")
     changed = [json.dumps(manifest | change) for change in ({"updates": 3}, {"examples": 9}, {"files": {}}, {"new": 1})]

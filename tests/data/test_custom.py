@@ -44,17 +44,12 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
 
 
 def test_prompts_to_answer_need_no_responses(tokenizer):
-    rows = [{"question": q, "source": "a book"} for q in ("Q:", "P:", "Q:")]
-    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
-    assert data.notes == ["mine: columns prompt=question; not used: source"]
-    prompts = number_prompts([("mine", data)], keep_all=True)
-    assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
+    data = get_custom([{"prompt": q} for q in ("Q:", "P:", "Q:")], "mine", tokenizer, trains_on="prompts")
+    assert [(text, prompt.examples) for text, prompt in data.items()] == [("Q:", []), ("P:", [])]
     assert take([PAIR], tokenizer, "prompts") == [{"chosen": " a", "rejected": " b"}]
 
 
-@pytest.mark.parametrize(
-    ("good", "bad"), [(True, False), (1.0, 0.0), (1, -1), ("True", "false"), (" Good", "bad"), ("👍", "👎")]
-)
+@pytest.mark.parametrize(("good", "bad"), [(True, False), (1.0, 0.0), (1, -1), (" Good", "bad"), ("👍", "👎")])
 def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     labelled = (("Q:", " yes", good), ("P:", " no", bad), ("Q:", " hm", bad))
     rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in labelled]

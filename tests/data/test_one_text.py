@@ -30,14 +30,11 @@ def make_records(kind: str, with_system: bool) -> tuple[str, list[dict]]:
     records = {
         "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
         "several turns": {"prompt": prompt, "chosen": longer, "rejected": bad},
-        "targets": {"prompt": prompt, "completion": good},
         "lists": {"prompt": prompt, "responses": [good, bad, longer]},
-        "labels": {"prompt": prompt, "completion": good, "label": True},
         "texts": {"prompt": "### Response:\n", "chosen": "It is a cat", "rejected": "the answer"},
         "texts, joined": {"prompt": "the ans", "chosen": "wer is", "rejected": " cat"},
     }
-    trains_on = {"targets": "targets", "lists": "lists", "labels": "labels"}
-    return trains_on.get(kind, "pairs"), [records[kind]]
+    return "lists" if kind == "lists" else "pairs", [records[kind]]
 
 
 def read(tokenizer, kind: str, with_system: bool = False):
@@ -53,7 +50,7 @@ def read(tokenizer, kind: str, with_system: bool = False):
 def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, before_answer, with_system):
     tokenizer = TOKENIZERS[tokenizer_kind]
     tokenizer.chat_template = make_template(BEFORE_ANSWER[before_answer])
-    for kind in ("pairs", "several turns", "targets", "lists", "labels", "texts"):
+    for kind in ("pairs", "several turns", "lists", "texts"):
         prompt = read(tokenizer, kind, with_system)
         examples = list_examples(prompt)
         all_encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)

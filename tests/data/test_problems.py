@@ -18,7 +18,7 @@ NAMED = {"prompt": "Is it?", "response_a": " a", "response_b": " b", "winner": "
     ("good", "bad", "reason"),
     [
         (GOOD, {**GOOD, "chosen": " \n"}, "the response to learn is empty"),
-        (GOOD, {**GOOD, "prompt": "Is <|endoftext|> it?"}, "contains the EOS token"),
+        (GOOD, {**GOOD, "rejected": " No.<|endoftext|> Yes."}, "contains the EOS token"),
         (GOOD, 7, "is 7, not an object with fields"),
         (GOOD, "{broken", "is not JSON"),
         (NAMED, {**NAMED, "winner": "x"}, "does not say whether response_a or response_b is better"),

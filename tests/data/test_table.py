@@ -15,7 +15,7 @@ import pytest
 from support.formats import TOOLS, user
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import GOLDEN, TINY, read_json, write_rows
+from support.runs import GOLDEN, TINY, flip_a_bit, read_json, write_rows
 from support.trainers import compose
 
 from dpo.data import loading, preflight, published, report
@@ -194,22 +194,30 @@ def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_
     assert {first.parent, second.parent} == {tmp_path / "scratch"}
 
 
-@pytest.mark.parametrize("damage", ["flipped", "gone", "junk", "fifo", "not ours"])
-def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, damage):
+def make_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replace_folder(file: Path) -> None:
+    shutil.rmtree(file.parent)
+    file.parent.write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("train.jsonl", flip_a_bit),
+        ("train.jsonl", Path.unlink),
+        ("train.jsonl", make_fifo),
+        ("facts.json", lambda file: file.write_text("[]")),
+        ("facts.json", replace_folder),
+    ],
+)
+def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, name, damage):
     place = prepare(tmp_path)
     expected = list(PromptTable(place / "train.jsonl"))
-    lines, facts = place / "train.jsonl", place / "facts.json"
-    if damage == "flipped":
-        lines.write_bytes(lines.read_bytes().replace(b"11?", b"77?"))
-    elif damage in ("gone", "fifo"):
-        lines.unlink()
-        if damage == "fifo":
-            os.mkfifo(lines)
-    elif damage == "junk":
-        facts.write_text("[]")
-    else:
-        shutil.rmtree(place)
-        place.write_text("mine")
+    damage(place / name)
     assert not is_whole(place)
 
     another = prepare(tmp_path)

@@ -116,21 +116,16 @@ def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(ch
 
 
 def test_tools_reach_the_template_and_make_another_prompt(chat):
-    as_json = {**LOOKED_UP, "tools": json.dumps(TOOLS)}
     others = [{"type": "function", "function": {"name": "hear"}}]
-    rows = [LOOKED_UP, as_json, {**LOOKED_UP, "tools": others}, {**LOOKED_UP, "tools": None}]
-    data = get_custom(rows, "mine", chat(WITH_TOOLS))
+    # calls as OpenAI writes them, and as Parquet files hold messages
+    calls = [{**call('{"at": "sky"}'), "content": None}, {**RESULT, "tool_calls": None}, *SKY]
+    rows = [{**LOOKED_UP, "tools": others}, {**LOOKED_UP, "tools": None}, {**LOOKED_UP, "chosen": calls}]
+    data = get_custom([LOOKED_UP, *rows], "mine", chat(WITH_TOOLS))
     question = f"<user>Which colour?{EOS}\n<assistant>"
     assert [*data] == [f"(look)\n{question}", f"(hear)\n{question}", question]
     assert [prompt.tools for prompt in data.values()] == [TOOLS, others, None]
-    # LLaMA-Factory's are functions alone
-    functions = json.dumps([tool["function"] for tool in TOOLS])
-    [prompt] = get_custom([{**LOOKED_UP, "tools": functions}], "mine", chat(WITH_TOOLS)).values()
-    assert prompt.tools == TOOLS
-    # calls as OpenAI writes them, and as Parquet files hold messages
-    calls = [{**call('{"at": "sky"}'), "content": None}, {**RESULT, "tool_calls": None}, *SKY]
-    [entry] = get_custom([{**LOOKED_UP, "chosen": calls}], "mine", chat(WITH_TOOLS)).values()
-    assert entry.responses[0] == data[f"(look)\n{question}"].responses[0]
+    responses = data[f"(look)\n{question}"].responses
+    assert responses[:2] == responses[2:]
 
 
 @pytest.mark.parametrize(

@@ -76,22 +76,17 @@ def test_every_rank_stops(command, run_dir):
 
 
 def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, printed):
-    huge = [0.7, *[20.0] * 15]
-    healthy = [
-        evaluation(0, 0.69, **rewards("eval", 0, 0)),
-        *(update(k, **rewards("train", 0, 0)) for k in range(1, 17)),
-    ]
-    fallen = [
-        {**line, "loss/train": loss, **rewards("train", -9, 0)} for line, loss in zip(healthy[1:], huge, strict=True)
-    ]
-    warner = CollapseWarner(context_in(write_run(tmp_path, healthy)))
-    warner.on_evaluation(Evaluation(16, 64, {}))
-    assert printed() == ""
+    warner = CollapseWarner(context_in(tmp_path))
 
-    write_run(tmp_path, [healthy[0], *fallen])
-    for _ in range(2):
+    def evaluate(margin: float, loss: float) -> str:
+        losses = [0.7, *[loss] * 15]
+        lines = [update(k, **{"loss/train": loss}, **rewards("train", margin, 0)) for k, loss in enumerate(losses, 1)]
+        write_run(tmp_path, [evaluation(0, 0.69, **rewards("eval", 0, 0)), *lines])
         warner.on_evaluation(Evaluation(16, 64, {}))
-    numbers = "loss/train 20 now, 0.69 at the start"
-    said = f"warning: the run has collapsed: {numbers}; it seldom recovers: start again with a tenth of lr"
-    assert printed().startswith(said)
+        return printed()
+
+    assert evaluate(0, 0.6) == ""
+    told = "warning: the run has collapsed: loss/train 20 now, 0.69 at the start; it seldom recovers: start again with"
+    assert evaluate(-9, 20.0).startswith(told)
+    assert evaluate(-9, 20.0) == ""
     assert list(CALLBACKS).index("files") < list(CALLBACKS).index("collapse")  # which reads what that has written

@@ -85,7 +85,7 @@ def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, fin
     assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
     first, last = read_metrics(ours, "train")[0], read_metrics(ours, "eval")[-1]
     assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
-    assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
+    assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == 0
     assert last["rewards_eval/margins"] != pytest.approx(0, abs=1e-3)
     if kind == "lora":  # as two models, into which PEFT merged what was saved
         config = compose(*command("merged", "n_examples=16"))
@@ -110,7 +110,6 @@ def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, monkeypa
     assert (pefts - before).abs().max() > 1e-2
     # what is frozen has no state of the optimizer, and had no gradient
     assert len(trainer.optimizer.state) == len(weights)
-    assert all(p.requires_grad == (".policy." in name) for name, p in trainer.policy.named_parameters())
 
 
 def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_and_asked(finished, command, tmp_path):

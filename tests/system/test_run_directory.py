@@ -1,7 +1,6 @@
 """A run's directory is its own, and holds no secrets."""
 
 import fcntl
-import json
 import logging
 import os
 import subprocess
@@ -31,9 +30,8 @@ def test_a_new_directory_holds_config_and_environment(run_dir, monkeypatch):
 
     assert sorted(file.name for file in run_dir.iterdir()) == ["config.yaml", "env.json"]
     assert yaml.safe_load((run_dir / "config.yaml").read_text()) == {"lr": 1e-6, "api_key": "REDACTED"}
-    text = (run_dir / "env.json").read_text()
-    assert "not for the record" not in text
-    record = json.loads(text)
+    assert "not for the record" not in (run_dir / "env.json").read_text()
+    record = read_json(run_dir / "env.json")
     assert {"torch", "transformers", "datasets", "numpy"} <= record["packages"].keys()
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     assert record["git_commit"] == (head.stdout.strip() or None)
