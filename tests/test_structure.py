@@ -91,8 +91,7 @@ def test_there_is_no_more_code_than_was_agreed(part):
     assert n_tokens <= LIMITS[part]
 
 
-def test_the_documents_are_short_and_the_trainer_gets_what_it_uses():
-    assert len(DEPENDENCIES["dpo.trainers"] - {"dpo"}) <= 24
+def test_the_documents_are_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
     assert sum(file.stat().st_size for file in list_files() if file.suffix == ".md") <= 1000 * DOCUMENT_KB
 

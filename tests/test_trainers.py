@@ -22,13 +22,11 @@ IN_PLAIN_SIGHT = ("warmup_steps=0", "optimizer=SGD", "lr=1.0", "max_grad_norm=1e
 
 
 @pytest.fixture
-def make_trainer(command, tiny_llama, tmp_path):
+def make_trainer(command, tiny_llama):
     """A trainer on copies of the tiny Llama, from a real config."""
 
     def make(*overrides: str, run: str = "run", dtype: torch.dtype = torch.float32) -> BasicTrainer:
-        own = ("max_length=64", "minimum_log_interval_secs=0", *overrides)
-        config = compose(*command(run, *own))
-        (tmp_path / run).mkdir()
+        config = compose(*command(run, "max_length=64", "minimum_log_interval_secs=0", *overrides))
         policy, reference = (copy.deepcopy(tiny_llama).to(dtype) for _ in range(2))
         reference = None if config.loss.name == "sft" else reference
         return BasicTrainer(policy, config, config.seed, config.local_run_dir, reference)

@@ -1,6 +1,5 @@
 """A run's data before training starts: its description, warnings, refusals."""
 
-import copy
 import shutil
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 
 
-def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_pairs, tokenizer):
-    like_gemma = copy.deepcopy(tokenizer)
+def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(three_pairs, chat):
+    like_gemma = chat(None)
     like_gemma.add_special_tokens({"bos_token": "<bos>"})
     plan, data = plan_of_data(three_pairs, {"hh": str(three_pairs)}), prepare(three_pairs, like_gemma)
     assert [*find_warnings(plan, data)] == []  # it has one, and adds none

@@ -1,13 +1,12 @@
 """Records of files in every format and layout, and of the Hub."""
 
-import csv
 import gzip
-import io
 import json
 import os
 
 import datasets
 import huggingface_hub
+import pandas as pd
 import pytest
 from support.formats import user
 from support.pytests import refused
@@ -30,21 +29,14 @@ PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
 def write(path, rows: list) -> None:
     """In the format that the file's name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.name.endswith(".parquet"):
+    if path.suffix == ".parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
     elif path.suffix == "":
         datasets.Dataset.from_list(rows).save_to_disk(path)
+    elif ".csv" in path.name or ".tsv" in path.name:  # pandas compresses if the name says so
+        pd.DataFrame(rows).to_csv(path, sep="\t" if ".tsv" in path.name else ",", index=False)
     else:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if ".csv" in path.name or ".tsv" in path.name:
-            separator = "\t" if ".tsv" in path.name else ","
-            writer = csv.DictWriter(table := io.StringIO(newline=""), rows[0], delimiter=separator)
-            writer.writeheader()
-            writer.writerows(rows)
-            text = table.getvalue()
-        elif ".jsonl" not in path.name:
-            text = json.dumps(rows, indent=1, ensure_ascii=False)
-        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        pd.DataFrame(rows).to_json(path, orient="records", lines=".jsonl" in path.name, force_ascii=False)
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from dpo.data.tokenization import remove_control
 
 
 @pytest.fixture
-def tokenizer_with_pad(tokenizer):
+def tokenizer_with_pad(chat):
     """The tiny tokenizer, with "!" (id 1) as pad token, not EOS."""
-    copied = copy.deepcopy(tokenizer)
+    copied = chat(None)
     copied.pad_token = "!"
     return copied
 
@@ -63,8 +63,8 @@ def test_prompt_and_response_are_tokenized_apart_without_special_tokens_but_the_
         ("<think>", "<think>"),  # a token, but none of control
     ],
 )
-def test_control_tokens_that_are_spelled_out_are_removed_until_none_is_left(tokenizer, text, left):
-    more = copy.deepcopy(tokenizer)
+def test_control_tokens_that_are_spelled_out_are_removed_until_none_is_left(chat, text, left):
+    more = chat(None)
     more.add_tokens(["<think>"])
     more.add_special_tokens({"additional_special_tokens": ["§"]})
     assert remove_control(text, more) == left

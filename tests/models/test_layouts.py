@@ -6,7 +6,6 @@ import transformers
 from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
 from support.pytests import refused
 
-from dpo.data.examples import make_labels
 from dpo.losses import preference_loss
 from dpo.models.attention import choose_attention
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
@@ -60,25 +59,6 @@ def test_without_a_mask_padded_rows_have_the_same_log_probabilities(family, pair
     [microbatch] = layout.split(pairs, 1)
     without, masked = (each.forward(model, microbatch.inputs).logps for each in (layout, Padded()))
     torch.testing.assert_close(without, masked, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
-def test_both_layouts_leave_out_the_same_tokens_of_responses(family, pairs):
-    cuts = [((1, 3), ()), ((), (0, 2)), ((0, 1, 2, 3), (1, 2))]
-    cut = [pair._replace(cuts=cuts[i % 3]) for i, pair in enumerate(pairs)]
-    model = build(family)
-    [whole] = Padded().split(pairs, 1)
-    by_token = Padded().forward(model, whole.inputs).logps
-    for layout in (Padded(), layout_by_rules("shared_prefix", model, max_length=LONG)[0]):
-        [microbatch] = layout.split(cut, 1)
-        found = layout.forward(model, microbatch.inputs).logps
-        for row, i in enumerate(microbatch.indices.tolist()):
-            for side, (response, ends) in enumerate(cut[i].cut_responses):
-                kept = [j for j, label in enumerate(make_labels(response, ends)) if label != -100]
-                expected = by_token[side, i, kept]
-                assert microbatch.lengths[side, row] == len(kept) == cut[i].n_scored[side]
-                torch.testing.assert_close(found[side, row, : len(kept)], expected, rtol=1e-4, atol=1e-5)
-                assert not found[side, row, len(kept) :].any()
 
 
 def losses_and_gradients(model, layout, batch):

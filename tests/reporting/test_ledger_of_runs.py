@@ -51,11 +51,6 @@ def test_the_rows_are_what_the_loss_saw(two_epochs):
             assert len(visited) == (6 if split == "train" else 4)
             for column, name in names.items():
                 assert mean(visited, column) == pytest.approx(line[name.format(split)], rel=1e-12)
-    by_example: dict[str, set] = {}
-    for row in rows:
-        facts = row["dataset"], row["reference_chosen"], row["chosen_tokens"], row["rejected_tokens"], row["truncated"]
-        by_example.setdefault(row["example"], set()).add(facts)
-    assert {len(facts) for facts in by_example.values()} == {1}
     assert {row["dataset"] for row in rows} == {"hh", "more"}
 
 

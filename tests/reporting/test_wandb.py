@@ -73,7 +73,6 @@ def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(st
 
     logged = [told[1] for told, _ in logger.run.told if told[0] == "log"]
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
-    assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
 
 
 def test_a_resumed_run_continues_its_wandb_run_and_another_run_does_not(start):

@@ -126,9 +126,8 @@ def test_a_flipped_label_is_trained_on_and_logged(run, seen, run_dir, tmp_path):
     for update in seen:
         for place, drawn in update.drawn.items():
             assert update.examples[place].responses == tuple(side.tokens for side in drawn.pair)
-    lines = read_metrics(run_dir, "train")
-    assert sum(line["online/flipped"] for line in lines) * 8 == pytest.approx(len(flipped))
-    assert all(line["online/score_best"] >= line["online/score_worst"] for line in lines)
+    shares = [line["online/flipped"] for line in read_metrics(run_dir, "train")]
+    assert sum(shares) * 8 == pytest.approx(len(flipped))
     rows = read_ledger(run_dir).to_pylist()
     preferred_less = [row for row in rows if row["split"] == "train" and row["score_chosen"] < row["score_rejected"]]
     assert len(preferred_less) == sum(drawn.pair[0].score < drawn.pair[1].score for drawn in flipped)

@@ -8,15 +8,15 @@ import re
 import pytest
 import torch
 import transformers
-import yaml
 from omegaconf import OmegaConf
 from support.pytests import refused, succeeded
-from support.runs import ROOT, TINY, read_code, read_metrics, run_script
+from support.runs import GOLDEN, ROOT, TINY, read_code, read_metrics, run_script
 
 import train
 from dpo.settings.keys import KEYS, compose_config
 from dpo.settings.plan import flatten
 from dpo.system.launching import get_open_port
+from dpo.system.plain_files import read_yaml
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
 
@@ -50,24 +50,20 @@ def test_every_name_of_the_page_is_there():
     assert (names["train"], "get_local_run_dir" in names["utils"]) == (["worker_main"], True)
 
 
-REFERENCE = """
-{seed: 0, exp_name: test, batch_size: 4, eval_batch_size: 4, debug: false, fsdp_port: null, datasets: [demo],
- wandb: {enabled: false, entity: null, project: direct-preference-optimization}, local_dirs: [.cache],
- sample_during_eval: false, n_eval_model_samples: 4, do_first_eval: true, lr: 1.0e-4, gradient_accumulation_steps: 1,
- max_grad_norm: 10.0, max_length: 96, max_prompt_length: 88, n_epochs: 1, n_examples: 8, n_eval_examples: 4,
- trainer: BasicTrainer, optimizer: RMSprop, warmup_steps: 0, activation_checkpointing: false, eval_every: 8,
- minimum_log_interval_secs: 1.0,
- model: {tokenizer_name_or_path: null, archive: null, block_name: null, policy_dtype: float32, fsdp_policy_mp: null,
-         reference_dtype: float32},
- loss: {name: dpo, beta: 0.1, label_smoothing: 0, reference_free: false}}
-"""
+CHANGED = {
+    **{"exp_name": "test", "datasets": ["demo"], "eval_batch_size": 4, "n_eval_model_samples": 4, "lr": 1e-4},
+    **{"max_length": 96, "max_prompt_length": 88, "n_examples": 8, "n_eval_examples": 4, "warmup_steps": 0},
+    **{"eval_every": 8, "sample_during_eval": False, "local_dirs": [".cache"]},
+    "loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False},
+}
 
 
 def reference_config(**changes: object) -> dict:
     """The keys of the reference's own config, and no others."""
-    config = yaml.safe_load(REFERENCE)
-    config["model"]["name_or_path"] = str(TINY)
-    return {**config, **changes}
+    config = read_yaml(GOLDEN / "reference_config.yaml")
+    config["model"] |= {"name_or_path": str(TINY), "reference_dtype": "float32"}
+    config["wandb"]["enabled"] = False
+    return config | CHANGED | changes
 
 
 def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, tmp_path):
@@ -120,17 +116,6 @@ def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama
 
 
 # --- worker_main ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_worker_main_trains_models_that_are_given(tiny_llama, run_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = OmegaConf.create(reference_config(local_run_dir=str(run_dir)))
-    policy, reference = copy.deepcopy(tiny_llama), copy.deepcopy(tiny_llama)
-    train.worker_main(0, 1, config, policy, reference)
-    saved = torch.load(run_dir / "LATEST" / "policy.pt", weights_only=True)["state"]
-    assert torch.equal(saved["lm_head.weight"], policy.lm_head.weight)
-    assert {"config.yaml", "preflight.json", "metrics.jsonl"} <= set(os.listdir(run_dir))
 
 
 def test_worker_main_refuses_what_cannot_run(tiny_llama):

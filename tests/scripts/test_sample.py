@@ -1,6 +1,5 @@
 """`dpo sample` asks as a run was trained, and answers as its models do."""
 
-import copy
 import io
 import json
 import os
@@ -49,10 +48,8 @@ def models(run_dir):
 
 
 @pytest.fixture
-def chatty(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+def chatty(chat):
+    return chat(TEMPLATE)
 
 
 def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[str]]:
@@ -133,9 +130,9 @@ def test_the_reference_is_the_start_of_the_run_or_the_one_given(run_dir, models)
     assert answered(load_for_generation(run_dir, reference="none"), Sampling(12)) == {"policy": of_run["policy"]}
 
 
-def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, tokenizer):
+def test_a_reference_with_another_tokenizer_is_refused(run_dir, tmp_path, chat):
     other = shutil.copytree(LLAMA, tmp_path / "other")
-    renamed = copy.deepcopy(tokenizer)
+    renamed = chat(None)
     renamed.add_tokens(["<new>"])
     renamed.save_pretrained(other)
     with refused("other has another tokenizer than the policy"):

@@ -9,13 +9,14 @@ import yaml
 from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
 from support.pytests import succeeded
-from support.runs import ROOT, run_script
+from support.runs import GOLDEN, ROOT, run_script
 
 from dpo.losses import LOSSES
 from dpo.settings.keys import KEYS, REMOVED, compose_config, dotted
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import ParallelDims, flatten, resolve
 from dpo.settings.validation import find_plan_warnings, find_problems, read_plan
+from dpo.system.plain_files import read_yaml
 
 CONFIG = ROOT / "config"
 GROUPS = ("experiment", "model", "loss", "lora", "online")
@@ -60,20 +61,11 @@ def test_every_key_has_a_comment_above_it_or_on_its_line(file):
 
 
 def test_defaults_are_the_references():
-    values = flatten(compose("exp_name=x local_run_dir=/run"))
-    reference = """
-        seed: 0, batch_size: 4, eval_batch_size: 16, debug: false, fsdp_port: null, datasets: [hh], lr: 5e-07,
-        wandb.enabled: true, wandb.entity: null,
-        wandb.project: direct-preference-optimization, local_dirs: [/scr-ssd, /scr, .cache], sample_during_eval: true,
-        n_eval_model_samples: 16, do_first_eval: true, gradient_accumulation_steps: 1, max_grad_norm: 10.0,
-        max_length: 512, max_prompt_length: 256, n_epochs: 1, n_examples: null, n_eval_examples: 256,
-        trainer: BasicTrainer, optimizer: RMSprop, activation_checkpointing: false, minimum_log_interval_secs: 1.0,
-        model.name_or_path: "???", model.tokenizer_name_or_path: null, model.archive: null, model.block_name: null,
-        model.policy_dtype: float32, model.fsdp_policy_mp: null, model.reference_dtype: float16, loss.name: sft,
-        warmup_steps: null, eval_every: null"""
-    # the last two are 150 and 20,000 in the reference, and here in a run of 1,500 updates and 160,000 examples
-    local = {"dataset_sources": {name: None for name, hub_id in BUILT_IN.items() if hub_id}}
-    expected = yaml.safe_load(f"{{{reference}}}") | local | {"lr": 5e-7}  # PyYAML reads a number without a dot as text
+    values = flatten(compose("local_run_dir=/run"))
+    expected = dict(dotted(read_yaml(GOLDEN / "reference_config.yaml")))
+    # 150 and 20,000 are what a run of 1,500 updates and 160,000 examples has here
+    expected |= {"warmup_steps": None, "eval_every": None}
+    expected["dataset_sources"] = {name: None for name, hub_id in BUILT_IN.items() if hub_id}
     assert {key: values[key] for key in expected} == expected
 
 
