@@ -8,7 +8,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, IDS, assert_near, build, save_adapter
+from support.models import FAMILIES, IDS, assert_near, build, publish, save_adapter
 from support.pytests import refused, slow
 from support.runs import PARTS, TINY, change_json, flip_a_bit
 
@@ -17,22 +17,9 @@ from dpo.models.export import export
 
 
 @pytest.fixture
-def base(tmp_path):
-    """Make the directory of a base model, without weights, for a config."""
-
-    def make(config: transformers.PretrainedConfig, name: str = "base") -> Path:
-        config.save_pretrained(tmp_path / name)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(TINY / file, tmp_path / name)
-        return tmp_path / name
-
-    return make
-
-
-@pytest.fixture
-def home(base) -> Path:
-    """The directory of a Llama with weights."""
-    return with_weights(base(FAMILIES["llama"]()), "llama")
+def home(tmp_path) -> Path:
+    """The directory of a Llama."""
+    return publish(tmp_path / "base", build("llama"))
 
 
 def archive(path: Path, state: dict, metrics: dict | None = None) -> Path:
@@ -57,8 +44,9 @@ USUAL = ("llama", "gpt2, tied")
 
 
 @pytest.mark.parametrize("family", [*USUAL, *(slow(family) for family in FAMILIES if family not in USUAL)])
-def test_merged_models_of_every_family_give_the_logits_of_training(family, base, tmp_path):
-    home = with_weights(base(FAMILIES[family]()), family)
+def test_merged_models_of_every_family_give_the_logits_of_training(family, tmp_path):
+    home = publish(tmp_path / "base", build(family))
+    (home / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
     logits, of_peft = save_adapter(tmp_path / "adapter", family, home)
     merged = load(export(tmp_path / "adapter", tmp_path / "merged", merge=True), "eager")
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=2e-5)
@@ -66,7 +54,7 @@ def test_merged_models_of_every_family_give_the_logits_of_training(family, base,
     assert merged.generation_config.eos_token_id == [0, 7]
 
 
-def test_an_archive_of_the_published_reference_is_exported(base, tmp_path):
+def test_an_archive_of_the_published_reference_is_exported(tmp_path):
     model = build("gpt-neox").eval()
     state = model.state_dict()
     state["embed_out.weight"] = state.pop("lm_head.weight")  # as transformers 4.29 called it
@@ -74,12 +62,13 @@ def test_an_archive_of_the_published_reference_is_exported(base, tmp_path):
     (tmp_path / "LATEST").mkdir()
     archive(tmp_path / "LATEST" / "policy.pt", state)
     # its runs have a config.yaml, of which we read what we know
-    (tmp_path / "config.yaml").write_text(f"model: {{name_or_path: {base(model.config)}}}\nloss: {{name: dpo}}\n")
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{name_or_path: {publish(tmp_path / 'base', model)}}}\nloss: {{name: dpo}}\n"
+    )
     assert torch.equal(load(export(tmp_path, tmp_path / "out"), "eager")(IDS).logits, model(IDS).logits)
 
 
-def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
-    home = base(FAMILIES["llama"]())
+def test_a_models_own_code_goes_with_it_if_it_may_run(home, tmp_path):
     (home / "modeling_own.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
@@ -136,14 +125,6 @@ def adapter_of_run(run: Path, family: str, base: Path, keys: str = "", **setting
     return logits
 
 
-def with_weights(home: Path, family: str) -> Path:
-    """A base model's directory, with weights."""
-    model = build(family)
-    model.save_pretrained(home)
-    (home / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
-    return home
-
-
 def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, run_dir, tmp_path):
     """Stored in float32, trained in bfloat16."""
     adapter_of_run(run_dir, "llama", home, ", policy_dtype: bfloat16", target_modules=["q_proj"])
@@ -158,14 +139,13 @@ def test_the_base_is_rounded_as_the_run_rounded_it_and_the_sum_once(home, run_di
         assert torch.equal(state["lm_head.weight"].float(), build("llama").lm_head.weight.bfloat16().float())
 
 
-def test_a_base_that_peft_cannot_load_is_exported_first(base, run_dir, tmp_path):
-    base(FAMILIES["llama"]())
+def test_a_base_that_peft_cannot_load_is_exported_first(home, run_dir, tmp_path):
     sft = archive(tmp_path / "policy.pt", build("llama").state_dict())
     logits = adapter_of_run(run_dir, "llama", sft)
     with refused(rf"or export the base first: dpo export {sft} (.*)/hf$"):
         export(run_dir, tmp_path / "out")
 
-    export(sft, tmp_path / "hf", model=str(tmp_path / "base"))
+    export(sft, tmp_path / "hf", model=str(home))
     model = transformers.AutoModelForCausalLM.from_pretrained(export(run_dir, tmp_path / "out")).eval()
     assert_near(model(IDS).logits, logits)
 
@@ -174,8 +154,8 @@ def test_a_base_that_peft_cannot_load_is_exported_first(base, run_dir, tmp_path)
     assert_near(merged(IDS).logits, logits)
 
 
-def test_what_cannot_be_exported_or_merged_is_one_sentence(base, run_dir, tmp_path):
-    home = with_weights(base(FAMILIES["llama, tied"]()), "llama, tied")
+def test_what_cannot_be_exported_or_merged_is_one_sentence(run_dir, tmp_path):
+    home = publish(tmp_path / "base", build("llama, tied"))
     whole = archive(tmp_path / "policy.pt", build("llama, tied").state_dict())
     foreign, tied = tmp_path / "foreign", tmp_path / "tied"
     save_adapter(foreign, "llama, tied", home)
@@ -198,8 +178,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, run_dir, tmp_pa
         assert not (tmp_path / "out").exists()
 
 
-def test_the_card_tells_what_is_known(base, run_dir, tmp_path, monkeypatch):
-    home = base(FAMILIES["llama"]())
+def test_the_card_tells_what_is_known(home, run_dir, tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()  # as in the repository's directory
     monkeypatch.chdir(tmp_path)
     (run_dir / "step-64").mkdir(parents=True)

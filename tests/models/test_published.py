@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, GROUPED, IDS, assert_near, build
-from support.runs import TINY, change_json, read_json, run_card
+from support.models import FAMILIES, GROUPED, IDS, assert_near, build, publish
+from support.runs import change_json, read_json, run_card
 from support.small_configs import shrink
 
 from dpo.models.export import describe_export, export
@@ -33,13 +33,6 @@ FIVE = {
 CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 WITH_1024 = GROUPED | {"vocab_size": 1024, "pad_token_id": None}  # embeddings, as many as the tokenizer has tokens
-
-
-def publish(folder: Path, model) -> Path:
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / file, folder)
-    return folder
 
 
 def export_state(state: dict, base: Path, out: str = "out", **options) -> Path:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.faults import SHARDED
 from support.records import context_in, evaluation, rewards, update, write_run
 from support.runs import read_metrics, read_rows, train
 
@@ -65,8 +66,7 @@ def test_skipping_has_an_end(run, run_dir):
 
 @pytest.mark.slow
 def test_every_rank_stops(command, run_dir):
-    sharded = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8")
-    result = train(*command("run", *SPOILT, *sharded))
+    result = train(*command("run", *SPOILT, *SHARDED))
 
     assert result.returncode == 1
     assert "error: rank" in result.stderr

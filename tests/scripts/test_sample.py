@@ -14,6 +14,7 @@ from support.formats import assistant, system, user
 from support.models import load_tiny
 from support.pytests import refused
 from support.runs import TINY, change_json
+from support.templates import PLAIN
 
 from dpo.commands.sample import converse, main
 from dpo.models.answers import Sampling
@@ -23,23 +24,12 @@ from dpo.models.generation import LoadedModel, load_for_generation
 LLAMA = str(TINY)
 ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and when?", "Is it still here?"]
 TALK = [user("Good morning."), assistant("Good morning."), user("Is the ladder still here?")]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
+def run_dir(finished) -> Path:
     """A run whose policy has moved away from its reference."""
-    run = tmp_path_factory.mktemp("runs") / "run"
-    torch.manual_seed(0)
-    state = {key: tensor + 0.02 * torch.randn(tensor.shape) for key, tensor in load_tiny().state_dict().items()}
-    (run / "step-8").mkdir(parents=True)
-    torch.save({"step_idx": 8, "state": state, "metrics": None}, run / "step-8" / "policy.pt")
-    (run / "LATEST").symlink_to("step-8")
-    (run / "config.yaml").write_text(
-        f"datasets: [hh]\nloss: {{name: dpo, beta: 0.3}}\nmodel: {{name_or_path: {LLAMA}, reference_dtype: float32}}\n"
-    )
-    return run
+    return finished("lr=1e-2")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +39,7 @@ def models(run_dir):
 
 @pytest.fixture
 def chatty(chat):
-    return chat(TEMPLATE)
+    return chat(PLAIN)
 
 
 def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[str]]:
@@ -93,9 +83,9 @@ def test_a_prompt_with_its_answer_must_fit_the_models_positions(tokenizer):
 
 def test_prompts_are_asked_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_path):
     home, run = shutil.copytree(LLAMA, tmp_path / "base"), tmp_path / "run"
-    change_json(home / "tokenizer_config.json", chat_template=TEMPLATE)
+    change_json(home / "tokenizer_config.json", chat_template=PLAIN)
     (run / "step-8").mkdir(parents=True)
-    os.link(run_dir / "step-8" / "policy.pt", run / "step-8" / "policy.pt")
+    os.link(run_dir / "step-24" / "policy.pt", run / "step-8" / "policy.pt")
     (run / "config.yaml").write_text(
         f"datasets: [mine]\nloss: {{name: dpo, beta: 0.3}}\nmodel: {{name_or_path: {home}}}\n"
     )
@@ -168,11 +158,11 @@ def test_each_side_continues_its_own_conversation_until_it_is_reset(form, models
     monkeypatch.setattr("sys.stdin", io.StringIO(f"One?\n\n{refused}Two?\n/reset\nOne?\n"))
     converse([model._replace(tokenizer=chatty, form=form) for model in models], Sampling(6))
 
-    said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<|endoftext|><assistant>", "raw": "{}"}[form]
+    said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<|endoftext|>\n<assistant>", "raw": "{}"}[form]
     for turns in asked.values():
         (first, answer), (second, _), (after_reset, _) = turns
         assert first == after_reset == said.format("One?")
-        history = {"hh": f"{first} {answer}", "chat": f"{first}{answer}<|endoftext|>", "raw": ""}[form]
+        history = {"hh": f"{first} {answer}", "chat": f"{first}{answer}<|endoftext|>\n", "raw": ""}[form]
         assert second == history + said.format("Two?")
     shown, errors = capsys.readouterr()
     assert ("has the control token '<|endoftext|>'" in errors) == bool(refused)

@@ -8,6 +8,7 @@ from support.commands import find_refusals
 from support.formats import assistant, user
 from support.pytests import succeeded
 from support.runs import ask, run_python, small_run, train, write_splits
+from support.templates import PLAIN
 
 from dpo.settings.keys import MISSING, compose_config
 from dpo.system.host import is_installed
@@ -29,7 +30,6 @@ MAKE = {  # a row of each kind of data
     "labelled answers": lambda prompt, i: {"prompt": prompt, "completion": f" Near {i}.", "label": i % 2 == 0},
     "completions": lambda prompt, i: {"prompt": prompt, "completion": f" Near {i}."},
 }
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 
 
 def list_possible() -> Iterator[frozenset]:
@@ -83,7 +83,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 def test_what_is_possible_in_pairs_trains_two_updates(part, rows, tmp_path):
     for kind, make in MAKE.items():
         write_splits(tmp_path / kind.replace(" ", "_"), lambda split, i, make=make: make(ask(split, i), i))
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "template.jinja").write_text(PLAIN)
     failed = []
     for number, command in enumerate(list(cover(set(list_possible())))[part::PARTS]):
         data = command.pop("data").replace(" ", "_")

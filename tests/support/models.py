@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,14 @@ def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
 def load_tiny(archive: Any = None, **options: Any) -> Any:
     """The tiny Llama of the golden runs in float32; with an `archive`, as a run has trained it."""
     return load_model(ModelPath(str(TINY), archive), dtype=torch.float32, attn_implementation="sdpa", **options)
+
+
+def publish(folder: Path, model: Any) -> Path:
+    """Write a model beside the tiny tokenizer; return its directory."""
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, folder)
+    return folder
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:

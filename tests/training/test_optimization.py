@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.faults import SHARDED
 from support.pytests import refused, slow, succeeded
 from support.runs import read_metrics, train, train_here
 
@@ -107,8 +108,8 @@ def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, spoil, run
 
 @pytest.mark.slow
 def test_two_processes_scale_the_rate_and_a_run_keeps_it_with_another_number(command, run, run_dir):
-    settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
-    succeeded(train(*command("run", *settings, "trainer=FSDPTrainer", "world_size=2", "n_examples=8")))
+    settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false")
+    succeeded(train(*command("run", *SHARDED, *settings, "n_examples=8")))
     assert lrs(run_dir) == [0.002] * 2
 
     run("run", *settings, "n_examples=12", "resume=auto")
