@@ -80,7 +80,7 @@ def test_files_of_an_evaluation_are_known_by_their_beginning(name, tmp_path):
 
 def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, printed):
     assert main([str(run_dir), "--judge", "human", *SHORT]) == 0
-    command = re.search(r"then: dpo evaluate (.*)", printed())[1].split()
+    assert "then: dpo evaluate " in printed()
     page = Path("out/judge.html").read_text()
     pairs, drawn = (json.loads(re.search(rf"const {name} = (.*);", page)[1]) for name in ("pairs", "drawn"))
     assert len(pairs) > 3
@@ -88,7 +88,6 @@ def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir,
     verdicts = [{"pair": pair["pair"], "better": "left", "drawn": drawn} for pair in pairs[1:]]
     write_rows(Path("verdicts.jsonl"), verdicts)
     assert read_rows(Path("out/pairs.jsonl")) == pairs
-    assert "--max-new-tokens" in command  # which the verdicts carry
     assert main([str(run_dir), "--judge", "verdicts:verdicts.jsonl", "--out", "out"]) == 0
     result = read_result("verdicts")
     assert result["n"] + 1 == len(pairs) == result["n"] + result["invalid"]

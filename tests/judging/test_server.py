@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from support.pytests import refused
@@ -75,9 +76,12 @@ def stub(monkeypatch):
     server.server_close()
 
 
-def connect(stub, tmp_path, **options) -> Server:
-    url = f"http://127.0.0.1:{stub.server_address[1]}/v1"
-    return Server(url, options.pop("model", None), tmp_path / "replies.jsonl", parallel=4, timeout=0.4, **options)
+def open_server(url: str, tmp_path: Path, model: str | None = "m") -> Server:
+    return Server(url, model, tmp_path / "replies.jsonl", parallel=4, timeout=0.4)
+
+
+def connect(stub, tmp_path: Path, model: str | None = None) -> Server:
+    return open_server(f"http://127.0.0.1:{stub.server_address[1]}/v1", tmp_path, model)
 
 
 def test_replies_come_in_order_and_failures_are_tried_again_or_returned(stub, tmp_path):
@@ -122,12 +126,12 @@ def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, m
         server.ask_all(["moved"])
     assert "secret" not in f"{server.ask_all(['echo', 'a'])}" + (tmp_path / "replies.jsonl").read_text()
     with refused("has a user or password"):
-        Server("https://me:secret@example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+        open_server("https://me:secret@example.org/v1", tmp_path)
     with refused("would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted"):
-        Server("http://example.org/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+        open_server("http://example.org/v1", tmp_path)
     for host in ("127.0.0.1.example.org", "localhost.example.org"):  # names may lead elsewhere
         with refused("unencrypted"):
-            Server(f"http://{host}/v1", "m", tmp_path / "r", parallel=1, timeout=1)
+            open_server(f"http://{host}/v1", tmp_path)
 
 
 @pytest.mark.parametrize("padding", ["x" * 270, "x" * 280, "\n" * 600_000])
@@ -156,7 +160,7 @@ def test_a_proxy_is_not_asked_for_an_address_of_this_machine(host, stub, tmp_pat
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("JUDGE_API_KEY", "secret-key")
     url = f"http://{host}:{stub.server_address[1]}/v1"
-    server = Server(url, "m", tmp_path / "replies.jsonl", parallel=1, timeout=1)
+    server = open_server(url, tmp_path)
     assert server.ask_all(["a"]) == ["re: a"]
     assert stub.calls == [("a", "m", "Bearer secret-key")]
 
@@ -166,4 +170,4 @@ def test_a_server_that_refuses_is_named_before_all_is_asked(stub, tmp_path):
         connect(stub, tmp_path).ask_all(["refused", "refused", "b"])
     assert connect(stub, tmp_path).ask_all(["refused", "b"])[1] == "re: b"  # one that is refused is not the server
     with refused(r"/v1/models cannot be read: .*refused.*; is it running"):
-        Server("http://127.0.0.1:1/v1", None, tmp_path / "r", parallel=1, timeout=1)
+        open_server("http://127.0.0.1:1/v1", tmp_path, None)

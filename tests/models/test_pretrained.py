@@ -1,6 +1,5 @@
 """Models are loaded without dropout and guesses; rows are scored alone."""
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import build, list_examples
 from support.pytests import refused
-from support.runs import TINY, change_json
+from support.runs import TINY, Bomb, change_json
 
 from dpo.data.tokenizer import load_tokenizer
 from dpo.losses import IGNORE_INDEX
@@ -73,14 +72,9 @@ def test_weights_that_are_missing_are_an_error_not_random_numbers(tmp_path):
         load_float32(str(tmp_path / "model"))
 
 
-class RunsCode:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
 def write_code(file: Path) -> None:
     file.unlink()
-    torch.save({"weight": RunsCode()}, file.with_name("pytorch_model.bin"))
+    torch.save({"weight": Bomb(Path("ran"))}, file.with_name("pytorch_model.bin"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support.commands import RUNS, find_refusals
 from support.pytests import refused, slow, succeeded
-from support.runs import GOLDEN, PARTS, change_manifest, train, write_rows, write_steps
+from support.runs import GOLDEN, PARTS, Bomb, change_manifest, train, write_rows, write_steps
 from transformers import dynamic_module_utils
 
 from dpo.checkpoint.files import (
@@ -69,16 +69,6 @@ def vouch_for_file(file: Path, content: bytes) -> None:
 
 
 # --- code that nobody asked for ------------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
 
 
 def make_bomb(proof: Path) -> bytes:

@@ -18,7 +18,7 @@ from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
 from support.pytests import refused, slow
-from support.runs import find_differences, find_undocumented, read_metrics, train, train_here
+from support.runs import assert_documented, find_differences, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch
 
 from dpo.analysis.ledger import read_ledger
@@ -87,7 +87,7 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, run_dir)
         assert line["online/score"] == pytest.approx(sum(one.score for one in answers) / 12)
         assert line["online/length"] == pytest.approx(sum(len(one.tokens) for one in answers) / 12)
         assert line["online/eos"] == pytest.approx(sum(one.ended for one in answers) / 12)
-    assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
+    assert_documented(run_dir)
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
 
@@ -178,7 +178,7 @@ def test_prompts_without_responses_are_enough(run, printed, run_dir, tmp_path):
     assert "train: 22 prompts without responses" in printed()
     evaluations = read_metrics(run_dir, "eval")
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
-    assert find_undocumented(run_dir) == set(), "docs/metrics.md lacks these metrics"
+    assert_documented(run_dir)
     best = max(evaluations[1:], key=lambda line: line["online_eval/score"])  # the first of them
     assert (run_dir / "BEST").resolve().name == f"step-{best['examples']}"
     found = read_run(run_dir)

@@ -55,15 +55,12 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
 
 
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, printed):
-    texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
-    own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
+    own = {"tie": False, "prompt": "Hi", "chosen": " no", "rejected": " yes", "score_chosen": 2, "score_rejected": -1}
     visit = {"example": "bad", "dataset": "hh", "epoch": 0, "split": "train", "truncated": False, "margin": -1.8}
     append(tmp_path / STREAM, [visit | {"update": n} | own for n in (2, 3)])
     assert main([str(tmp_path)]) == 0
-    lines = printed().splitlines()
-    shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
-    assert shown == [["prompt", "Hi"], ["chosen", "no [2J"], ["rejected", "yes"]] * 2
-    assert sum(line.endswith("; scores: chosen 2, rejected -1") for line in lines) == 2
+    shown = printed()
+    assert shown.count("    prompt    Hi") == shown.count("; scores: chosen 2, rejected -1") == 2
 
 
 def test_one_line_says_why_texts_of_pairs_cannot_be_shown(run_dir, printed):
